@@ -1,0 +1,94 @@
+"""Batches of a token stream: windows of it, in the order of `order.py`, cut into each rank's microbatches.
+
+A window is seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the labels. Nothing is kept between
+steps, so a loader for another step, or for another layout, is a new loader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from parallel3d.data.order import window_order
+from parallel3d.data.tokenizer import TokenIds
+from parallel3d.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One dp rank's share of a global batch, on the CPU."""
+
+    inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
+    labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLoader:
+    """Gives the share of dp rank `dp_rank` of any step's global batch, shuffled by `seed` (None: in order).
+
+    Step s holds samples s * global_batch_size onward; rank r has the r-th of `dp_size` equal runs of them. So the
+    global batch is the same sequences whatever the layout. Past the last window the samples go on with the next epoch.
+    Raises DataError where `tokens` are fewer than one window, ConfigError where the batch does not divide.
+    """
+
+    tokens: TokenIds
+    _: KW_ONLY
+    seq_len: int
+    global_batch_size: int
+    microbatch_size: int
+    dp_rank: int
+    dp_size: int
+    vocab: int
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank = {self.dp_rank}: must lie in 0 to {self.dp_size - 1}")
+        unit = self.dp_size * self.microbatch_size
+        if self.global_batch_size < 1 or self.global_batch_size % unit:
+            would_do = max(-(-self.global_batch_size // unit), 1) * unit
+            raise ConfigError(
+                f"train.global_batch_size = {self.global_batch_size}: must be a multiple of dp = {self.dp_size} times "
+                f"parallel.microbatch_size = {self.microbatch_size}; try {would_do}"
+            )
+        if self.windows < 1:
+            raise DataError(
+                f"the corpus has {len(self.tokens)} tokens, fewer than train.seq_len + 1 = {self.seq_len + 1}; "
+                "try a smaller train.seq_len or more text"
+            )
+
+    @property
+    def windows(self) -> int:
+        """Sequences in one epoch."""
+        return (len(self.tokens) - 1) // self.seq_len
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in each rank's share."""
+        return self.global_batch_size // (self.dp_size * self.microbatch_size)
+
+    def batch(self, step: int) -> Batch:
+        """This rank's share of the global batch of `step` (from 0). Raises DataError for an id beyond `vocab`."""
+        first = step * self.global_batch_size
+        samples = np.arange(first, first + self.global_batch_size, dtype=np.int64)
+        every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
+        drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
+        # The whole global batch, not this rank's share: all ranks then stop at once, with one message, and none hangs.
+        _check_ids(drawn, first, self.vocab)
+        share = drawn.reshape(self.dp_size, self.microbatches, self.microbatch_size, self.seq_len + 1)[self.dp_rank]
+        tokens = torch.from_numpy(share.astype(np.int64))
+        return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
+
+
+def _check_ids(drawn: TokenIds, first_sample: int, vocab: int) -> None:
+    if drawn.max() < vocab and drawn.min() >= 0:
+        return
+    row, column = np.argwhere((drawn >= vocab) | (drawn < 0))[0]
+    raise DataError(
+        f"token id {drawn[row, column]} at sample {first_sample + row}: model.vocab = {vocab} has ids 0 to "
+        f"{vocab - 1}; try model.vocab={drawn.max() + 1} or more, or the data of this model's tokenizer"
+    )

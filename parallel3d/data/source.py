@@ -1,0 +1,144 @@
+"""Which documents a corpus is made of: the non-empty files that `data` names, in an order that no file system decides.
+
+Nothing is read here but folders and sizes, so a launcher can look at a corpus before any worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+from parallel3d.config import DataConfig
+from parallel3d.errors import ConfigError, DataError
+
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """The bytes `start` to `stop` of a file: the whole file, except where a single file is split in two."""
+
+    name: str  # path below the corpus's folder, with slashes: the same on every machine
+    path: Path
+    start: int = 0
+    stop: int
+
+    def read(self) -> bytes:
+        """The document's bytes. Raises DataError where the file cannot be read or has shrunk."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                content = file.read(self.stop - self.start)
+        except OSError as error:
+            _refuse(error)
+        if len(content) < self.stop - self.start:
+            raise DataError(f"{self.path}: shrank below {self.stop} bytes while it was read; start the run again")
+        return content
+
+
+def find_documents(config: DataConfig) -> list[Document]:
+    """The non-empty files of the corpus, sorted by name.
+
+    Links to files are followed, links to folders are not (they may loop).
+    Raises ConfigError where `config` names no file with text in it, DataError for a file or folder that cannot be read.
+    """
+    if config.source == "stdlib":
+        return _stdlib_documents(config)
+    if not config.path:
+        raise ConfigError(
+            "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt, "
+            "or data.source=stdlib"
+        )
+    root = Path(os.path.expanduser(config.path))
+    try:
+        root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        where = "" if root.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(
+            f"data.path = {config.path}: no such file or folder{where}; "
+            "try the path of a text file or of a folder of them, or data.source=stdlib"
+        ) from None
+    except OSError as error:
+        _refuse(error)
+    if root.is_dir():
+        return _folder_documents(root, config)
+    document = _document(root, root.name)
+    if document is None:
+        raise ConfigError(f"data.path = {config.path}: must be a file or a folder; try a text file")
+    if not document.stop:
+        raise ConfigError(f"data.path = {config.path}: the file is empty; try a file with text in it")
+    return [document]
+
+
+def _stdlib_documents(config: DataConfig) -> list[Document]:
+    if config.path is not None:  # a forgotten data.source=text would train on other text than the user's
+        raise ConfigError(f"data.path = {config.path}: must be null where data.source = stdlib; try data.source=text")
+    root = Path(sysconfig.get_path("stdlib"))
+    names = (name for name in _walk(root, prune=NOT_STDLIB) if name.endswith(".py")) if root.is_dir() else ()
+    documents = _non_empty(root, sorted(names))
+    if not documents:
+        raise ConfigError(
+            f"data.source = stdlib: this Python has no source files in {root}; "
+            "try data.source=text data.path=corpus.txt"
+        )
+    return documents
+
+
+def _folder_documents(root: Path, config: DataConfig) -> list[Document]:
+    pattern = config.pattern.removeprefix("**/")  # the search is recursive as it is
+    if not pattern:
+        raise ConfigError(f"data.pattern = {config.pattern}: must match names of files; try *.txt")
+    found = list(_walk(root, prune=()))
+    matching = sorted(name for name in found if PurePosixPath(name).match(pattern))
+    if not matching:
+        suffixes = Counter(PurePosixPath(name).suffix for name in found)
+        would_do = f"data.pattern=*{suffixes.most_common(1)[0][0]}" if suffixes else "a folder with text files in it"
+        raise ConfigError(
+            f"data.pattern = {config.pattern}: must match a file, and matches none of the {len(found)} "
+            f"below data.path = {config.path}; try {would_do}"
+        )
+    documents = _non_empty(root, matching)
+    if not documents:
+        raise ConfigError(
+            f"data.path = {config.path}: holds no text, every file that matches data.pattern = {config.pattern} "
+            f"is empty ({len(matching)} of them); try a folder with text in it"
+        )
+    return documents
+
+
+def _walk(root: Path, *, prune: Container[str]) -> Iterator[str]:
+    """Names of everything below `root` that is not a folder, outside folders named in `prune`."""
+    for folder, folders, files in os.walk(root, onerror=_refuse):  # without onerror, what cannot be listed is left out
+        folders[:] = [name for name in folders if name not in prune]
+        for file in files:
+            yield Path(folder, file).relative_to(root).as_posix()
+
+
+def _non_empty(root: Path, names: list[str]) -> list[Document]:
+    documents = (_document(root / name, name) for name in names)
+    return [document for document in documents if document is not None and document.stop]
+
+
+def _document(path: Path, name: str) -> Document | None:
+    """None for what is no regular file: opening a pipe would wait for ever."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        _refuse(error)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: cannot be read (Permission denied); make it readable or take it out of the corpus")
+    return Document(name=name, path=path, stop=status.st_size)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(
+        f"{error.filename}: cannot be read ({error.strerror}); make it readable or take it out of the corpus"
+    ) from error

@@ -1,0 +1,93 @@
+"""The chapter `parallel3d.data` as others meet it: its names, and the check before a run starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import parallel3d.data
+from parallel3d.config import DataConfig
+from parallel3d.data import check_data, load_corpus
+from parallel3d.errors import ConfigError, DataError
+
+
+def text_data(tmp_path: Path, content: bytes, name: str = "corpus.txt") -> DataConfig:
+    path = tmp_path / name
+    path.write_bytes(content)
+    return DataConfig(source="text", path=str(path))
+
+
+def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_data(data, seq_len=seq_len, vocab=vocab)
+    return str(caught.value)
+
+
+def test_checking_and_loading_do_not_import_torch_and_the_loader_is_there_when_asked_for() -> None:
+    code = (
+        "import sys, parallel3d.data as data\n"
+        "data.check_data, data.load_corpus\n"
+        "assert 'torch' not in sys.modules, 'imported too early'\n"
+        "assert data.Batch.__module__ == data.BatchLoader.__module__ == 'parallel3d.data.loader'\n"
+    )
+    root = Path(parallel3d.data.__file__).parents[2]
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_every_name_of_the_package_can_be_imported_and_no_other() -> None:
+    assert all(hasattr(parallel3d.data, name) for name in dir(parallel3d.data))
+    with pytest.raises(AttributeError, match="no attribute 'Bach'"):
+        parallel3d.data.Bach  # noqa: B018
+
+
+def test_the_standard_library_is_enough_for_any_small_run() -> None:
+    check_data(DataConfig(), seq_len=2048, vocab=257)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
+    assert refusal(DataConfig(), vocab=256) == (
+        "model.vocab = 256: must be at least 257, the size of data.tokenizer = bytes; try 264"
+    )
+
+
+def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accepted(tmp_path: Path) -> None:
+    data = text_data(tmp_path, b"x" * 1000)  # 950 and 50 bytes, each with an end_of_text
+    check_data(data, seq_len=50, vocab=264)
+    assert refusal(data, seq_len=51) == (
+        f"train.seq_len = 51: a window is seq_len + 1 = 52 tokens, and data.path = {data.path} has 51 for validation; "
+        "try train.seq_len=50 or less, or more text or a larger data.validation_fraction"
+    )
+    check_data(replace(data, validation_fraction=0.1), seq_len=51, vocab=264)
+
+
+def test_the_check_counts_the_tokens_that_loading_gives(tmp_path: Path) -> None:
+    for index in range(6):
+        text_data(tmp_path, b"x" * (index + 1), f"{index}.txt")
+    data = DataConfig(source="text", path=str(tmp_path), validation_fraction=0.3)
+    corpus = load_corpus(data)
+    shorter = min(len(corpus.train), len(corpus.validation))
+    check_data(data, seq_len=shorter - 1, vocab=264)
+    assert f"has {shorter} for" in refusal(data, seq_len=shorter)
+
+
+def test_a_file_of_one_byte_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    assert refusal(text_data(tmp_path, b"x")).endswith("has 1 for training; try more text")
+
+
+def test_an_unknown_tokenizer_and_a_missing_path_are_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    unknown = DataConfig(tokenizer="words")  # type: ignore[arg-type]
+    assert refusal(unknown) == "data.tokenizer = words: no such tokenizer; try bytes"
+    assert "no such file or folder" in refusal(DataConfig(source="text", path=str(tmp_path / "nowhere")))
+
+
+def test_a_file_that_cannot_be_read_is_found_though_the_window_is_full_before_it(tmp_path: Path) -> None:
+    for index in range(20):
+        text_data(tmp_path, b"x" * 100, f"{index:02}.txt")
+    (tmp_path / "zz.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"zz\.txt: cannot be read \(No such file or directory\)"):
+        check_data(DataConfig(source="text", path=str(tmp_path)), seq_len=8, vocab=264)

@@ -1,0 +1,149 @@
+"""Batches: the same sequences whatever the layout, and the same whenever they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.errors import ConfigError, DataError
+
+TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own place, so a sequence tells where it comes from
+
+
+def loader(tokens: NDArray[np.integer] = TOKENS) -> BatchLoader:
+    return BatchLoader(
+        tokens, seq_len=7, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000, seed=5
+    )
+
+
+def sequences(*shares: Batch) -> list[int]:
+    """The first token of each sequence, in order."""
+    return [first for share in shares for first in share.inputs[..., 0].flatten().tolist()]
+
+
+@dataclass(frozen=True)
+class Division:
+    dp_size: int
+    microbatch_size: int
+    microbatches: int
+
+    def of(self, whole: BatchLoader, dp_rank: int) -> BatchLoader:
+        return replace(whole, dp_rank=dp_rank, dp_size=self.dp_size, microbatch_size=self.microbatch_size)
+
+
+divisions = st.builds(Division, *[st.integers(1, 6)] * 3)
+steps = st.integers(0, 300)
+
+
+def whole_loader(division: Division, seed: int | None) -> BatchLoader:
+    size = division.dp_size * division.microbatch_size * division.microbatches
+    return replace(loader(), global_batch_size=size, seed=seed)
+
+
+@settings(deadline=None)
+@given(divisions, steps, st.one_of(st.none(), st.integers(0, 2**40)))
+def test_the_global_batch_is_the_same_however_it_is_divided(division: Division, step: int, seed: int | None) -> None:
+    whole = whole_loader(division, seed)
+    shares = [division.of(whole, rank).batch(step) for rank in range(division.dp_size)]
+    for share in shares:
+        assert share.inputs.shape == share.labels.shape == (division.microbatches, division.microbatch_size, 7)
+    assert sequences(*shares) == sequences(whole.batch(step))
+
+
+@settings(deadline=None)
+@given(divisions, st.integers(0, 2**40))
+def test_an_epoch_gives_every_window_once_over_all_ranks_and_steps(division: Division, seed: int) -> None:
+    whole = whole_loader(division, seed)
+    whole = replace(whole, tokens=TOKENS[: 3 * whole.global_batch_size * 7 + 1][:1000])
+    rounds = -(-whole.windows // whole.global_batch_size)
+    ranks = [division.of(whole, rank) for rank in range(division.dp_size)]
+    seen = sequences(*(rank.batch(step) for step in range(rounds) for rank in ranks))
+    assert sorted(seen[: whole.windows]) == [7 * window for window in range(whole.windows)]
+
+
+@settings(deadline=None)
+@given(steps)
+def test_labels_are_the_inputs_one_token_later(step: int) -> None:
+    batch = loader().batch(step)
+    assert batch.inputs.dtype == batch.labels.dtype == torch.int64
+    assert batch.inputs.is_contiguous()
+    assert batch.labels.is_contiguous()
+    assert torch.equal(batch.labels, batch.inputs + 1)
+    assert torch.equal(batch.inputs, batch.inputs[..., :1] + torch.arange(7))
+
+
+def test_a_run_resumed_at_any_step_and_layout_gets_the_batches_of_one_that_never_stopped() -> None:
+    run = loader()
+    batches = [sequences(run.batch(step)) for step in range(40)]  # past the end of the first epoch
+    resumed = [replace(run, dp_rank=rank, dp_size=3, microbatch_size=2) for rank in range(3)]
+    for step in (39, 17, 18, 0):
+        assert sequences(*(rank.batch(step) for rank in resumed)) == batches[step]
+        assert sequences(loader().batch(step)) == batches[step]
+
+
+def test_without_a_seed_validation_reads_the_corpus_in_order_and_begins_again_after_its_end() -> None:
+    in_order = replace(loader(), seed=None)
+    assert in_order.windows == 142
+    assert sequences(in_order.batch(0)) == [7 * window for window in range(12)]
+    assert sequences(in_order.batch(11)) == [7 * (window % 142) for window in range(132, 144)]
+
+
+@given(st.integers(8, 60), st.integers(1, 7))
+def test_windows_are_as_many_as_fit_with_their_last_label(length: int, seq_len: int) -> None:
+    some = replace(loader(np.arange(length, dtype=np.uint16)), seq_len=seq_len, seed=None)
+    assert some.windows == (length - 1) // seq_len
+    last = replace(some, global_batch_size=some.windows).batch(0).labels[-1, -1, -1].item()
+    assert last == some.windows * seq_len <= length - 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_a_token_id_beyond_the_vocabulary_is_refused_by_every_rank_in_the_same_words(dtype: type) -> None:
+    tokens: NDArray[np.integer] = np.zeros(1000, dtype=dtype)
+    tokens[7 * 20 + 3] = 300  # sample 20, which is in the second step
+    whole = replace(loader(tokens), vocab=264, seed=None)
+    for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
+        for rank in range(dp_size):
+            share = replace(whole, dp_rank=rank, dp_size=dp_size, microbatch_size=microbatch_size)
+            share.batch(0)
+            with pytest.raises(DataError) as caught:
+                share.batch(1)
+            assert str(caught.value) == (
+                "token id 300 at sample 20: model.vocab = 264 has ids 0 to 263; "
+                "try model.vocab=301 or more, or the data of this model's tokenizer"
+            )
+
+
+def test_a_last_label_and_a_negative_id_are_checked_too() -> None:
+    tokens = np.zeros(8, dtype=np.int32)
+    for place, bad in ((7, 264), (0, -1)):
+        broken = tokens.copy()
+        broken[place] = bad
+        with pytest.raises(DataError, match=f"token id {bad} at sample 0: "):
+            replace(loader(broken), vocab=264).batch(0)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(loader(), dp_size=4, microbatch_size=2)
+    assert str(caught.value) == (
+        "train.global_batch_size = 12: must be a multiple of dp = 4 times parallel.microbatch_size = 2; try 16"
+    )
+    replace(loader(), dp_size=4, microbatch_size=2, global_batch_size=16)
+
+
+def test_a_rank_outside_the_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="dp_rank = 2: must lie in 0 to 1"):
+        replace(loader(), dp_rank=2, dp_size=2)
+
+
+def test_a_corpus_shorter_than_a_window_is_refused() -> None:
+    loader(TOKENS[:8])
+    with pytest.raises(DataError, match=r"has 7 tokens, fewer than train.seq_len \+ 1 = 8"):
+        loader(TOKENS[:7])

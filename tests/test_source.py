@@ -1,0 +1,176 @@
+"""Which files a corpus is made of, and what is said where there are none."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import DataConfig
+from parallel3d.data.source import Document, find_documents
+from parallel3d.errors import ConfigError, DataError
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+
+
+def folder(root: Path, pattern: str = "*.txt") -> DataConfig:
+    return DataConfig(source="text", path=str(root), pattern=pattern)
+
+
+def names(config: DataConfig) -> list[str]:
+    return [document.name for document in find_documents(config)]
+
+
+def refusal(config: DataConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        find_documents(config)
+    return str(caught.value)
+
+
+def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: Path) -> None:
+    write(tmp_path, {"b.txt": "b", "a/z.txt": "z", "a.txt": "a", "a/empty.txt": "", "notes.md": "n"})
+    assert names(folder(tmp_path)) == ["a.txt", "a/z.txt", "b.txt"]
+    assert names(folder(tmp_path, "**/*.txt")) == ["a.txt", "a/z.txt", "b.txt"]
+    assert names(folder(tmp_path, "a/*.txt")) == ["a/z.txt"]
+    assert names(folder(tmp_path, "*")) == ["a.txt", "a/z.txt", "b.txt", "notes.md"]
+
+
+def test_a_file_is_a_corpus_of_one_document(tmp_path: Path) -> None:
+    write(tmp_path, {"one.md": "text"})
+    (document,) = find_documents(DataConfig(source="text", path=str(tmp_path / "one.md")))
+    assert (document.name, document.read()) == ("one.md", b"text")
+
+
+def test_a_path_may_be_relative_or_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"one.txt": "text"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("one.txt", "~/one.txt", "~"):
+        assert names(DataConfig(source="text", path=path)) == ["one.txt"]
+
+
+def test_the_standard_library_is_its_own_source_files() -> None:
+    found = names(DataConfig())
+    assert found == sorted(found)
+    assert {"argparse.py", "json/decoder.py"} <= set(found)
+    folders = {part for name in found for part in name.split("/")[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert all(name.endswith(".py") for name in found)
+
+
+def test_a_python_without_source_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for root in (tmp_path, tmp_path / "python3.zip"):
+        monkeypatch.setattr(sysconfig, "get_path", lambda _, root=root: str(root))
+        assert refusal(DataConfig()) == (
+            f"data.source = stdlib: this Python has no source files in {root}; "
+            "try data.source=text data.path=corpus.txt"
+        )
+
+
+def test_a_path_beside_stdlib_is_refused_rather_than_ignored() -> None:
+    assert refusal(DataConfig(path="mine.txt")) == (
+        "data.path = mine.txt: must be null where data.source = stdlib; try data.source=text"
+    )
+
+
+def test_text_without_a_path_is_refused() -> None:
+    assert refusal(DataConfig(source="text")) == (
+        "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt, or data.source=stdlib"
+    )
+
+
+def test_a_missing_path_is_refused_with_the_place_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(DataConfig(source="text", path="gone.txt")) == (
+        f"data.path = gone.txt: no such file or folder in {tmp_path}; "
+        "try the path of a text file or of a folder of them, or data.source=stdlib"
+    )
+    write(tmp_path, {"file.txt": "x"})
+    assert "no such file or folder" in refusal(DataConfig(source="text", path="file.txt/below"))
+
+
+def test_a_pattern_without_a_match_is_refused_and_told_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, {"a.md": "a", "b.md": "b", "c.py": "c"})
+    assert refusal(folder(tmp_path)) == (
+        "data.pattern = *.txt: must match a file, and matches none of the 3 "
+        f"below data.path = {tmp_path}; try data.pattern=*.md"
+    )
+    assert names(folder(tmp_path, "*.md")) == ["a.md", "b.md"]
+
+
+def test_an_empty_folder_and_an_empty_pattern_are_refused(tmp_path: Path) -> None:
+    assert refusal(folder(tmp_path)).endswith("try a folder with text files in it")
+    assert refusal(folder(tmp_path, "")) == "data.pattern = : must match names of files; try *.txt"
+
+
+def test_only_empty_files_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "", "b.txt": ""})
+    assert refusal(folder(tmp_path)) == (
+        f"data.path = {tmp_path}: holds no text, every file that matches data.pattern = *.txt is empty (2 of them); "
+        "try a folder with text in it"
+    )
+    one = tmp_path / "a.txt"
+    assert refusal(DataConfig(source="text", path=str(one))) == (
+        f"data.path = {one}: the file is empty; try a file with text in it"
+    )
+
+
+def test_what_is_no_regular_file_is_never_opened(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "a"})
+    os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
+    assert names(folder(tmp_path)) == ["a.txt"]
+    assert "must be a file or a folder" in refusal(DataConfig(source="text", path=str(tmp_path / "pipe.txt")))
+
+
+def test_a_link_to_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "a"})
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(DataError) as caught:
+        find_documents(folder(tmp_path))
+    assert str(caught.value) == (
+        f"{tmp_path / 'b.txt'}: cannot be read (No such file or directory); "
+        "make it readable or take it out of the corpus"
+    )
+
+
+def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    monkeypatch.setattr(os, "access", lambda path, _: path.name != "b.txt")  # file modes do not bind a root user
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read \(Permission denied\)"):
+        find_documents(folder(tmp_path))
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_not_a_smaller_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"a.txt": "a", "closed/b.txt": "b"})
+    scandir = os.scandir
+
+    def refuse_closed(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_closed)
+    with pytest.raises(DataError, match=r"closed: cannot be read \(Permission denied\)"):
+        find_documents(folder(tmp_path))
+
+
+def test_a_file_that_vanishes_or_shrinks_before_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    document = Document(name="a.txt", path=path, stop=4)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read"):
+        document.read()
+    path.write_text("abc")
+    with pytest.raises(DataError, match="shrank below 4 bytes"):
+        document.read()
+    path.write_text("abcdef")  # it grew: the documents that were found stay what they were
+    assert document.read() == b"abcd"
