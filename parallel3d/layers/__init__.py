@@ -1,0 +1,1 @@
+"""Tensor parallelism: the layers, their collectives and their parameters."""

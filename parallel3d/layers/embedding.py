@@ -1,0 +1,88 @@
+"""The token embedding, its rows (the vocabulary) split over tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import DeviceMesh
+from torch.nn import functional as F
+
+from parallel3d.layers.collectives import all_reduce, axis_rank, axis_size, gather_sequence, reduce_scatter_sequence
+from parallel3d.layers.init import normal
+from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """ids [batch, seq] -> [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`.
+
+    Each tp rank looks up the ids of its rows, and the sum over tp joins them: an all-reduce (or reduce-scatter)
+    forward; backward nothing (or an all-gather). Megatron-LM, arXiv 1909.08053, section 3.
+
+    An id outside the vocabulary gives zeros under tp > 1: check ids before they come here, as `data.loader` does.
+    Raises ValueError where tp does not divide vocab.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        tp: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        init: Initializer = normal(0.02),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp)
+        self.sequence_parallel = sequence_parallel
+        self.add_parameter("weight", ParameterSpec((vocab, hidden), 0, init), device=device, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = _VocabParallelEmbedding.apply(
+            ids, self.weight, self.tp, self.sequence_parallel, self.fused_gradients
+        )
+        return y
+
+
+class _VocabParallelEmbedding(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, tp: DeviceMesh | None, sequence_parallel: bool, fused: bool
+    ) -> Tensor:
+        ctx.tp, ctx.sequence_parallel, ctx.fused = tp, sequence_parallel, fused
+        ctx.weight = weight
+        rows = local_tensor(weight)
+        if axis_size(tp) == 1:
+            ctx.save_for_backward(ids)
+            ctx.elsewhere = None
+            return F.embedding(ids, rows)
+        own = ids - axis_rank(tp) * rows.shape[0]
+        ctx.elsewhere = (own < 0) | (own >= rows.shape[0])  # another rank's rows
+        own = own.masked_fill(ctx.elsewhere, 0)
+        ctx.save_for_backward(own)
+        y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
+        return reduce_scatter_sequence(y, tp) if sequence_parallel else all_reduce(y, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        if ctx.sequence_parallel:
+            grad = gather_sequence(grad, ctx.tp)
+        if ctx.elsewhere is not None:
+            grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
+        return None, _give_rows(weight, ids, grad, fused=ctx.fused), None, None, None
+
+
+def _give_rows(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:
+    """The gradient `grad` of the looked-up rows, added to those rows alone where `.grad` exists already: a dense
+    gradient of the vocabulary's size for every microbatch costs more than the look-up."""
+    if fused and weight.grad is not None:
+        local_tensor(weight.grad).index_put_((ids,), grad, accumulate=True)  # deterministic on GPUs too
+        return None
+    dense = torch.zeros_like(local_tensor(weight), dtype=grad.dtype)
+    return give_gradient(weight, dense.index_put_((ids,), grad, accumulate=True), fused=fused)

@@ -1,0 +1,169 @@
+"""What every layer here shares: parameters that are DTensors on the tp axis, computed with as plain tensors.
+
+A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state dict knows the global
+tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work. The layers'
+autograd functions take the parameter itself, compute with `local_tensor(parameter)`, and give its gradient back by
+`give_gradient`.
+
+[Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
+`fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the weight's size per microbatch
+(Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so until
+`training.gradients` sums all of them in one collective a step. Autograd's hooks on the parameter do not fire then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from parallel3d.layers.collectives import all_reduce, axis_rank, axis_size
+
+Initializer = Callable[[Tensor, torch.Generator | None], object]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter's global shape, its place on the tp axis (`dim` that is split; None: replicated), how it starts."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+    init: Initializer
+    partial_gradient: bool = False  # each tp rank computes a summand of the gradient (norms under sequence parallelism)
+
+    @property
+    def placement(self) -> Placement:
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    def local_part(self, full: Tensor, tp: DeviceMesh | None) -> Tensor:
+        """This tp rank's part of the global tensor."""
+        return full if self.dim is None else full.chunk(axis_size(tp), dim=self.dim)[axis_rank(tp)]
+
+
+class ParallelModule(nn.Module):
+    """Base of the layers. `tp` is the tensor-parallel axis; None means one device and no communication."""
+
+    def __init__(self, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        self.tp = tp
+        self.fused_gradients = False
+        self.specs: dict[str, ParameterSpec] = {}
+
+    def add_parameter(
+        self, name: str, spec: ParameterSpec, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Registers a parameter with its initial values, drawn whole from the default generator and then cut: equal
+        seeds on all ranks give the same global tensor for any tp. On the meta device nothing is drawn."""
+        self._check_divisible(name, spec)
+        full = torch.empty(spec.shape, device=device, dtype=dtype)
+        if not full.is_meta:
+            with torch.no_grad():
+                spec.init(full, None)
+        local = spec.local_part(full, self.tp).clone()
+        self.specs[name] = spec
+        self.register_parameter(name, nn.Parameter(_on_axis(local, self.tp, spec, full)))
+
+    def _check_divisible(self, name: str, spec: ParameterSpec) -> None:
+        n = axis_size(self.tp)
+        if spec.dim is not None and spec.shape[spec.dim] % n:
+            raise ValueError(
+                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
+                f"cannot be split over tp = {n}; a multiple of {n} would do"
+            )
+
+
+def set_fused_gradients(module: nn.Module, on: bool) -> None:
+    """See [Note: fused gradients]."""
+    for part in module.modules():
+        if isinstance(part, ParallelModule):
+            part.fused_gradients = on
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
+    """The spec of every parameter below `module` by its global name; of a tied one once, under its first name."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        if not isinstance(part, ParallelModule):
+            continue
+        for name, spec in part.specs.items():
+            parameter = getattr(part, name)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}" if prefix else name, spec
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The plain tensor behind a parameter, outside autograd."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
+    """What a backward pass returns for `parameter` whose local gradient is `local`: added to `.grad`, and None, where
+    gradients are fused; else the gradient in the parameter's own form."""
+    if not fused:
+        return like_parameter(parameter, local)
+    if parameter.grad is None:
+        parameter.grad = like_parameter(parameter, local)
+    else:
+        local_tensor(parameter.grad).add_(local)
+    return None
+
+
+def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
+    """As `give_gradient` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and [tokens, in]:
+    where gradients are fused, the matrix multiplication itself adds the product."""
+    if fused and weight.grad is not None:
+        local_tensor(weight.grad).addmm_(grad_out.t(), x)
+        return None
+    return give_gradient(weight, grad_out.t().mm(x), fused=fused)
+
+
+def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
+    """A replicated parameter as a plain tensor for autograd. Backward: its gradient, summed over tp where it is
+    partial (at once, or left to the end of the step: [Note: fused gradients])."""
+    if not isinstance(parameter, DTensor) and not module.fused_gradients:
+        return parameter
+    partial = module.specs[name].partial_gradient
+    result: Tensor = _Replicated.apply(parameter, module.tp if partial else None, module.fused_gradients)
+    return result
+
+
+class _Replicated(Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sum_over: DeviceMesh | None, fused: bool) -> Tensor:
+        ctx.parameter, ctx.sum_over, ctx.fused = parameter, sum_over, fused
+        local = local_tensor(parameter)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        if ctx.sum_over is not None and not ctx.fused:
+            grad = all_reduce(grad.contiguous(), ctx.sum_over)
+        return give_gradient(ctx.parameter, grad, fused=ctx.fused), None, None
+
+
+def _on_axis(local: Tensor, tp: DeviceMesh | None, spec: ParameterSpec, full: Tensor) -> Tensor:
+    if tp is None:
+        return local
+    return DTensor.from_local(local, tp, [spec.placement], run_check=False, shape=full.shape, stride=full.stride())
+
+
+def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local`, of the shape of this rank's part, in the form of `parameter`: a DTensor, laid out alike, or itself."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

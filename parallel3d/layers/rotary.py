@@ -1,0 +1,37 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split form of Hugging Face's Llama."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by position * theta^(-2i / K).
+
+    The table of angles is float32, made on first use for the longest sequence yet, and no part of a state dict.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, heads, head_dim] -> the same shape and dtype."""
+        cos, sin = self._angles(x)
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * cos + turned * sin
+
+    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [seq, 1, head_dim] in x's dtype."""
+        length = x.shape[1]
+        table = self._table
+        if table is None or table[0].shape[0] < length or table[0].device != x.device or table[0].dtype != x.dtype:
+            exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
+            positions = torch.arange(length, device=x.device, dtype=torch.float32)
+            angles = torch.outer(positions, self.theta**-exponents).repeat(1, 2).unsqueeze(1)
+            table = self._table = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        return table[0][:length], table[1][:length]
