@@ -1,0 +1,75 @@
+"""Tensors by their global names, laid over the mesh, on their way to a folder and back.
+
+The layout leaves no trace: DCP writes each rank's part with its place in the global tensor, and any other layout reads
+the parts that it needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from parallel3d.checkpoint.reader import IndexReader
+from parallel3d.checkpoint.store import SavedProgress, commit, read_progress, write_progress
+from parallel3d.errors import CheckpointError, SaveError
+
+
+def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) -> None:
+    """Writes a checkpoint beside `path` and renames it there. Every rank calls it, and returns when it is in place.
+
+    Raises SaveError, with an older checkpoint at `path` untouched, where it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP's own deprecations
+            dcp.save(dict(state), checkpoint_id=partial)
+        if dist.get_rank() == 0:
+            write_progress(partial, progress)
+            commit(partial, path)
+        dist.barrier()
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise SaveError(f"{path}: cannot be written: {_cause(error)}") from error
+
+
+def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
+    """Reads a checkpoint of any layout into `state`'s tensors. Every rank calls it.
+
+    Raises CheckpointError, before a tensor is changed, where a file is missing or cut short, or the model is another.
+    """
+    progress = read_progress(path)
+    reader = IndexReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        there = stored.get(name)
+        if not isinstance(there, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: has no {name}; it is of another model")
+        if tuple(there.size) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path}: {name} is {list(there.size)} there and {list(tensor.shape)} here; it is of another model"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(dict(state), storage_reader=reader)
+    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+    return progress
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong, on the first rank where it did."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]
+    return str(error).splitlines()[0]

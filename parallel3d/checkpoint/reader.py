@@ -1,0 +1,75 @@
+"""Reads torch.distributed.checkpoint folders without running what is in them.
+
+DCP keeps its index as a pickle, and its reader unpickles whatever it finds. Here only the classes that an index is
+made of are let through; a pickle that names anything else is refused before it is run.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from parallel3d.errors import CheckpointError
+
+INDEX = ".metadata"
+
+_ALLOWED = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size", "device", "float32", "float64", "bfloat16", "float16", "int64", "strided"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise CheckpointError(f"its index asks for {module}.{name}, which no index of a checkpoint needs")
+        return super().find_class(module, name)
+
+
+class IndexReader(dcp.FileSystemReader):
+    """DCP's reader of a folder, with the index read as above."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # the arguments are DCP's, and it passes none
+        path = Path(self.path) / INDEX
+        try:
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as the index of a checkpoint: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the index of a checkpoint")
+        self._check_files(metadata)
+        return metadata
+
+    def _check_files(self, metadata: Metadata) -> None:
+        """Every file that the index names is there and long enough."""
+        needed: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        for name, length in needed.items():
+            file = Path(self.path) / name
+            if file.parent != Path(self.path):
+                raise CheckpointError(f"{self.path}: the index names {name}, outside of the checkpoint")
+            if not file.is_file():
+                raise CheckpointError(f"{file}: is missing, and the index names it")
+            if file.stat().st_size < length:
+                raise CheckpointError(f"{file}: has {file.stat().st_size} bytes of {length}; it was cut short")

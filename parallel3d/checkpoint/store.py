@@ -1,0 +1,111 @@
+"""The folder of a run's checkpoints: which there are, how one is put in place, which are dropped. No torch here.
+
+A checkpoint is written into `step_00000100.partial-<run>` and renamed to `step_00000100` when it is whole, so that a
+folder with a checkpoint's name is always a whole checkpoint. One that is dropped is renamed first, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import CheckpointError, ConfigError
+
+PROGRESS_FILE = "progress.json"
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = re.compile(r"step_\d{8,}\.(partial|dropped)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedProgress:
+    """Where a run stands: what a checkpoint holds beside tensors."""
+
+    step: int
+    tokens: int
+    seed: int
+    global_batch_size: int
+    seq_len: int
+    parameters: int  # of the whole model
+    parallel: dict[str, Any]  # the layout that wrote it; for people, never needed to read it
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """What `checkpoint.resume` means: none, the newest of `folder` (None if it has none), or the path itself."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return next(reversed(list_checkpoints(folder)), None)
+    if not (Path(resume) / PROGRESS_FILE).is_file():
+        raise ConfigError(
+            f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
+        )
+    return Path(resume)
+
+
+def write_progress(path: Path, progress: SavedProgress) -> None:
+    with (path / PROGRESS_FILE).open("w") as file:
+        json.dump(asdict(progress), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_progress(path: Path) -> SavedProgress:
+    try:
+        return SavedProgress(**json.loads((path / PROGRESS_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path / PROGRESS_FILE}: cannot be read: {error}") from error
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Puts a written checkpoint in place, in the stead of one of the same step."""
+    if final.exists():
+        drop(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def drop(path: Path) -> None:
+    """Deletes a checkpoint; what is half deleted has another name."""
+    dropped = path.with_name(f"{path.name}.dropped")
+    if dropped.exists():
+        shutil.rmtree(dropped)
+    path.rename(dropped)
+    shutil.rmtree(dropped)
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    for path in list_checkpoints(folder)[:-keep]:
+        drop(path)
+
+
+def sweep(folder: Path) -> None:
+    """Deletes what an interrupted run left half written or half deleted."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _UNFINISHED.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

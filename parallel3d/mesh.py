@@ -1,0 +1,66 @@
+"""The mesh: torch's DeviceMesh with every axis of ParallelConfig on it, and the process group that it stands on.
+
+Axes of size 1 are there too, so that no code asks whether an axis exists. tp is innermost: its ranks are neighbours.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.config import ParallelConfig
+from parallel3d.errors import ConfigError, RendezvousError
+from parallel3d.rendezvous import Rendezvous
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU. Raises ConfigError where a GPU is wanted and there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"train.device = {wanted}: local rank {local_rank} needs a GPU of its own and this host has "
+            f"{torch.cuda.device_count()}; start fewer workers here, or use train.device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The default process group, gloo on CPUs and NCCL on GPUs, from here to the end of the block, errors included.
+
+    Raises RendezvousError where the workers do not find each other within `timeout_s`.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            init_method=rendezvous.init_method,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {rendezvous.rank} of {rendezvous.world_size} did not meet the others through "
+            f"{rendezvous.init_method} within {timeout_s:.0f} s: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
+    """The mesh of a layout over all ranks of the default process group."""
+    return init_device_mesh(device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))

@@ -1,0 +1,133 @@
+"""From a model and a layout to what this rank trains: its stages, cut, sharded and filled, and their pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.config import ModelConfig, Recipe, Recompute
+from parallel3d.layers.init import initial_tensor
+from parallel3d.layers.parameter import ParallelModule, ParameterSpec, local_tensor, set_fused_gradients
+from parallel3d.pipeline.runtime import Boundary, LossFunction, PipelineRuntime, Stage
+from parallel3d.pipeline.stage import check_nothing_lost, cut, names_of, spread_layers
+from parallel3d.sharding import COMPUTE_DTYPE, reduce_in_last_backward, shard
+
+
+class ModelClass(Protocol):
+    """How a model is built: whole, on the meta device, its layers split over `tp`."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: DeviceMesh | None,
+        sequence_parallel: bool,
+        recompute: Recompute,
+        device: torch.device | str | None,
+    ) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class OwnParameter:
+    """A parameter of a stage on this rank. `name` is global; where the model ties two names, both have the first."""
+
+    name: str
+    module: ParallelModule
+    attribute: str
+    spec: ParameterSpec
+    is_copy: bool  # the second of a tied pair, on another stage than the first
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter as it is now: `fully_shard` puts others in its place and back."""
+        tensor = getattr(self.module, self.attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What this rank owns."""
+
+    stages: list[Stage]
+    parameters: list[OwnParameter]
+    pipeline: PipelineRuntime
+    parameter_count: int  # of the whole model
+
+
+def parallelize(
+    model_class: ModelClass, recipe: Recipe, mesh: DeviceMesh, device: torch.device, loss_fn: LossFunction
+) -> Parallelized:
+    """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
+    them with weights that depend on the seed and their names alone."""
+    parallel, model = recipe.parallel, recipe.model
+    spans = spread_layers(model.layers, parallel.stages)
+
+    def whole() -> nn.Module:
+        return model_class(
+            model,
+            tp=mesh["tp"],
+            sequence_parallel=parallel.sequence_parallel,
+            recompute=parallel.recompute,
+            device="meta",
+        )
+
+    reference = whole()
+    names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
+    check_nothing_lost(names, spans)
+    aliases = tied_names(reference)
+
+    stages, parameters = [], []
+    for index in range(mesh["pp"].get_local_rank(), parallel.stages, parallel.pp):
+        module = cut(whole(), spans[index])
+        assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
+        set_fused_gradients(module, True)
+        once_a_step = parallel.pp > 1 or recipe.microbatches > 1
+        shard(module, mesh, precision=recipe.train.precision, once_a_step=once_a_step)
+        module.to_empty(device=device)
+        owned = own_parameters(module, aliases)
+        fill(owned, mesh, recipe.train.seed)
+        stages.append(Stage(index, module, reduce_in_last_backward(module)))
+        parameters += owned
+
+    boundary = Boundary(
+        hidden=model.hidden,
+        sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
+        dtype=COMPUTE_DTYPE[recipe.train.precision],
+        device=device,
+    )
+    count = sum(parameter.numel() for parameter in reference.parameters())
+    return Parallelized(stages, parameters, PipelineRuntime(stages, mesh["pp"], boundary, loss_fn), count)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The later name of each parameter that has two -> the first."""
+    first: dict[int, str] = {}
+    pairs = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in pairs if name != original}
+
+
+def own_parameters(module: nn.Module, aliases: dict[str, str]) -> list[OwnParameter]:
+    """The parameters of a stage, a tied one that it has twice once."""
+    owned: dict[int, OwnParameter] = {}
+    for prefix, part in module.named_modules():
+        if not isinstance(part, ParallelModule):
+            continue
+        for attribute, spec in part.specs.items():
+            name = f"{prefix}.{attribute}"
+            own = OwnParameter(aliases.get(name, name), part, attribute, spec, is_copy=name in aliases)
+            owned.setdefault(id(own.tensor), own)
+    return list(owned.values())
+
+
+def fill(parameters: list[OwnParameter], mesh: DeviceMesh, seed: int) -> None:
+    """Initial weights: each global tensor drawn, cut over tp, then by rows over dp_shard as `fully_shard` does."""
+    shards, place = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
+    for own in parameters:
+        part = own.spec.local_part(initial_tensor(own.spec, own.name, seed), mesh["tp"])
+        rows = -(-part.shape[0] // shards)
+        local_tensor(own.tensor).copy_(part[place * rows : (place + 1) * rows])

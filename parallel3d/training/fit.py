@@ -1,0 +1,84 @@
+"""The loop of a run: steps, and between them validation, a line of metrics, a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.checkpoint.store import checkpoint_path, keep_newest
+from parallel3d.data.loader import BatchLoader
+from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
+from parallel3d.training.progress import Progress
+from parallel3d.training.state import save_trainer
+from parallel3d.training.stopwatch import Stopwatch
+from parallel3d.training.trainer import StepResult, Trainer
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Where this data rank's batches come from."""
+
+    train: BatchLoader
+    validation: BatchLoader
+
+
+def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsFile | None, progress: Progress) -> None:
+    """Trains from the trainer's step to the recipe's last. Every rank calls it; one of them has `metrics`.
+
+    Raises NonFiniteError, SaveError, DataError.
+    """
+    recipe = trainer.recipe
+    watch = Stopwatch()
+    for step in range(trainer.step + 1, recipe.train.steps + 1):
+        last = step == recipe.train.steps
+        with watch.timing():
+            result = trainer.train_step(loaders.train.batch(step - 1))
+        progress.step_done(step)
+        val_loss = None
+        if _due(recipe.train.eval_every, step, last):
+            val_loss = trainer.evaluate(loaders.validation.batch(0))
+        if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
+            line = measure(trainer, result, watch.read_mean_s(), val_loss)
+            progress.measured(line)
+            if metrics is not None:
+                metrics.write(line)
+        if _due(recipe.checkpoint.every, step, last):
+            save_trainer(trainer, checkpoint_path(checkpoints, step))
+            if dist.get_rank() == 0:
+                keep_newest(checkpoints, recipe.checkpoint.keep)
+
+
+def measure(trainer: Trainer, result: StepResult, step_time_s: float, val_loss: float | None) -> StepMetrics:
+    """The line of metrics of a step; every rank calls it."""
+    recipe = trainer.recipe
+    tokens_per_step = recipe.train.global_batch_size * recipe.train.seq_len
+    per_device = tokens_per_step / step_time_s / recipe.parallel.world_size
+    peak = peak_flops(trainer.device, recipe.train.precision)
+    flops = flops_per_token(recipe.model, trainer.parameter_count, recipe.train.seq_len)
+    return StepMetrics(
+        step=trainer.step,
+        loss=result.loss,
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        tokens=trainer.step * tokens_per_step,
+        step_time_s=step_time_s,
+        tokens_per_s=tokens_per_step / step_time_s,
+        tokens_per_s_per_device=per_device,
+        mfu=None if peak is None else per_device * flops / peak,
+        peak_memory_bytes=_largest(peak_memory_bytes(trainer.device), trainer.device),
+        val_loss=val_loss,
+    )
+
+
+def _largest(value: int, device: torch.device) -> int:
+    """Over all ranks."""
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())
+
+
+def _due(every: int | None, step: int, last: bool) -> bool:
+    return every is not None and (last or step % every == 0)

@@ -1,0 +1,54 @@
+"""Text from the model, one plain forward of the pipeline per token: in every layout, the same text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d.data.tokenizer import Tokenizer
+from parallel3d.layers.collectives import axis_size
+from parallel3d.training.trainer import Trainer
+
+
+def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
+    """The prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the `top_k` most
+    likely (1: greedy) by a generator seeded with the run's seed. Every rank calls it and has the same text."""
+    seq_len = trainer.recipe.train.seq_len
+    ids = [int(i) for i in tokenizer.encode(prompt)][-seq_len:] or [tokenizer.end_of_text]
+    prompt_length = len(ids)
+    generator = torch.Generator().manual_seed(trainer.recipe.train.seed)
+    schedule = trainer.forward_schedule(1)
+    for _ in range(tokens):
+        window = ids[-seq_len:]
+        # Every length is padded to the one that the model was trained with; causal attention does not look ahead.
+        padded = window + [tokenizer.end_of_text] * (seq_len - len(window))
+        inputs = torch.tensor(padded, device=trainer.device).view(1, 1, seq_len)
+        outputs = trainer.pipeline.forward(schedule, inputs)
+        logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.mesh["tp"]) if outputs else None
+        ids.append(_choose(logits, top_k, generator, trainer.mesh["pp"]))
+        if ids[-1] == tokenizer.end_of_text:
+            break
+    return prompt + tokenizer.decode(np.array(ids[prompt_length:]))
+
+
+def _whole_vocabulary(logits: Tensor, tp: DeviceMesh) -> Tensor:
+    """[vocab / tp] -> [vocab]"""
+    if axis_size(tp) == 1:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(axis_size(tp))]
+    dist.all_gather(parts, logits.contiguous(), group=tp.get_group())
+    return torch.cat(parts)
+
+
+def _choose(logits: Tensor | None, top_k: int, generator: torch.Generator, pp: DeviceMesh) -> int:
+    """The next token, chosen where the last stage is and told to the pipeline's other ranks."""
+    token = torch.zeros((), dtype=torch.int64, device=pp.device_type)
+    if logits is not None:
+        likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
+        token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
+    if axis_size(pp) > 1:
+        dist.broadcast(token, group=pp.get_group(), group_src=axis_size(pp) - 1)
+    return int(token.item())

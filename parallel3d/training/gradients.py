@@ -1,0 +1,101 @@
+"""Gradients after the backward: what is still partial is summed, the global norm taken, the norm clipped.
+
+All of it works on plain tensors, this rank's part of each parameter, which are also what the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.layers.collectives import all_reduce, axis_size
+from parallel3d.layers.parameter import local_tensor
+from parallel3d.parallelize import OwnParameter
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """This rank's part of a parameter as a plain tensor that shares its memory."""
+
+    own: OwnParameter
+    local: nn.Parameter
+
+    def refresh(self) -> None:
+        """Points `local` and its gradient at where `fully_shard` has put them."""
+        tensor = self.own.tensor
+        self.local.data = local_tensor(tensor)
+        self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
+
+    def clear_gradient(self) -> None:
+        self.local.grad = self.own.tensor.grad = None
+
+
+def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]:
+    return [LocalParameter(own, nn.Parameter(local_tensor(own.tensor))) for own in parameters]
+
+
+class GradientSync:
+    """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
+
+    def __init__(self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: set[str]) -> None:
+        """`tied`: the names of the parameters that the model uses twice."""
+        self._tp = mesh["tp"]
+        self._partial = [p for p in parameters if p.own.spec.partial_gradient and axis_size(self._tp) > 1]
+        self._ends = _pipeline_ends(mesh["pp"]) if tied else None
+        self._tied = [p for p in parameters if p.own.name in tied] if self._ends else []
+
+    def complete(self) -> None:
+        """Sends one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each tied weight
+        between the first and the last pipeline rank."""
+        if self._partial:
+            gradients = [_gradient(p) for p in self._partial]
+            summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
+            for gradient, total in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        for parameter in self._tied:
+            dist.all_reduce(_gradient(parameter), group=self._ends)
+
+
+def squared_norm(parameters: Sequence[LocalParameter], mesh: DeviceMesh) -> Tensor:
+    """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
+    squared norm, each parameter counted once."""
+    tp, replicas = axis_size(mesh["tp"]), axis_size(mesh["dp_replicate"])
+    counted = [p for p in parameters if not p.own.is_copy]
+    split = [_gradient(p) for p in counted if p.own.spec.dim is not None]
+    whole_on_each = [_gradient(p) for p in counted if p.own.spec.dim is None]
+    return (_sum_of_squares(split) + _sum_of_squares(whole_on_each) / tp) / replicas
+
+
+def sum_over_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`x`, overwritten by its sum over all ranks: axis by axis, because on gloo a group of many ranks is slow."""
+    for axis in mesh.mesh_dim_names or ():
+        all_reduce(x, mesh[axis])
+    return x
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    return nn.utils.get_total_norm(tensors, norm_type=2.0).double().square()
+
+
+def _gradient(parameter: LocalParameter) -> Tensor:
+    gradient = parameter.local.grad
+    assert gradient is not None, f"{parameter.own.name} has no gradient"
+    return gradient
+
+
+def _pipeline_ends(pp: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of the first and the last rank of this pipeline, on those two; None elsewhere or where they are one."""
+    place, size = pp.get_local_rank(), pp.size()
+    if size == 1 or 0 < place < size - 1:
+        return None
+    ranks = dist.get_process_group_ranks(pp.get_group())
+    group = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True, group_desc="pipeline_ends")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,117 @@
+"""What a person sees of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from parallel3d.training.metrics import StepMetrics
+
+MIB = 2**20
+
+
+class Progress(Protocol):
+    """Shows how a run comes on. Close it before anything else is printed."""
+
+    def say(self, text: str) -> None: ...
+
+    def step_done(self, step: int) -> None: ...
+
+    def measured(self, metrics: StepMetrics) -> None: ...
+
+    def __enter__(self) -> Progress: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_progress(steps: int, done: int, *, speaks: bool) -> Progress:
+    """The bar or the lines of a run of `steps` of which `done` are done; silence where this rank does not speak."""
+    if not speaks:
+        return Silence()
+    return Bar(steps, done) if sys.stderr.isatty() else Lines(steps, sys.stderr)
+
+
+def describe(metrics: StepMetrics, steps: int) -> str:
+    """`step 20/300  loss 3.1234  grad 0.812  lr 1.0e-03  8,192 tok/s  mem 412 MiB  eta 1:23`"""
+    parts = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
+    if metrics.val_loss is not None:
+        parts.append(f"val {metrics.val_loss:.4f}")
+    parts += [
+        f"grad {metrics.grad_norm:.3f}",
+        f"lr {metrics.lr:.2e}",
+        f"{metrics.tokens_per_s:,.0f} tok/s",
+        *([] if metrics.mfu is None else [f"mfu {metrics.mfu:.1%}"]),
+        f"mem {metrics.peak_memory_bytes / MIB:,.0f} MiB",
+        f"eta {clock((steps - metrics.step) * metrics.step_time_s)}",
+    ]
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Silence:
+    def say(self, text: str) -> None:
+        pass
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def measured(self, metrics: StepMetrics) -> None:
+        pass
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Lines(Silence):
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        self._steps = steps
+        self._stream = stream
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def measured(self, metrics: StepMetrics) -> None:
+        self.say(describe(metrics, self._steps))
+
+
+class Bar(Silence):
+    def __init__(self, steps: int, done: int) -> None:
+        from rich import progress  # 0.3 s that a run into a file does not pay
+        from rich.console import Console
+
+        self._steps = steps
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=24), progress.TextColumn("{task.description}"), console=Console(stderr=True)
+        )
+        self._task = self._bar.add_task(f"step {done}/{steps}", total=steps, completed=done)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
+
+    def step_done(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def measured(self, metrics: StepMetrics) -> None:
+        self._bar.update(self._task, description=describe(metrics, self._steps))
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()

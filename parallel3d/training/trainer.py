@@ -1,0 +1,110 @@
+"""The trainer: a model on a mesh, and the one function that is a step of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_
+
+from parallel3d.config import Recipe
+from parallel3d.data.loader import Batch
+from parallel3d.errors import NonFiniteError
+from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.parallelize import ModelClass, parallelize
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.schedules import build_schedule, forward_only
+from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
+from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank: the mean loss over the global batch's tokens, and the gradient's norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class Trainer:
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once."""
+
+    def __init__(self, recipe: Recipe, *, mesh: DeviceMesh, device: torch.device, model_class: ModelClass) -> None:
+        self.recipe = recipe
+        self.mesh = mesh
+        self.device = device
+        self.step = 0  # steps done
+        tokens = recipe.train.global_batch_size * recipe.train.seq_len
+        loss_fn = partial(_share_of_mean_loss, tp=mesh["tp"], tokens=tokens)
+        parts = parallelize(model_class, recipe, mesh, device, loss_fn)
+        self.parameter_count = parts.parameter_count
+        self.pipeline = parts.pipeline
+        self.stages = parts.stages
+        self.parameters = local_parameters(parts.parameters)
+        tied = {"embed.weight"} if recipe.model.tied_embeddings else set()
+        self._gradients = GradientSync(self.parameters, mesh, tied)
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
+        self._schedule = build_schedule(
+            recipe.parallel.schedule,
+            pp=recipe.parallel.pp,
+            microbatches=recipe.microbatches,
+            virtual_stages=recipe.parallel.virtual_stages,
+        )
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """One step on this data rank's share of a global batch. Raises NonFiniteError, with nothing changed, where the
+        loss or the gradient is not finite."""
+        loss = self.pipeline.run(self._schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
+        for parameter in self.parameters:
+            parameter.refresh()
+        self._gradients.complete()
+        mean_loss, grad_norm = self._global_loss_and_norm(loss)
+        self._clip(grad_norm)
+        rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.clear_gradient()
+        self.step += 1
+        return StepResult(mean_loss, grad_norm, rate)
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss over the tokens of a global batch of any size, of which `batch` is this data rank's share,
+        without training on it; the same on every rank."""
+        schedule = self.forward_schedule(batch.inputs.shape[0])
+        loss = self.pipeline.evaluate(schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
+        as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
+        tokens = batch.inputs.numel() * self.recipe.parallel.dp
+        share = loss.double() * as_if_tokens / (tokens * self.mesh["tp"].size())
+        return sum_over_mesh(share, self.mesh).item()
+
+    def forward_schedule(self, microbatches: int) -> Schedule:
+        parallel = self.recipe.parallel
+        return forward_only(pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages)
+
+    def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
+        """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""
+        square = squared_norm(self.parameters, self.mesh).to(self.device)
+        sums = torch.stack((loss.double() / self.mesh["tp"].size(), square))
+        mean_loss, total_square = sum_over_mesh(sums, self.mesh).tolist()
+        grad_norm = total_square**0.5
+        if not torch.isfinite(sums).all():
+            raise NonFiniteError(
+                f"step {self.step + 1}: loss {mean_loss}, gradient norm {grad_norm}; weights are those of step "
+                f"{self.step}. A lower optimizer.lr or more optimizer.warmup_steps may do"
+            )
+        return mean_loss, grad_norm
+
+    def _clip(self, grad_norm: float) -> None:
+        if self.recipe.train.grad_clip is not None:
+            norm = torch.tensor(grad_norm, device=self.device)
+            clip_grads_with_norm_([p.local for p in self.parameters], self.recipe.train.grad_clip, norm)
+
+
+def _share_of_mean_loss(logits: Tensor, labels: Tensor, *, tp: DeviceMesh, tokens: int) -> Tensor:
+    """A microbatch's part of the mean over `tokens` tokens."""
+    return vocab_parallel_cross_entropy(logits, labels, tp).sum() / tokens

@@ -1,0 +1,89 @@
+"""One worker of a run, from its place in the job to the end of training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from parallel3d.checkpoint.store import find_checkpoint, sweep
+from parallel3d.config import Recipe
+from parallel3d.data.corpus import Corpus, load_corpus
+from parallel3d.data.loader import BatchLoader
+from parallel3d.mesh import build_mesh, choose_device, process_group
+from parallel3d.parallelize import ModelClass
+from parallel3d.rendezvous import Rendezvous
+from parallel3d.training.fit import Loaders, fit
+from parallel3d.training.generation import generate
+from parallel3d.training.metrics import MetricsFile
+from parallel3d.training.progress import Progress, open_progress
+from parallel3d.training.state import load_trainer
+from parallel3d.training.trainer import Trainer
+
+
+def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) -> None:
+    """Trains as the recipe says, as one of its workers. Rank 0 speaks and writes `run_dir`.
+
+    Raises the errors of `parallel3d.errors`; the process group is closed on every way out.
+    """
+    assert recipe.run_dir is not None
+    device = choose_device(recipe.train.device, rendezvous.local_rank)
+    with process_group(rendezvous, device, recipe.train.timeout_s):
+        mesh = build_mesh(recipe.parallel, device.type)
+        corpus = load_corpus(recipe.data)
+        loaders = build_loaders(recipe, corpus, rendezvous.rank)
+        trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class)
+        run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
+        checkpoints = run_dir / "checkpoints"
+        resumed = find_checkpoint(recipe.checkpoint.resume, checkpoints)
+        if resumed is not None:
+            load_trainer(trainer, resumed)
+        metrics = None
+        if speaks:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            sweep(checkpoints)
+            metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
+        with open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
+            _introduce(progress, trainer, corpus, resumed)
+            fit(trainer, loaders, checkpoints, metrics, progress)
+        if recipe.train.sample_tokens:
+            text = generate(
+                trainer,
+                corpus.tokenizer,
+                prompt=recipe.train.sample_prompt,
+                tokens=recipe.train.sample_tokens,
+                top_k=recipe.train.sample_top_k,
+            )
+            if speaks:
+                print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
+
+
+def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
+    """The batches of the data rank that `rank` belongs to."""
+    parallel, train = recipe.parallel, recipe.train
+    place = parallel.coordinates(rank)
+    loader = BatchLoader(
+        corpus.train,
+        seq_len=train.seq_len,
+        global_batch_size=train.global_batch_size,
+        microbatch_size=parallel.microbatch_size,
+        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
+        dp_size=parallel.dp,
+        vocab=recipe.model.vocab,
+        seed=train.seed,
+    )
+    # Drawn from all of the validation files, and the same for every seed of the run.
+    validation = replace(loader, tokens=corpus.validation, global_batch_size=train.eval_sequences, seed=0)
+    return Loaders(loader, validation)
+
+
+def _introduce(progress: Progress, trainer: Trainer, corpus: Corpus, resumed: Path | None) -> None:
+    recipe = trainer.recipe
+    layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
+    progress.say(
+        f"{trainer.parameter_count:,} parameters on {layout} ({trainer.device.type}, {recipe.train.precision}), "
+        f"{len(corpus.train):,} training tokens, {recipe.microbatches} microbatches a step"
+    )
+    if resumed is not None:
+        progress.say(f"goes on from step {trainer.step} of {resumed}")
+    if trainer.step >= recipe.train.steps:
+        progress.say(f"nothing to do: train.steps = {recipe.train.steps} are done")
