@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,6 +21,28 @@ from parallel3d.errors import ConfigError, RendezvousError
 from parallel3d.rendezvous import Rendezvous
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as its collectives need it: looked up once, because asking a DeviceMesh takes longer than a
+    small matrix product."""
+
+    size: int
+    rank: int  # this rank's place on it
+    group: dist.ProcessGroup | None  # None where nothing is ever sent
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Axis:
+        """Of a one-dimensional mesh; None is an axis of size 1."""
+        if mesh is None or mesh.size() == 1:
+            return cls(1, 0, None)
+        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+
+
+def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
+    """Every axis of a mesh by its name, outermost first."""
+    return {name: Axis.of(mesh[name]) for name in mesh.mesh_dim_names or ()}
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:

@@ -12,6 +12,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.config import ModelConfig, Recipe, Recompute
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, local_tensor, set_fused_gradients
+from parallel3d.mesh import Axis
 from parallel3d.pipeline.runtime import Boundary, LossFunction, PipelineRuntime, Stage
 from parallel3d.pipeline.stage import check_nothing_lost, cut, names_of, spread_layers
 from parallel3d.sharding import COMPUTE_DTYPE, reduce_in_last_backward, shard
@@ -88,7 +89,7 @@ def parallelize(
         set_fused_gradients(module, True)
         once_a_step = parallel.pp > 1 or recipe.microbatches > 1
         shard(module, mesh, precision=recipe.train.precision, once_a_step=once_a_step)
-        module.to_empty(device=device)
+        materialize(module, device)
         owned = own_parameters(module, aliases)
         fill(owned, mesh, recipe.train.seed)
         stages.append(Stage(index, module, reduce_in_last_backward(module)))
@@ -102,6 +103,15 @@ def parallelize(
     )
     count = sum(parameter.numel() for parameter in reference.parameters())
     return Parallelized(stages, parameters, PipelineRuntime(stages, mesh["pp"], boundary, loss_fn), count)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory for parameters on the meta device, tied ones still tied: `to_empty` gives plain tensors memory each."""
+    tied = tied_names(module)
+    module.to_empty(device=device)
+    for name, original in tied.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(original))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -124,10 +134,11 @@ def own_parameters(module: nn.Module, aliases: dict[str, str]) -> list[OwnParame
     return list(owned.values())
 
 
+@torch.no_grad()
 def fill(parameters: list[OwnParameter], mesh: DeviceMesh, seed: int) -> None:
     """Initial weights: each global tensor drawn, cut over tp, then by rows over dp_shard as `fully_shard` does."""
-    shards, place = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
+    tp, data = Axis.of(mesh["tp"]), Axis.of(mesh["dp_shard"])
     for own in parameters:
-        part = own.spec.local_part(initial_tensor(own.spec, own.name, seed), mesh["tp"])
-        rows = -(-part.shape[0] // shards)
-        local_tensor(own.tensor).copy_(part[place * rows : (place + 1) * rows])
+        part = own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp)
+        rows = -(-part.shape[0] // data.size)
+        local_tensor(own.tensor).copy_(part[data.rank * rows : (data.rank + 1) * rows])

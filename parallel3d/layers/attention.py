@@ -92,7 +92,7 @@ class ParallelAttention(ParallelModule):
         return y_BHSK.transpose(1, 2)
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
-        n = 1 if self.tp is None else self.tp.size()
+        n = self.axis.size
         if heads % kv_heads or heads % n or kv_heads % n:
             raise ValueError(
                 f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads must divide heads, "

@@ -1,95 +1,114 @@
 """Collectives over one axis of the mesh, on plain tensors, without autograd: what the layers' backward passes call.
 
-Each takes the axis as a one-dimensional DeviceMesh or None. None, or an axis of size 1, sends nothing and returns its
-input, so that no caller asks how large the axis is. `start_*` return at once; `Pending.wait` gives the result.
+An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
+at once; `Pending.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go through
+`shared_memory`, all others through the backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
-from torch.distributed import DeviceMesh
+
+from parallel3d.layers.shared_memory import SLOT_BYTES, SharedExchange, shared_exchange
+from parallel3d.mesh import Axis
+
+SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
-
-
-def axis_size(axis: DeviceMesh | None) -> int:
-    return 1 if axis is None else axis.size()
-
-
-def axis_rank(axis: DeviceMesh | None) -> int:
-    return 0 if axis is None else axis.get_local_rank()
-
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is on its way. `chunks` > 1: it arrives stacked by rank and is joined along the sequence."""
+    """A tensor that is on its way."""
 
-    tensor: Tensor
-    work: dist.Work | None = None
-    chunks: int = 1
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        if self.chunks == 1:
-            return self.tensor
-        return rearrange(self.tensor, "(n b) s ... -> b (n s) ...", n=self.chunks)
+    wait: Callable[[], Tensor]
 
 
-def start_all_reduce(x: Tensor, axis: DeviceMesh | None) -> Pending:
-    """Sum over the axis. `x` is overwritten; it must be contiguous. Sends 2 (n - 1) / n of x per rank."""
-    if axis_size(axis) == 1:
-        return Pending(x)
-    assert axis is not None
-    return Pending(x, dist.all_reduce(x, group=axis.get_group(), async_op=True))
-
-
-def start_gather_sequence(x: Tensor, axis: DeviceMesh | None) -> Pending:
-    """[batch, seq / n, hidden] -> [batch, seq, hidden]. Sends (n - 1) times x per rank."""
-    n = axis_size(axis)
-    if n == 1:
-        return Pending(x)
-    assert axis is not None
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """Sum over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x where small)."""
+    if axis.size == 1:
+        return Pending(lambda: x)
     x = x.contiguous()
-    stacked = x.new_empty((n * x.shape[0], *x.shape[1:]))  # [n * batch, seq / n, hidden]
-    work = _all_gather(stacked, x, group=axis.get_group(), async_op=True)
-    return Pending(stacked, work, chunks=n)
+    if exchange := _exchange_for(x, axis):
+        finish = exchange.start(x)
+        return Pending(lambda: _sum(finish()))
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(lambda: _after(work, x))
 
 
-def start_reduce_scatter_sequence(x: Tensor, axis: DeviceMesh | None) -> Pending:
+def start_gather_sequence(x: Tensor, axis: Axis) -> Pending:
+    """[batch, seq / n, hidden] -> [batch, seq, hidden]. Sends (n - 1) times x per rank."""
+    if axis.size == 1:
+        return Pending(lambda: x)
+    x = x.contiguous()
+    if exchange := _exchange_for(x, axis):
+        finish = exchange.start(x)
+        return Pending(lambda: torch.cat(finish(), dim=SEQUENCE_DIM))
+    stacked = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    work = _all_gather(stacked, x, group=axis.group, async_op=True)
+    return Pending(lambda: rearrange(_after(work, stacked), "(n b) s ... -> b (n s) ...", n=axis.size))
+
+
+def start_reduce_scatter_sequence(x: Tensor, axis: Axis) -> Pending:
     """[batch, seq, hidden] -> this rank's [batch, seq / n, hidden] of the sum. Sends (n - 1) / n of x per rank."""
-    n = axis_size(axis)
-    if n == 1:
-        return Pending(x)
-    assert axis is not None
-    stacked = rearrange(x, "b (n s) ... -> (n b) s ...", n=n).contiguous()  # no copy where batch = 1
-    out = stacked.new_empty((x.shape[0], x.shape[1] // n, *x.shape[2:]))
-    return Pending(out, _reduce_scatter(out, stacked, group=axis.get_group(), async_op=True))
+    if axis.size == 1:
+        return Pending(lambda: x)
+    stacked = rearrange(x, "b (n s) ... -> n b s ...", n=axis.size).contiguous()  # no copy where batch = 1
+    if exchange := _exchange_for(stacked, axis):
+        finish = exchange.start(stacked)
+        return Pending(lambda: _sum([part[axis.rank] for part in finish()]))
+    out = torch.empty_like(stacked[0])
+    work = _reduce_scatter(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
+    return Pending(lambda: _after(work, out))
 
 
-def all_reduce(x: Tensor, axis: DeviceMesh | None) -> Tensor:
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return start_all_reduce(x, axis).wait()
 
 
-def all_reduce_max(x: Tensor, axis: DeviceMesh | None) -> Tensor:
-    """Largest over the axis, elementwise. `x` is overwritten."""
-    if axis_size(axis) > 1:
-        assert axis is not None
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.get_group())
-    return x
-
-
-def gather_sequence(x: Tensor, axis: DeviceMesh | None) -> Tensor:
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     return start_gather_sequence(x, axis).wait()
 
 
-def reduce_scatter_sequence(x: Tensor, axis: DeviceMesh | None) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter_sequence(x, axis).wait()
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """Largest over the axis, elementwise; `x` may be overwritten."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    if exchange := _exchange_for(x, axis):
+        return torch.stack(exchange.start(x)()).amax(dim=0)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+    return x
+
+
+def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
+    """The shared memory that a tensor goes through, if it does."""
+    if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
+        return None
+    assert axis.group is not None
+    return shared_exchange(axis.group)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def _after(work: dist.Work | None, x: Tensor) -> Tensor:
+    if work is not None:
+        work.wait()
+    return x

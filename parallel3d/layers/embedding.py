@@ -10,9 +10,10 @@ from torch.autograd import Function
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.collectives import all_reduce, axis_rank, axis_size, gather_sequence, reduce_scatter_sequence
+from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
 from parallel3d.layers.init import normal
 from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor
+from parallel3d.mesh import Axis
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -44,35 +45,33 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         y: Tensor = _VocabParallelEmbedding.apply(
-            ids, self.weight, self.tp, self.sequence_parallel, self.fused_gradients
+            ids, self.weight, self.axis, self.sequence_parallel, self.fused_gradients
         )
         return y
 
 
 class _VocabParallelEmbedding(Function):
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, tp: DeviceMesh | None, sequence_parallel: bool, fused: bool
-    ) -> Tensor:
-        ctx.tp, ctx.sequence_parallel, ctx.fused = tp, sequence_parallel, fused
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
         ctx.weight = weight
         rows = local_tensor(weight)
-        if axis_size(tp) == 1:
+        if axis.size == 1:
             ctx.save_for_backward(ids)
             ctx.elsewhere = None
             return F.embedding(ids, rows)
-        own = ids - axis_rank(tp) * rows.shape[0]
+        own = ids - axis.rank * rows.shape[0]
         ctx.elsewhere = (own < 0) | (own >= rows.shape[0])  # another rank's rows
         own = own.masked_fill(ctx.elsewhere, 0)
         ctx.save_for_backward(own)
         y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
-        return reduce_scatter_sequence(y, tp) if sequence_parallel else all_reduce(y, tp)
+        return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
         if ctx.sequence_parallel:
-            grad = gather_sequence(grad, ctx.tp)
+            grad = gather_sequence(grad, ctx.axis)
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         return None, _give_rows(weight, ids, grad, fused=ctx.fused), None, None, None

@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import (
     Pending,
+    all_reduce,
     gather_sequence,
     reduce_scatter_sequence,
     start_all_reduce,
     start_gather_sequence,
     start_reduce_scatter_sequence,
 )
-from parallel3d.layers.collectives import all_reduce as all_reduce_over
 from parallel3d.layers.init import normal
 from parallel3d.layers.parameter import (
     Initializer,
@@ -46,6 +46,9 @@ from parallel3d.layers.parameter import (
     give_matmul_gradient,
     local_tensor,
 )
+from parallel3d.mesh import Axis
+
+FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -108,7 +111,9 @@ class RowParallelLinear(ParallelModule):
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init), device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _RowParallel.apply(x, self.weight, self.tp, self.sequence_parallel, self.fused_gradients)
+        if is_plain(self):
+            return F.linear(x, self.weight)
+        y: Tensor = _RowParallel.apply(x, self.weight, self.axis, self.sequence_parallel, self.fused_gradients)
         return y
 
 
@@ -116,36 +121,45 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
     """What each layer makes of the same x, for the collectives of one: q, k and v of an attention, gate and up of an
     MLP. The weights stay apart, because two packed along the split dimension could not be resharded."""
     first = layers[0]
+    if all(is_plain(layer) for layer in layers):
+        return tuple(F.linear(x, layer.weight) for layer in layers)
     weights = [layer.weight for layer in layers]
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
-        x, first.tp, first.sequence_parallel, first.fused_gradients, *weights
+        x, first.axis, first.sequence_parallel, first.fused_gradients, *weights
     )
     return outputs
+
+
+def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether torch's own linear does as well: nothing is split, and the weight is so small that the copy of its
+    gradient, which fusing would save, costs less than a function in Python."""
+    alone = layer.axis.size == 1
+    return alone and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS)
 
 
 class _ColumnParallel(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: DeviceMesh | None, sequence_parallel: bool, fused: bool, *weights: Tensor
+        ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, fused: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.sequence_parallel, ctx.fused = tp, sequence_parallel, fused
+        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
         ctx.save_for_backward(x)
         ctx.weights = weights  # not saved: activation recompute would hand back copies, whose .grad nobody reads
         if sequence_parallel:
-            x = gather_sequence(x, tp)
+            x = gather_sequence(x, axis)
         return tuple(F.linear(x, local_tensor(weight)) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weights = ctx.saved_tensors, ctx.weights
         # The input is gathered again while its gradient is computed, and that travels while the weights' are.
-        gathered = start_gather_sequence(x, ctx.tp) if ctx.sequence_parallel else Pending(x)
+        gathered = start_gather_sequence(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
         flat = [grad.flatten(0, -2) for grad in grads]  # [tokens, O / n]
         grad_x = flat[0] @ local_tensor(weights[0])
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, local_tensor(weight))
         grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        travelling = (start_reduce_scatter_sequence if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.tp)
+        travelling = (start_reduce_scatter_sequence if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
         x = gathered.wait().flatten(0, -2)
         weight_grads = [
             give_matmul_gradient(weight, grad, x, fused=ctx.fused) for weight, grad in zip(weights, flat, strict=True)
@@ -155,20 +169,18 @@ class _ColumnParallel(Function):
 
 class _RowParallel(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, tp: DeviceMesh | None, sequence_parallel: bool, fused: bool
-    ) -> Tensor:
-        ctx.tp, ctx.sequence_parallel, ctx.fused = tp, sequence_parallel, fused
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
         ctx.save_for_backward(x)
         ctx.weight = weight
         y = F.linear(x, local_tensor(weight))
-        return reduce_scatter_sequence(y, tp) if sequence_parallel else all_reduce_over(y, tp)
+        return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         if ctx.sequence_parallel:
-            grad = gather_sequence(grad, ctx.tp)
+            grad = gather_sequence(grad, ctx.axis)
         grad_x = grad @ local_tensor(weight)
         grad_weight = give_matmul_gradient(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
         return grad_x, grad_weight, None, None, None

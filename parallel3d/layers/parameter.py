@@ -23,7 +23,8 @@ from torch.autograd import Function
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from parallel3d.layers.collectives import all_reduce, axis_rank, axis_size
+from parallel3d.layers.collectives import all_reduce
+from parallel3d.mesh import Axis
 
 Initializer = Callable[[Tensor, torch.Generator | None], object]
 
@@ -41,9 +42,9 @@ class ParameterSpec:
     def placement(self) -> Placement:
         return Replicate() if self.dim is None else Shard(self.dim)
 
-    def local_part(self, full: Tensor, tp: DeviceMesh | None) -> Tensor:
+    def local_part(self, full: Tensor, axis: Axis) -> Tensor:
         """This tp rank's part of the global tensor."""
-        return full if self.dim is None else full.chunk(axis_size(tp), dim=self.dim)[axis_rank(tp)]
+        return full if self.dim is None else full.chunk(axis.size, dim=self.dim)[axis.rank]
 
 
 class ParallelModule(nn.Module):
@@ -52,6 +53,7 @@ class ParallelModule(nn.Module):
     def __init__(self, tp: DeviceMesh | None) -> None:
         super().__init__()
         self.tp = tp
+        self.axis = Axis.of(tp)
         self.fused_gradients = False
         self.specs: dict[str, ParameterSpec] = {}
 
@@ -65,12 +67,12 @@ class ParallelModule(nn.Module):
         if not full.is_meta:
             with torch.no_grad():
                 spec.init(full, None)
-        local = spec.local_part(full, self.tp).clone()
+        local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
         self.register_parameter(name, nn.Parameter(_on_axis(local, self.tp, spec, full)))
 
     def _check_divisible(self, name: str, spec: ParameterSpec) -> None:
-        n = axis_size(self.tp)
+        n = self.axis.size
         if spec.dim is not None and spec.shape[spec.dim] % n:
             raise ValueError(
                 f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
@@ -99,9 +101,9 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """The plain tensor behind a parameter, outside autograd."""
-    with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    """The plain tensor behind a parameter or a gradient. Call it where gradients are off: an autograd function's own
+    forward and backward are such places."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
@@ -128,16 +130,16 @@ def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: 
 def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
     """A replicated parameter as a plain tensor for autograd. Backward: its gradient, summed over tp where it is
     partial (at once, or left to the end of the step: [Note: fused gradients])."""
-    if not isinstance(parameter, DTensor) and not module.fused_gradients:
+    if not isinstance(parameter, DTensor):
         return parameter
     partial = module.specs[name].partial_gradient
-    result: Tensor = _Replicated.apply(parameter, module.tp if partial else None, module.fused_gradients)
+    result: Tensor = _Replicated.apply(parameter, module.axis if partial else None, module.fused_gradients)
     return result
 
 
 class _Replicated(Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sum_over: DeviceMesh | None, fused: bool) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, sum_over: Axis | None, fused: bool) -> Tensor:
         ctx.parameter, ctx.sum_over, ctx.fused = parameter, sum_over, fused
         local = local_tensor(parameter)
         return local.view_as(local)
@@ -145,12 +147,12 @@ class _Replicated(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         if ctx.sum_over is not None and not ctx.fused:
-            grad = all_reduce(grad.contiguous(), ctx.sum_over)
+            grad = all_reduce(grad, ctx.sum_over)
         return give_gradient(ctx.parameter, grad, fused=ctx.fused), None, None
 
 
 def _on_axis(local: Tensor, tp: DeviceMesh | None, spec: ParameterSpec, full: Tensor) -> Tensor:
-    if tp is None:
+    if tp is None or tp.size() == 1:
         return local
     return DTensor.from_local(local, tp, [spec.placement], run_check=False, shape=full.shape, stride=full.stride())
 

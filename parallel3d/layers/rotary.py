@@ -21,17 +21,17 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, heads, head_dim] -> the same shape and dtype."""
         cos, sin = self._angles(x)
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * cos + turned * sin
+        return torch.addcmul(x * cos, x.roll(self.head_dim // 2, dims=-1), sin)
 
     def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [seq, 1, head_dim] in x's dtype."""
+        """cos and sin [seq, 1, head_dim] in x's dtype; sin is negative for the first half, which gets the second's."""
         length = x.shape[1]
         table = self._table
         if table is None or table[0].shape[0] < length or table[0].device != x.device or table[0].dtype != x.dtype:
             exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
             positions = torch.arange(length, device=x.device, dtype=torch.float32)
             angles = torch.outer(positions, self.theta**-exponents).repeat(1, 2).unsqueeze(1)
-            table = self._table = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+            signs = torch.ones(self.head_dim, device=x.device)
+            signs[: self.head_dim // 2] = -1.0
+            table = self._table = (angles.cos().to(x.dtype), (angles.sin() * signs).to(x.dtype))
         return table[0][:length], table[1][:length]

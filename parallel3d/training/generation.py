@@ -6,10 +6,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
 
 from parallel3d.data.tokenizer import Tokenizer
-from parallel3d.layers.collectives import axis_size
+from parallel3d.mesh import Axis
 from parallel3d.training.trainer import Trainer
 
 
@@ -27,28 +26,28 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int
         padded = window + [tokenizer.end_of_text] * (seq_len - len(window))
         inputs = torch.tensor(padded, device=trainer.device).view(1, 1, seq_len)
         outputs = trainer.pipeline.forward(schedule, inputs)
-        logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.mesh["tp"]) if outputs else None
-        ids.append(_choose(logits, top_k, generator, trainer.mesh["pp"]))
+        logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"]) if outputs else None
+        ids.append(_choose(logits, top_k, generator, trainer.axes["pp"], trainer.device))
         if ids[-1] == tokenizer.end_of_text:
             break
     return prompt + tokenizer.decode(np.array(ids[prompt_length:]))
 
 
-def _whole_vocabulary(logits: Tensor, tp: DeviceMesh) -> Tensor:
+def _whole_vocabulary(logits: Tensor, tp: Axis) -> Tensor:
     """[vocab / tp] -> [vocab]"""
-    if axis_size(tp) == 1:
+    if tp.size == 1:
         return logits
-    parts = [torch.empty_like(logits) for _ in range(axis_size(tp))]
-    dist.all_gather(parts, logits.contiguous(), group=tp.get_group())
+    parts = [torch.empty_like(logits) for _ in range(tp.size)]
+    dist.all_gather(parts, logits.contiguous(), group=tp.group)
     return torch.cat(parts)
 
 
-def _choose(logits: Tensor | None, top_k: int, generator: torch.Generator, pp: DeviceMesh) -> int:
+def _choose(logits: Tensor | None, top_k: int, generator: torch.Generator, pp: Axis, device: torch.device) -> int:
     """The next token, chosen where the last stage is and told to the pipeline's other ranks."""
-    token = torch.zeros((), dtype=torch.int64, device=pp.device_type)
+    token = torch.zeros((), dtype=torch.int64, device=device)
     if logits is not None:
         likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
         token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
-    if axis_size(pp) > 1:
-        dist.broadcast(token, group=pp.get_group(), group_src=axis_size(pp) - 1)
+    if pp.size > 1:
+        dist.broadcast(token, group=pp.group, group_src=pp.size - 1)
     return int(token.item())

@@ -5,7 +5,7 @@ All of it works on plain tensors, this rank's part of each parameter, which are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.collectives import all_reduce, axis_size
+from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.parameter import local_tensor
+from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
 
 
@@ -28,7 +29,7 @@ class LocalParameter:
     def refresh(self) -> None:
         """Points `local` and its gradient at where `fully_shard` has put them."""
         tensor = self.own.tensor
-        self.local.data = local_tensor(tensor)
+        self.local.data = local_tensor(tensor.detach())
         self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
 
     def clear_gradient(self) -> None:
@@ -36,7 +37,7 @@ class LocalParameter:
 
 
 def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]:
-    return [LocalParameter(own, nn.Parameter(local_tensor(own.tensor))) for own in parameters]
+    return [LocalParameter(own, nn.Parameter(local_tensor(own.tensor.detach()))) for own in parameters]
 
 
 class GradientSync:
@@ -44,8 +45,8 @@ class GradientSync:
 
     def __init__(self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: set[str]) -> None:
         """`tied`: the names of the parameters that the model uses twice."""
-        self._tp = mesh["tp"]
-        self._partial = [p for p in parameters if p.own.spec.partial_gradient and axis_size(self._tp) > 1]
+        self._tp = Axis.of(mesh["tp"])
+        self._partial = [p for p in parameters if p.own.spec.partial_gradient and self._tp.size > 1]
         self._ends = _pipeline_ends(mesh["pp"]) if tied else None
         self._tied = [p for p in parameters if p.own.name in tied] if self._ends else []
 
@@ -61,20 +62,19 @@ class GradientSync:
             dist.all_reduce(_gradient(parameter), group=self._ends)
 
 
-def squared_norm(parameters: Sequence[LocalParameter], mesh: DeviceMesh) -> Tensor:
+def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
     """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
     squared norm, each parameter counted once."""
-    tp, replicas = axis_size(mesh["tp"]), axis_size(mesh["dp_replicate"])
     counted = [p for p in parameters if not p.own.is_copy]
     split = [_gradient(p) for p in counted if p.own.spec.dim is not None]
     whole_on_each = [_gradient(p) for p in counted if p.own.spec.dim is None]
-    return (_sum_of_squares(split) + _sum_of_squares(whole_on_each) / tp) / replicas
+    return (_sum_of_squares(split) + _sum_of_squares(whole_on_each) / axes["tp"].size) / axes["dp_replicate"].size
 
 
-def sum_over_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`x`, overwritten by its sum over all ranks: axis by axis, because on gloo a group of many ranks is slow."""
-    for axis in mesh.mesh_dim_names or ():
-        all_reduce(x, mesh[axis])
+def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
+    """The sum of `x` over all ranks: axis by axis, because on gloo a group of many ranks is slow."""
+    for axis in axes.values():
+        x = all_reduce(x, axis)
     return x
 
 

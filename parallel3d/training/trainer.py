@@ -14,6 +14,7 @@ from parallel3d.config import Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule, forward_only
@@ -36,6 +37,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, *, mesh: DeviceMesh, device: torch.device, model_class: ModelClass) -> None:
         self.recipe = recipe
         self.mesh = mesh
+        self.axes = axes_of(mesh)
         self.device = device
         self.step = 0  # steps done
         tokens = recipe.train.global_batch_size * recipe.train.seq_len
@@ -79,8 +81,8 @@ class Trainer:
         loss = self.pipeline.evaluate(schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
         as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
         tokens = batch.inputs.numel() * self.recipe.parallel.dp
-        share = loss.double() * as_if_tokens / (tokens * self.mesh["tp"].size())
-        return sum_over_mesh(share, self.mesh).item()
+        share = loss.double() * as_if_tokens / (tokens * self.axes["tp"].size)
+        return sum_over_mesh(share, self.axes).item()
 
     def forward_schedule(self, microbatches: int) -> Schedule:
         parallel = self.recipe.parallel
@@ -88,9 +90,9 @@ class Trainer:
 
     def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""
-        square = squared_norm(self.parameters, self.mesh).to(self.device)
-        sums = torch.stack((loss.double() / self.mesh["tp"].size(), square))
-        mean_loss, total_square = sum_over_mesh(sums, self.mesh).tolist()
+        square = squared_norm(self.parameters, self.axes).to(self.device)
+        sums = torch.stack((loss.double() / self.axes["tp"].size, square))
+        mean_loss, total_square = sum_over_mesh(sums, self.axes).tolist()
         grad_norm = total_square**0.5
         if not torch.isfinite(sums).all():
             raise NonFiniteError(

@@ -1,0 +1,360 @@
+"""What a run is: the sections of a recipe as frozen dataclasses, and the way from a YAML file to them.
+
+`load_recipe` reads a file, lays `key=value` overrides over it, and checks the whole before any process starts.
+Nothing here imports torch, and no other module imports OmegaConf.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel3d.errors import ConfigError
+from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
+from parallel3d.validation import refuse, validate
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+ShardingName = Literal["FULL_SHARD", "HYBRID_SHARD"]
+Precision = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a transformer. `name` picks a shape card of `models/`; the numbers beside it win over the card's."""
+
+    name: str | None = None
+    architecture: Literal["llama"] = "llama"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None  # None: as many as heads
+    ffn_hidden: int
+    vocab: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Where a rank stands on the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ways along each axis of the mesh, and how. The fields pp to tp are the axes, outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    virtual_stages: int = 1  # stages on each pipeline rank
+    schedule: ScheduleName = "1f1b"
+    microbatch_size: int = 1  # sequences
+    sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that the global batch is divided over."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in the whole model."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, outermost first."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of `rank` (row-major over `axes`, tp innermost)."""
+        place = {}
+        for axis, size in reversed(self.axes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return Coordinates(**place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on how much at a time, and on what."""
+
+    steps: int
+    global_batch_size: int  # sequences
+    seq_len: int  # tokens
+    seed: int = 0
+    precision: Precision = "fp32"
+    grad_clip: float | None = 1.0  # largest global gradient norm; None: no clipping
+    eval_every: int | None = None  # steps; None: no validation
+    eval_sequences: int = 64
+    sample_tokens: int = 0  # tokens generated after the last step; 0: none
+    sample_prompt: str = "def "
+    sample_top_k: int = 1  # 1: greedy
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 300.0  # of a collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # None: train.steps
+    min_lr_ratio: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from. Sequences are windows of one stream, in an order that the seed alone decides."""
+
+    source: Literal["stdlib", "text"] = "stdlib"  # stdlib: the Python standard library's own source files
+    path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
+    pattern: str = "*.txt"
+    tokenizer: Literal["bytes"] = "bytes"
+    validation_fraction: float = 0.05  # of the files (of the bytes, where there is a single file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int | None = None  # steps; None: no checkpoints
+    keep: int = 2  # newest ones kept
+    resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    every: int = 10  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One YAML file that says everything about a run."""
+
+    model: ModelConfig
+    train: TrainConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run_dir: str | None = None  # None: runs/<recipe name>
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that each pipeline runs per step."""
+        return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
+    """The validated recipe of a YAML file: defaults <- shape card <- the file <- `key=value` overrides.
+
+    `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
+    numbers, since the file gave them for another model. Raises `ConfigError`, a line for each problem.
+    """
+    keys = {key.name: key for key in _keys()}
+    said = read_settings(path)
+    refuse([_unknown(setting, keys) for setting in said if not _is_known(setting, keys)])
+    asked = [_override(text, keys) for text in overrides]
+    final = {setting.key: setting for setting in _with_card(said, asked, cards)}
+    refuse([fault for setting in final.values() if setting.key in keys for fault in keys[setting.key].faults(setting)])
+    refuse(_missing(keys, final, cards))
+    tree: dict[str, Any] = {}
+    for name in keys.keys() & final.keys():
+        section, _, leaf = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = final[name].value
+    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), tree))
+    assert isinstance(recipe, Recipe)
+    if recipe.run_dir is None:
+        recipe = replace(recipe, run_dir=f"runs/{path.stem}")
+    validate(recipe)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe as YAML that `load_recipe` reads back to the same."""
+    tree = asdict(recipe)
+    tree["optimizer"]["betas"] = list(recipe.optimizer.betas)
+    return dump_yaml(tree)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A leaf of the recipe: its dotted name, the type of its value, and its default (MISSING: required)."""
+
+    name: str
+    hint: Any
+    default: Any
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The hint's alternatives: `int | None` is (int, NoneType), any other hint is alone."""
+        return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
+
+    def faults(self, setting: Setting) -> Iterator[str]:
+        """What is wrong with the type of a value, in one line or none."""
+        value = setting.value
+        if isinstance(value, str) and ("${" in value or value == "???"):
+            yield f"{setting}: a recipe does not read variables; write the value itself"
+        elif any(number != number or abs(number) == float("inf") for number in _floats(value)):
+            yield f"{setting}: must be {self.wanted()}, and finite"
+        elif not self._accepts(value):
+            yield f"{setting}: must be {self.wanted()}{_yaml_trap(value, self.hint)}"
+
+    def wanted(self) -> str:
+        """The rule in words, with a value that would do."""
+        words = " or ".join(_describe(choice) for choice in self.choices)
+        is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
+        if is_listed or self.default in (MISSING, None):
+            return words
+        return f"{words}, such as {shown(list(self.default) if isinstance(self.default, tuple) else self.default)}"
+
+    def _accepts(self, value: object) -> bool:
+        # OmegaConf takes anything for text and any number for a bool; a person who writes so has mistaken the key.
+        if str in self.choices and not isinstance(value, str | None):
+            return False
+        if bool in self.choices and not isinstance(value, bool):
+            return False
+        section, _, leaf = self.name.rpartition(".")
+        try:
+            OmegaConf.merge(OmegaConf.structured(_SECTIONS[section] if section else Recipe), {leaf: value})
+        except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
+            return False
+        return True
+
+
+_SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)}
+
+
+def _keys() -> Iterator[_Key]:
+    for section, owner in (*_SECTIONS.items(), ("", Recipe)):
+        hints = get_type_hints(owner)
+        for leaf in fields(owner):
+            if leaf.name not in _SECTIONS:
+                yield _Key(f"{section}.{leaf.name}".lstrip("."), hints[leaf.name], leaf.default)
+
+
+def _is_known(setting: Setting, keys: Mapping[str, _Key]) -> bool:
+    is_empty_section = setting.key in _SECTIONS and setting.value is None  # all of its keys commented out
+    return setting.key in keys or is_empty_section
+
+
+def _unknown(setting: Setting, keys: Mapping[str, _Key]) -> str:
+    """The error of a key that is none, with the nearest one that is."""
+    if setting.key in _SECTIONS:
+        example = next(key for key in keys if key.startswith(setting.key + "."))
+        return f"{setting}: a section, not a value; set its keys, such as {example}"
+    section, _, leaf = setting.key.rpartition(".")
+    by_leaf = {name.rpartition(".")[2]: name for name in keys}
+    mine = [name for name in keys if name.startswith(section + ".")] if section in _SECTIONS else []
+    near = (
+        get_close_matches(setting.key, mine, 1, cutoff=0.8)
+        or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
+        or get_close_matches(setting.key, keys, 1, cutoff=0.6)
+    )
+    if near:
+        advice = f"did you mean {near[0]}?"
+    else:
+        advice = f"known are {', '.join(mine or [*(f'{name}.*' for name in _SECTIONS), 'run_dir'])}"
+    return f"{setting.key} ({setting.origin}): unknown key; {advice}"
+
+
+def _override(text: str, keys: Mapping[str, _Key]) -> Setting:
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
+    key = keys.get(name)
+    if key is None:
+        raise ConfigError(_unknown(Setting(key=name, value=value, origin=COMMAND_LINE), keys))
+    # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
+    is_verbatim = str in key.choices and not value.startswith(("'", '"')) and value != "null"
+    return Setting(key=name, value=value if is_verbatim else parse_value(value, name), origin=COMMAND_LINE)
+
+
+def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]) -> Iterator[Setting]:
+    """All settings, later ones winning: the card stands just below the layer that names it."""
+    for layer, overruled in ((said, asked), (asked, [])):
+        named = next((s for s in reversed(layer) if s.key == "model.name" and s.value is not None), None)
+        if named is not None and not any(setting.key == "model.name" for setting in overruled):
+            card = cards.get(str(named.value))
+            if card is None:
+                near = get_close_matches(str(named.value), cards, 1) or sorted(cards)
+                raise ConfigError(f"{named}: no such shape card; try {' or '.join(near)}")
+            yield from read_settings(card, under="model")
+        yield from layer
+
+
+def _missing(keys: Mapping[str, _Key], final: Mapping[str, Setting], cards: Mapping[str, Path]) -> list[str]:
+    """A line for each section whose required keys are not all given."""
+    problems = []
+    for section in _SECTIONS:
+        required = [name for name, key in keys.items() if name.startswith(f"{section}.") and key.default is MISSING]
+        names = [name for name in required if name not in final]
+        if names:
+            card = f", or pick a shape card: model.name = {' or '.join(sorted(cards))}" if section == "model" else ""
+            problems.append(f"{', '.join(names)}: required and not given; set {'them' if names[1:] else 'it'}{card}")
+    return problems
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    return words[hint]
+
+
+def _yaml_trap(value: object, hint: Any) -> str:
+    """Why a value is not what its writer saw."""
+    if isinstance(value, bool) and hint is not bool:
+        words = "yes or on as true" if value else "no or off as false"
+        return f" (YAML reads a bare {words}: quote it if you mean the word)"
+    if isinstance(value, float) and value.is_integer() and hint is int:
+        return f"; write {int(value)}"
+    if not isinstance(value, str | list | None) and (hint is str or str in get_args(hint)):
+        return f"; quote it: '{shown(value)}'"
+    return ""
+
+
+def _floats(value: object) -> Iterator[float]:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, float):
+            yield item

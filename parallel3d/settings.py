@@ -1,0 +1,137 @@
+"""From YAML text and `key=value` arguments to a flat list of settings, each of which knows where it was said.
+
+The text may come from outside: only plain YAML is read (no tags, no references to the environment), and every fault of
+it is a `ConfigError` of one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from parallel3d.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_DEEPEST = 3  # levels of keys in a file; a recipe has two
+_LARGEST_FILE_BYTES = 1 << 20  # a recipe has a few kB; nobody means to parse a checkpoint as YAML
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One value for one key."""
+
+    key: str  # dotted: optimizer.lr
+    value: object  # a number, text, a bool, None, or a list of them
+    origin: str  # where it was said: "my.yaml:12", "command line"
+
+    def __str__(self) -> str:
+        return f"{self.key} = {shown(self.value)} ({self.origin})"
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML in which 1e-4 is a number too (YAML 1.1 wants 1.0e-4 and hands out text otherwise)."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: text that looks like 1e-4 is quoted."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def read_settings(path: Path, *, under: str = "") -> list[Setting]:
+    """The settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
+    text = _read_text(path)
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: must hold keys and values, such as `train:` and below it `  steps: 100`")
+        settings = list(_flatten(loader, root, under, path.name))
+    except yaml.MarkedYAMLError as e:
+        line = "" if e.problem_mark is None else f":{e.problem_mark.line + 1}"
+        raise ConfigError(f"{path}{line}: not valid YAML: {e.problem}") from e
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: not valid YAML: {_first_line(e)}") from e
+    _refuse_doubles(settings)
+    return settings
+
+
+def parse_value(text: str, key: str) -> object:
+    """The value of `key=text` on the command line, read as YAML would read it in a file."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else _construct(loader, node, key, COMMAND_LINE)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_first_line(e)}") from e
+
+
+def dump_yaml(tree: object) -> str:
+    """The YAML text of plain dicts, lists and scalars, in their order."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def shown(value: object) -> str:
+    """A value as a person would type it, cut to a length that fits an error's line."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if value is None or isinstance(value, bool) else None
+    text = str(value) if text is None else text
+    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE_BYTES + 1)
+        if len(content) > _LARGEST_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {_LARGEST_FILE_BYTES >> 20} MiB; a recipe is a short YAML file")
+        return content.decode()
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 text; a recipe is a YAML file") from e
+
+
+def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Setting]:
+    for key_node, value_node in mapping.value:
+        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        key = f"{prefix}.{name}" if prefix else name
+        origin = f"{file}:{key_node.start_mark.line + 1}"
+        if not isinstance(value_node, yaml.MappingNode):
+            yield Setting(key=key, value=_construct(loader, value_node, key, origin), origin=origin)
+        elif key.count(".") + 1 < _DEEPEST:
+            yield from _flatten(loader, value_node, key, file)
+        else:
+            raise ConfigError(f"{key} ({origin}): nested too deep; a recipe has sections, and keys in them")
+
+
+def _construct(loader: _Loader, node: yaml.Node, key: str, origin: str) -> object:
+    """A scalar or a flat list. Deeper ones fit no key, and a few aliases could make one larger than memory."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        raise ConfigError(f"{key} ({origin}): must be a single value or a flat list of values")
+    return loader.construct_object(node, deep=True)
+
+
+def _refuse_doubles(settings: list[Setting]) -> None:
+    first: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.key in first:
+            raise ConfigError(f"{setting}: given before, at {first[setting.key].origin}; keep one of the two")
+        first[setting.key] = setting
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        return str(error.problem)
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,222 @@
+"""The rules that a recipe must keep beyond the types of its values, checked whole before any process starts.
+
+Each rule yields one line that names the key, its value, the rule and a value that would do. Ranges come first: the
+relations between keys (what divides what) are only asked of numbers that are in range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
+
+from parallel3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parallel3d.config import Recipe
+
+BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
+_MOST_PROBLEMS = 5  # lines of an error; the rest is counted
+_FROM_ZERO = ("train.seed", "train.sample_tokens", "optimizer.warmup_steps")  # other whole numbers count from one
+_LARGEST_COUNT = 2**40  # beyond lies a slip of the keyboard
+_LARGEST_DIVISOR = 4096  # that a message would suggest
+
+
+def validate(recipe: Recipe) -> None:
+    """Raises one `ConfigError` with a line for each rule that `recipe` breaks."""
+    refuse([*_counts(recipe), *_numbers(recipe)])
+    refuse([*_model(recipe), *_parallel(recipe), *_schedule(recipe), *_batch(recipe), *_others(recipe)])
+
+
+def warnings_for(recipe: Recipe) -> list[str]:
+    """What is allowed and yet seldom meant, a line each."""
+    train, optimizer, data = recipe.train, recipe.optimizer, recipe.data
+    lines = []
+    if optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
+        lines.append(
+            f"optimizer.decay_steps = {optimizer.decay_steps}: shorter than train.steps = {train.steps}; from there on "
+            f"the learning rate stays at its minimum, {optimizer.lr * optimizer.min_lr_ratio:g}"
+        )
+    if data.source != "text" and data.path is not None:
+        lines.append(f"data.path = {data.path}: not read, because data.source = {data.source}; try data.source=text")
+    return lines
+
+
+def refuse(problems: list[str]) -> None:
+    """Raises a `ConfigError` of all `problems`, the first few in full; returns where there is none."""
+    if problems:
+        rest = len(problems) - _MOST_PROBLEMS
+        more = [f"... and {rest} more"] if rest > 0 else []
+        raise ConfigError("\n".join([*problems[:_MOST_PROBLEMS], *more]))
+
+
+def _counts(recipe: Recipe) -> Iterator[str]:
+    """Every whole number of a recipe counts something, so a new key is checked without being named here."""
+    for section in fields(recipe):
+        values = getattr(recipe, section.name)
+        for key in fields(values) if is_dataclass(values) else ():
+            value = getattr(values, key.name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            name = f"{section.name}.{key.name}"
+            smallest = 0 if name in _FROM_ZERO else 1
+            if value < smallest:
+                yield f"{name} = {value}: must be at least {smallest}; try {smallest}"
+            elif value > _LARGEST_COUNT:
+                yield f"{name} = {value}: must be at most 2^40 = {_LARGEST_COUNT}"
+
+
+def _numbers(recipe: Recipe) -> Iterator[str]:
+    model, train, optimizer, data = recipe.model, recipe.train, recipe.optimizer, recipe.data
+    above_zero: list[tuple[str, float | None, float]] = [
+        ("model.rope_theta", model.rope_theta, 10_000),
+        ("model.norm_eps", model.norm_eps, 1e-5),
+        ("model.init_std", model.init_std, 0.02),
+        ("train.grad_clip", train.grad_clip, 1.0),
+        ("train.timeout_s", train.timeout_s, 300),
+        ("optimizer.lr", optimizer.lr, 3e-4),
+        ("optimizer.eps", optimizer.eps, 1e-8),
+    ]
+    for key, value, would_do in above_zero:
+        if value is not None and not 0 < value < math.inf:  # NaN is in no interval
+            yield f"{key} = {value}: must be above 0 and finite; try {would_do:g}"
+    if not 0 <= optimizer.weight_decay < math.inf:
+        yield f"optimizer.weight_decay = {optimizer.weight_decay}: must be 0 or more and finite; try 0.1"
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1; try [0.9, 0.95]"
+    if not 0 <= optimizer.min_lr_ratio <= 1:
+        yield f"optimizer.min_lr_ratio = {optimizer.min_lr_ratio}: must be between 0 and 1; try 0.1"
+    if not 0 < data.validation_fraction < 1:
+        yield f"data.validation_fraction = {data.validation_fraction}: must be above 0 and below 1; try 0.05"
+
+
+def _model(recipe: Recipe) -> Iterator[str]:
+    model, tp = recipe.model, recipe.parallel.tp
+    if model.hidden % model.heads:
+        # A divisor of half the width leaves an even number to each head.
+        tries = _or(_divisors(model.hidden // 2, near=model.heads) or [1])
+        yield f"model.heads = {model.heads}: must divide model.hidden = {model.hidden}; try {tries}"
+    elif model.head_dim % 2:
+        yield (
+            f"model.heads = {model.heads}: makes heads of {model.head_dim} numbers, which rotary positions need in "
+            f"pairs; try model.hidden={model.hidden + model.heads}"
+        )
+    if model.heads % model.key_value_heads:
+        tries = _or(_divisors(model.heads, near=model.key_value_heads))
+        yield f"model.kv_heads = {model.key_value_heads}: must divide model.heads = {model.heads}; try {tries}"
+    if recipe.data.tokenizer == "bytes" and model.vocab < BYTE_TOKENIZER_IDS:
+        yield (
+            f"model.vocab = {model.vocab}: must be at least {BYTE_TOKENIZER_IDS}, the ids of data.tokenizer = bytes; "
+            f"try {_multiple_from(BYTE_TOKENIZER_IDS, tp)}"
+        )
+    elif model.vocab % tp:
+        yield (
+            f"model.vocab = {model.vocab}: must be a multiple of parallel.tp = {tp}; "
+            f"try {_multiple_from(model.vocab, tp)}"
+        )
+
+
+def _parallel(recipe: Recipe) -> Iterator[str]:
+    model, parallel, train = recipe.model, recipe.parallel, recipe.train
+    split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
+    if model.kv_heads is not None:
+        split_by_tp["model.kv_heads"] = model.kv_heads
+    if parallel.sequence_parallel:
+        split_by_tp["train.seq_len"] = train.seq_len
+    uneven = {key: size for key, size in split_by_tp.items() if size % parallel.tp}
+    if uneven:
+        which = " and ".join(f"{key} = {size}" for key, size in uneven.items())
+        tries = _or(_divisors(math.gcd(*split_by_tp.values()), near=parallel.tp))
+        yield f"parallel.tp = {parallel.tp}: must divide {which}; try {tries}"
+    if parallel.sharding == "FULL_SHARD" and parallel.dp_replicate > 1:
+        yield (
+            f"parallel.sharding = FULL_SHARD: leaves nothing to replicate, and parallel.dp_replicate = "
+            f"{parallel.dp_replicate}; try HYBRID_SHARD, or parallel.dp_replicate=1"
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    parallel, layers = recipe.parallel, recipe.model.layers
+    interleaved = parallel.schedule == "interleaved_1f1b"
+    if parallel.stages > layers:
+        virtual = "" if parallel.virtual_stages == 1 else f" x parallel.virtual_stages {parallel.virtual_stages}"
+        pp = max(1, layers // parallel.virtual_stages)
+        yield (
+            f"parallel.pp = {parallel.pp}{virtual}: {layers} layers cannot fill {parallel.stages} stages; "
+            f"try parallel.pp={pp} or model.layers={parallel.stages}"
+        )
+    if parallel.virtual_stages > 1 and not interleaved:
+        yield (
+            f"parallel.virtual_stages = {parallel.virtual_stages}: needs parallel.schedule = interleaved_1f1b, and it "
+            f"is {parallel.schedule}; try parallel.schedule=interleaved_1f1b or parallel.virtual_stages=1"
+        )
+    if interleaved and parallel.virtual_stages == 1:
+        yield (
+            "parallel.schedule = interleaved_1f1b: has nothing to interleave with parallel.virtual_stages = 1; "
+            "try parallel.schedule=1f1b or parallel.virtual_stages=2"
+        )
+    elif interleaved and parallel.pp == 1:
+        yield (
+            "parallel.schedule = interleaved_1f1b: needs a pipeline, and parallel.pp = 1; "
+            "try parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
+        )
+
+
+def _batch(recipe: Recipe) -> Iterator[str]:
+    parallel, train = recipe.parallel, recipe.train
+    slice_ = parallel.dp * parallel.microbatch_size  # sequences that one microbatch takes over all data ranks
+    product = f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = {slice_}"
+    batch = train.global_batch_size
+    if batch % slice_:
+        tries = _multiples_near(batch, slice_)
+        yield f"train.global_batch_size = {batch}: must be a multiple of {product}; try {tries}"
+    elif parallel.schedule == "interleaved_1f1b" and recipe.microbatches % parallel.pp:
+        yield (
+            f"train.global_batch_size = {batch}: makes {recipe.microbatches} microbatches, and interleaved_1f1b needs "
+            f"a multiple of parallel.pp = {parallel.pp}; try {_multiples_near(batch, slice_ * parallel.pp)}"
+        )
+    if train.eval_every is not None and train.eval_sequences % slice_:
+        tries = _multiples_near(train.eval_sequences, slice_)
+        yield f"train.eval_sequences = {train.eval_sequences}: must be a multiple of {product}; try {tries}"
+
+
+def _others(recipe: Recipe) -> Iterator[str]:
+    train, optimizer = recipe.train, recipe.optimizer
+    last = train.steps if optimizer.decay_steps is None else optimizer.decay_steps
+    if optimizer.warmup_steps > last:
+        name = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
+        yield f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be at most {name} = {last}; try {last // 10}"
+    if recipe.data.source == "text" and not recipe.data.path:
+        yield "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt"
+    if not recipe.checkpoint.resume:
+        yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
+    if train.sample_top_k > recipe.model.vocab:
+        yield (
+            f"train.sample_top_k = {train.sample_top_k}: must be at most model.vocab = {recipe.model.vocab}; "
+            "try 1, which is greedy"
+        )
+    if train.sample_tokens and not train.sample_prompt:
+        yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
+    if recipe.run_dir is not None and not recipe.run_dir.strip():
+        yield "run_dir = '': must be a folder; try run_dir=runs/mine"
+
+
+def _divisors(number: int, *, near: int) -> list[int]:
+    """Divisors of `number`, at most six: the ones nearest to `near`, in ascending order."""
+    all_of_them = [d for d in range(1, min(number, _LARGEST_DIVISOR) + 1) if number % d == 0]
+    return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:6])
+
+
+def _multiple_from(smallest: int, factor: int) -> int:
+    return -(-smallest // factor) * factor
+
+
+def _multiples_near(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return _or([below, below + factor] if below else [factor])
+
+
+def _or(numbers: Iterable[int]) -> str:
+    *head, last = [str(number) for number in numbers]
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,32 @@
+"""Recipes as YAML files, and `pretrain`, which runs one."""
+
+from __future__ import annotations
+
+if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a second class of everything
+    raise ImportError("import this as parallel3d.recipes")
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from parallel3d.errors import ConfigError
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes of this folder, by their bare names."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a recipe: a path, or the bare name of a shipped recipe."""
+    shipped = shipped_recipes()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise ConfigError(f"recipe {name_or_path}: a folder; name the YAML file in it")
+    there = [str(found) for found in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = get_close_matches(name_or_path, [*shipped, *there], 1)
+    advice = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}; or give the path of a file"
+    raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")

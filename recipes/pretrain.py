@@ -1,0 +1,201 @@
+"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts.
+
+Everything that can be refused is refused here, before torch is imported and before any other process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import parallel3d
+from parallel3d.config import Recipe, load_recipe, to_yaml
+from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.failure import Failure, print_error
+from parallel3d.launch import launch_local
+from parallel3d.models import model_class, shape_cards
+from parallel3d.recipes import find_recipe, shipped_recipes
+from parallel3d.rendezvous import Rendezvous
+from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
+from parallel3d.validation import warnings_for
+
+_INTERRUPTED = 130
+_MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
+_PRELOAD = ("torch", "parallel3d.training.worker", "parallel3d.models.llama")  # imported once for all local workers
+_EPILOG = """\
+examples:
+  parallel3d-train quickstart
+  parallel3d-train quickstart train.steps=50 optimizer.lr=1e-3
+  parallel3d-train my.yaml checkpoint.resume=auto
+  torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
+
+exit status:
+    0  done
+    2  usage, or a recipe that breaks a rule
+   65  data or a checkpoint that cannot be read
+   69  the workers did not find each other
+   70  a rank failed, was killed or hung
+   71  the loss or the gradient norm is not finite
+   73  a checkpoint cannot be written
+  130  stopped by Ctrl-C (143: by SIGTERM)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line: returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command = _Command.parse(arguments)
+        rendezvous = Rendezvous.from_environment()
+        if command.print_config or rendezvous is None:
+            return _launch(command)
+        return _join(command, rendezvous)
+    except Parallel3dError as error:
+        print_error(str(error))
+        if {"-v", "--verbose"} & set(arguments):
+            traceback.print_exc()
+        return error.exit_status
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    """One rank of the run, from here to its end."""
+    from parallel3d.training.worker import run_worker
+
+    run_worker(recipe, rendezvous, model_class(recipe.model.architecture))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    recipe: str
+    overrides: tuple[str, ...]
+    print_config: bool
+    verbose: bool
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> _Command:
+        parser = _Parser(
+            prog="parallel3d-train",
+            description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it "
+            "is one worker.",
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        shipped = ", ".join(shipped_recipes())
+        parser.add_argument(
+            "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {shipped}"
+        )
+        parser.add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help="a key of the recipe and its value, such as train.steps=50",
+        )
+        parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
+        parser.add_argument(
+            "-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message"
+        )
+        parser.add_argument("--version", action="version", version=f"parallel3d {parallel3d.__version__}")
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+        if unknown:
+            parser.error(f"{unknown[0]}: no such option{_as_override(unknown[0])}")
+        if options.recipe is None:
+            parser.error(f"no RECIPE is given; try one of {shipped}, or the path of a YAML file")
+        return cls(
+            recipe=options.recipe,
+            overrides=tuple(options.overrides),
+            print_config=options.print_config,
+            verbose=options.verbose,
+        )
+
+    def load(self) -> Recipe:
+        return load_recipe(find_recipe(self.recipe), self.overrides, cards=shape_cards())
+
+
+def _as_override(option: str) -> str:
+    return f"; write {option.lstrip('-')} to set a key of the recipe" if "=" in option else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Usage errors look like every other: one line, which says where to read on."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _launch(command: _Command) -> int:
+    """Starts the workers on this machine, also where that is a single one."""
+    recipe = command.load()
+    if command.print_config:
+        print(to_yaml(recipe), end="")
+        return 0
+    world_size = recipe.parallel.world_size
+    if world_size > _MOST_LOCAL_WORKERS:
+        raise ConfigError(
+            f"parallel needs {_product(recipe)} workers, and one machine is given at most {_MOST_LOCAL_WORKERS}; "
+            "start them with torchrun on each machine, or shrink the layout"
+        )
+    _prepare(recipe)
+    return launch_local(
+        "parallel3d.recipes.pretrain:worker", recipe, world_size, preload=_PRELOAD, verbose=command.verbose
+    )
+
+
+def _join(command: _Command, rendezvous: Rendezvous) -> int:
+    """Runs this process's rank. Rank 0 speaks for all where all fail alike, which they do until training starts."""
+    speaks = rendezvous.rank == 0
+    try:
+        recipe = command.load()
+        if recipe.parallel.world_size != rendezvous.world_size:
+            raise ConfigError(
+                f"WORLD_SIZE = {rendezvous.world_size}: parallel needs {_product(recipe)} workers; "
+                "start that many, or change the layout"
+            )
+        if speaks:
+            _prepare(recipe)
+    except ConfigError as error:
+        if speaks:
+            raise
+        return error.exit_status
+    try:
+        worker(recipe, rendezvous)
+    except (Parallel3dError, Exception) as error:
+        failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
+        # The traceback of a lost peer's neighbour would only bury that of the cause.
+        is_wanted = not (failure.foreseen or failure.secondary) or command.verbose
+        print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
+        outcome = Outcome(
+            status="failed",
+            exit_status=failure.exit_status,
+            rank=failure.rank,
+            reason=failure.line().partition("\n")[0],
+        )
+    else:
+        outcome = Outcome(status="done", exit_status=0)
+    if speaks and recipe.run_dir is not None:
+        write_outcome(Path(recipe.run_dir), outcome)
+    return outcome.exit_status
+
+
+def _prepare(recipe: Recipe) -> None:
+    """What one process does for all, before they meet."""
+    from parallel3d.data import check_data  # numpy, which --help and a wrong key need not wait for
+
+    check_data(recipe.data, seq_len=recipe.train.seq_len, vocab=recipe.model.vocab)
+    for line in (*warnings_for(recipe), *prepare_run_dir(recipe)):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def _product(recipe: Recipe) -> str:
+    """The layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
+    factors = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "1"
+    return f"{factors} = {recipe.parallel.world_size}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

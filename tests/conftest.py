@@ -1,0 +1,93 @@
+"""The pool of worker processes that the distributed tests share: torch is imported once, the workers stay."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PRELOAD = ["torch", "torch.distributed.checkpoint", "parallel3d.training.worker", "parallel3d.models.llama"]
+_LONGEST_JOB_S = 240.0
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` resident processes. `run` calls a module-level function on each, in a process group of its own."""
+
+    size: int
+    _folder: Path
+    _workers: list[tuple[BaseProcess, Connection]]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(*args)` returns on each rank. A rank that raises fails the test with its own traceback."""
+        store = tempfile.mktemp(dir=self._folder)
+        for _, pipe in self._workers:
+            pipe.send((function, args, store))
+        answers = []
+        for rank, (_, pipe) in enumerate(self._workers):
+            if not pipe.poll(_LONGEST_JOB_S):
+                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s")
+            answers.append(pipe.recv())
+        failed = [f"rank {rank} of {self.size}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        if failed:
+            pytest.fail("\n".join(failed), pytrace=False)
+        return [value for _, value in answers]
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    """A worker: job after job until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            value, text = function(*args), ""
+            dist.barrier()  # nobody leaves while another still needs it
+        except BaseException:
+            value, text = None, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send((text, value))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+    """`world(n)`: the pool of n processes, started when first asked for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    pools: dict[int, World] = {}
+
+    def pool(size: int) -> World:
+        if size not in pools:
+            workers = []
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
+            pools[size] = World(size, tmp_path_factory.mktemp(f"world{size}"), workers)
+        return pools[size]
+
+    yield pool
+    for each in pools.values():
+        for process, pipe in each._workers:
+            pipe.close()
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()

@@ -1,0 +1,75 @@
+"""What the distributed tests share: small recipes, the batches of a rank, and a run of some steps of training.
+
+Imported as a plain module by tests and, by name, by the pool's workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.mesh import build_mesh
+from parallel3d.models.llama import Llama
+from parallel3d.training.trainer import Trainer
+
+VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
+
+GROUPED = ModelConfig(layers=6, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
+TIED = replace(GROUPED, tied_embeddings=True)
+MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
+
+
+def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -> Recipe:
+    """A constant rate that learns fast, and a clipping limit that the gradient's norm exceeds."""
+    settings: dict[str, object] = {"steps": STEPS, "global_batch_size": BATCH, "seq_len": SEQ_LEN, "grad_clip": 0.5}
+    return Recipe(
+        model=model,
+        parallel=parallel,
+        train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-3, min_lr_ratio=1.0),
+    )
+
+
+def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
+    """Batches of a Python module's source, for the data rank that `rank` belongs to."""
+    parallel = recipe.parallel
+    place = parallel.coordinates(rank)
+    tokens = np.frombuffer(inspect.getsource(textwrap).encode("ascii", "replace"), dtype=np.uint8)
+    return BatchLoader(
+        tokens,
+        seq_len=recipe.train.seq_len,
+        global_batch_size=recipe.train.global_batch_size,
+        microbatch_size=parallel.microbatch_size,
+        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
+        dp_size=parallel.dp,
+        vocab=recipe.model.vocab,
+        seed=recipe.train.seed,
+    )
+
+
+def make_trainer(recipe: Recipe) -> Trainer:
+    mesh = build_mesh(recipe.parallel, "cpu")
+    return Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=Llama)
+
+
+def train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each of the next steps."""
+    loader = make_loader(trainer.recipe, dist.get_rank())
+    results = []
+    for _ in range(steps):
+        result = trainer.train_step(loader.batch(trainer.step))
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+def whole_batch(recipe: Recipe, step: int) -> Batch:
+    """The global batch as one process has it, a microbatch a sequence."""
+    alone = replace(recipe, parallel=ParallelConfig())
+    return make_loader(alone, 0).batch(step)
