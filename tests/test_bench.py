@@ -1,0 +1,185 @@
+"""The benchmarks' report and their referees: no timing is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.data.loader import Batch
+from parallel3d.errors import ConfigError, Parallel3dError, RankError
+from parallel3d.tools import bench
+from parallel3d.tools.bench_ranks import run_ranks
+from parallel3d.tools.bench_report import (
+    Options,
+    Round,
+    Timing,
+    as_json,
+    as_table,
+    rows_against_one_process,
+    rows_against_peer,
+)
+from parallel3d.tools.bench_step import (
+    LAYOUTS,
+    OVERHEAD,
+    SIZES,
+    Size,
+    bench_step,
+    check_agreement,
+    measure,
+    random_batch,
+    recipe,
+)
+from parallel3d.tools.plain_llama import PlainLlama, Rotary
+from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.tools.torch_stack import cut_stage
+
+TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
+TINY_SIZE = Size(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
+
+
+def rounds_of(*cpu_pairs: tuple[float, float]) -> list[Round]:
+    return [Round(ours=Timing(wall_s=0.5, cpu_s=ours), peer=Timing(wall_s=1.0, cpu_s=peer)) for ours, peer in cpu_pairs]
+
+
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in PlainLlama(config).named_parameters()}
+
+
+def test_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    cpu, wall = rows_against_peer("a", rounds_of((1.0, 2.0), (9.0, 10.0), (2.0, 10.0)), 0.4)
+    assert (cpu.ours, cpu.peer, cpu.ratio, cpu.bar) == (2.0, 10.0, 0.5, 0.4)
+    assert (wall.ours, wall.peer, wall.ratio, wall.bar) == (0.5, 1.0, 0.5, None)
+
+
+def test_json_has_exactly_the_agreed_fields() -> None:
+    rows = rows_against_peer("a", rounds_of((1.0, 2.0)), 0.4)
+    rows += rows_against_one_process("a", rounds_of((1.0, 2.0)), rounds_of((3.0, 4.0)))
+    report = json.loads(as_json(rows))
+    assert list(report) == ["results"]
+    assert report["results"][0] == {
+        "case": "a", "ours": 1.0, "peer": 2.0, "unit": "cpu_s_per_step", "ratio": 0.5, "bar": 0.4
+    }  # fmt: skip
+    assert report["results"][2]["case"] == "a vs one process"
+    assert report["results"][2]["ratio"] == 0.25
+    assert report["results"][2]["bar"] is None
+
+
+def test_table_ends_with_the_ratio_and_says_which_is_over_its_bar() -> None:
+    header, cpu, wall = as_table(rows_against_peer("a", rounds_of((1.0, 2.0)), 0.4)).splitlines()
+    assert header.split()[-1] == "ratio"
+    assert cpu.split()[-6:] == ["2.0000", "0.40", "0.50", "over", "the", "bar"]
+    assert wall.split()[-2:] == ["-", "0.50"]
+    assert header.index("unit") == cpu.index("cpu_s") == wall.index("wall_s")
+
+
+def test_json_output_is_one_object_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        bench.BENCHMARKS, "step", lambda options: rows_against_peer(options.case, rounds_of((1.0, 2.0)), 0.4)
+    )
+    assert bench.main(["step", "--json", "--case", "x", "--rounds", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["case"] == "x"
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\nfrom parallel3d.tools.bench import main\n"
+        "try: main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_unknown_case_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="overhead: tp 2"):
+        bench_step(Options(case="nothing of that name"))
+    assert bench.main(["step", "--case", "nothing of that name"]) == 2
+    assert capsys.readouterr().err.startswith("error: --case nothing of that name: ")
+
+
+def test_every_bar_belongs_to_a_size() -> None:
+    assert {size for layout in LAYOUTS for size in layout.cpu_bars} <= {size.name for size in SIZES}
+
+
+def test_shares_of_the_data_ranks_make_up_the_batch_of_one_process() -> None:
+    whole = random_batch(recipe(OVERHEAD, ParallelConfig()), 0, seed=3)
+    cut = recipe(OVERHEAD, ParallelConfig(dp_replicate=2, dp_shard=2, tp=2))
+    shares = [random_batch(cut, rank, seed=3) for rank in range(0, 8, 2)]
+    assert torch.equal(torch.cat([share.inputs for share in shares]), whole.inputs)
+    assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
+    assert torch.equal(whole.inputs[..., 1:], whole.labels[..., :-1])
+
+
+@pytest.mark.parametrize("wrong", [1.001, math.nan])
+def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
+    batch = random_batch(recipe(TINY_SIZE, ParallelConfig()), 0, seed=0)
+    check_agreement(lambda batch: 1.00001, lambda batch: 1.0, [batch])
+    with pytest.raises(RankError, match="not the same training"):
+        check_agreement(lambda batch: wrong, lambda batch: 1.0, [batch])
+
+
+def test_ours_and_torch_agree_and_are_timed_on_two_ranks() -> None:
+    (round_,) = run_ranks(measure, recipe(TINY_SIZE, ParallelConfig(tp=2, sequence_parallel=True)), 1, 1, world_size=2)
+    assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
+
+
+def test_an_error_of_a_rank_reaches_the_caller() -> None:
+    no_such_peer = recipe(TINY_SIZE, ParallelConfig(tp=2, recompute="full"))
+    with pytest.raises(Parallel3dError, match="without recompute"):
+        run_ranks(measure, no_such_peer, 1, 1, world_size=2)
+
+
+def test_tied_embeddings_share_one_weight() -> None:
+    model = PlainLlama(replace(TINY, tied_embeddings=True))
+    assert model.head is not None and model.embed is not None
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+    model.load(weights_of(replace(TINY, tied_embeddings=True)))
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, TINY.vocab)
+
+
+def test_logits_do_not_see_later_tokens() -> None:
+    model = PlainLlama(TINY)
+    tokens = torch.arange(8)[None]
+    changed = torch.where(torch.arange(8) < 5, tokens, 0)
+    assert torch.allclose(model(tokens)[:, :5], model(changed)[:, :5])
+    assert not torch.allclose(model(tokens)[:, 5:], model(changed)[:, 5:])
+
+
+def test_rotary_turns_each_pair_by_position_over_theta() -> None:
+    x_BHSK = torch.randn(1, 1, 5, 4)
+    turned = Rotary(4, theta=100.0).rotate(x_BHSK)
+    pairs = torch.view_as_complex(torch.stack(x_BHSK.chunk(2, dim=-1), dim=-1))  # dim i with dim i + K / 2
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1]))
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
+    assert torch.allclose(turned, torch.cat(expected.unbind(-1), dim=-1), atol=1e-6)
+
+
+def test_stages_one_after_the_other_are_the_whole_model() -> None:
+    weights = weights_of(TINY)
+    whole = PlainLlama(TINY)
+    whole.load(weights)
+    stages = [cut_stage(TINY, stage, 2).to_empty(device="cpu") for stage in range(2)]
+    for stage in stages:
+        stage.load(weights)
+    assert sorted(name for stage in stages for name, _ in stage.named_parameters()) == sorted(weights)
+    tokens = torch.randint(TINY.vocab, (2, 5))
+    assert torch.equal(stages[1](stages[0](tokens)), whole(tokens))
+
+
+def test_plain_stack_does_not_depend_on_the_microbatch_size() -> None:
+    base = recipe(TINY_SIZE, ParallelConfig())
+    by_ones = random_batch(base, 0, seed=0)
+    by_fours = Batch(inputs=by_ones.inputs.view(2, 4, -1), labels=by_ones.labels.view(2, 4, -1))
+    one, four = PlainStack(base, weights_of(TINY)), PlainStack(base, weights_of(TINY))
+    for _ in range(2):
+        assert one.train_step(by_ones) == pytest.approx(four.train_step(by_fours), rel=1e-5)

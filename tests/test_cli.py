@@ -1,0 +1,231 @@
+"""`parallel3d-train`: what it refuses, how it says so, and what it does before any worker starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import parallel3d
+from parallel3d.config import Recipe, load_recipe
+from parallel3d.errors import ConfigError, NonFiniteError
+from parallel3d.models import shape_cards
+from parallel3d.recipes import find_recipe, pretrain
+from parallel3d.rendezvous import Rendezvous
+from parallel3d.run_dir import prepare_run_dir
+
+Said = pytest.CaptureFixture[str]
+
+BAD_INPUTS = [
+    ("", "no RECIPE is given; try one of quickstart"),
+    ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
+    ("quickstart --train.steps=3", "--train.steps=3: no such option; write train.steps=3 to set a key"),
+    ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),
+    ("no/such/file.yaml", "recipe no/such/file.yaml: no such file or shipped recipe"),
+    (".", "recipe .: a folder; name the YAML file in it"),
+    ("quickstart train.steps", "train.steps: not an override; write key=value"),
+    ("quickstart =3", "=3: not an override; write key=value"),
+    ("quickstart parallel.ttp=2", "parallel.ttp (command line): unknown key; did you mean parallel.tp?"),
+    ("quickstart trian.steps=2", "trian.steps (command line): unknown key; did you mean train.steps?"),
+    ("quickstart learning_rate=2", "learning_rate (command line): unknown key"),
+    ("quickstart train=2", "train = 2 (command line): a section, not a value"),
+    ("quickstart train.steps=many", "train.steps = many (command line): must be a whole number"),
+    ("quickstart train.steps=0", "train.steps = 0: must be at least 1; try 1"),
+    ("quickstart train.precision=fp8", "train.precision = fp8 (command line): must be one of fp32, bf16"),
+    ("quickstart train.device=tpu", "must be one of auto, cpu, cuda"),
+    ("quickstart parallel.schedule=zb", "must be one of gpipe, 1f1b, interleaved_1f1b"),
+    ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
+    ("quickstart parallel.pp=8", "4 layers cannot fill 8 stages; try parallel.pp=4"),
+    ("quickstart parallel.dp_shard=3", "train.global_batch_size = 16: must be a multiple of"),
+    ("quickstart parallel.virtual_stages=2", "needs parallel.schedule = interleaved_1f1b"),
+    ("quickstart model.vocab=200", "model.vocab = 200: must be at least 257"),
+    ("quickstart model.name=llama9", "model.name = llama9 (command line): no such shape card"),
+    ("quickstart optimizer.lr=nan", "optimizer.lr = nan"),
+    ("quickstart optimizer.betas=[1,2]", "optimizer.betas = [1.0, 2.0]: each must be at least 0 and below 1"),
+    ("quickstart run_dir=${oc.env:HOME}", "a recipe does not read variables"),
+    ("quickstart data.source=text", "data.source = text needs a file or a folder"),
+    ("quickstart data.source=text data.path=no/such/corpus", "no/such/corpus"),
+    ("quickstart checkpoint.resume=no/such/step", "checkpoint.resume = no/such/step: no such checkpoint; try auto"),
+    ("quickstart run_dir=/dev/null/run", "run_dir = /dev/null/run: cannot be written (Not a directory); try another"),
+    ("quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800", "with torchrun"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs go to a folder of the test's own, and no launcher's variable is set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """Takes the place of the launcher, and holds the recipes that it was to run."""
+    launched: list[Recipe] = []
+
+    def launch(target: str, recipe: Recipe, world_size: int, **options: object) -> int:
+        assert world_size == recipe.parallel.world_size
+        launched.append(recipe)
+        return 0
+
+    monkeypatch.setattr(pretrain, "launch_local", launch)
+    return launched
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUTS, ids=[arguments for arguments, _ in BAD_INPUTS])
+def test_a_users_mistake_is_one_line_and_status_2(
+    arguments: str, message: str, capsys: Said, no_workers: list[Recipe]
+) -> None:
+    assert pretrain.main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert message in said.err
+    assert len(said.err.splitlines()) <= 2
+    assert "Traceback" not in said.err
+    assert no_workers == []
+
+
+def test_verbose_shows_where_a_mistake_was_found(capsys: Said) -> None:
+    assert pretrain.main(["quickstart", "-v", "parallel.tp=3"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_several_mistakes_stand_below_each_other(capsys: Said) -> None:
+    assert pretrain.main(["quickstart", "train.steps=0", "checkpoint.keep=0"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: train.steps = 0: must be at least 1; try 1",
+        "       checkpoint.keep = 0: must be at least 1; try 1",
+    ]
+
+
+def test_print_config_prints_a_recipe_that_says_the_same(capsys: Said, tmp_path: Path) -> None:
+    assert pretrain.main(["quickstart", "train.steps=7", "--print-config"]) == 0
+    said = capsys.readouterr()
+    (tmp_path / "again.yaml").write_text(said.out)
+    recipe = load_recipe(tmp_path / "again.yaml", cards=shape_cards())
+    assert recipe.train.steps == 7
+    assert recipe.run_dir == "runs/quickstart"
+    assert said.err == ""
+    assert not Path("runs").exists()
+
+
+def test_the_version_is_the_packages(capsys: Said) -> None:
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"parallel3d {parallel3d.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["quickstart", "--print-config"], ["quickstart", "parallel.tp=3"]])
+def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> None:
+    program = textwrap.dedent(f"""
+        import sys
+        from parallel3d.recipes.pretrain import main
+        try:
+            main({arguments!r})
+        except SystemExit:
+            pass
+        heavy = {{"torch", "numpy", "rich"}} & set(sys.modules)
+        sys.exit(f"imported {{heavy}}" if heavy else 0)
+    """)
+    root = Path(parallel3d.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_leaves_its_whole_recipe_in_its_folder(no_workers: list[Recipe]) -> None:
+    assert pretrain.main(["quickstart", "train.steps=9", "optimizer.decay_steps=9", "optimizer.warmup_steps=0"]) == 0
+    (recipe,) = no_workers
+    assert load_recipe(Path("runs/quickstart/config.yaml"), cards=shape_cards()) == recipe
+
+
+def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(no_workers: list[Recipe], capsys: Said) -> None:
+    for _ in range(3):
+        assert pretrain.main(["quickstart"]) == 0
+        Path("runs/quickstart/metrics.jsonl").touch()
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["quickstart", "quickstart.1", "quickstart.2"]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: runs/quickstart held an earlier run, which is now runs/quickstart.1 (checkpoint.resume = none)",
+        "warning: runs/quickstart held an earlier run, which is now runs/quickstart.2 (checkpoint.resume = none)",
+    ]
+
+
+def test_a_run_that_resumes_goes_on_in_its_folder(no_workers: list[Recipe]) -> None:
+    Path("runs/quickstart/checkpoints/step_00000100").mkdir(parents=True)
+    for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
+        assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0
+    assert [path.name for path in Path("runs").iterdir()] == ["quickstart"]
+
+
+def test_a_folder_that_only_holds_a_config_is_used_again(tmp_path: Path) -> None:
+    recipe = load_recipe(find_recipe("quickstart"), cards=shape_cards())
+    assert prepare_run_dir(recipe) == []
+    assert prepare_run_dir(recipe) == []
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_under_torchrun_only_rank_0_tells_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    said = []
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)
+        assert pretrain.main(["quickstart"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("error: WORLD_SIZE = 6: parallel needs pp 2 x dp_shard 2 x tp 2 = 8 workers")
+    assert said[1] == ""
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_under_torchrun_rank_0_makes_the_folder_and_the_worker_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Rendezvous] = []
+    monkeypatch.setattr(pretrain, "worker", lambda recipe, rendezvous: ran.append(rendezvous))
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain.main(["quickstart"]) == 0
+    assert not Path("runs").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert pretrain.main(["quickstart"]) == 0
+    assert [rendezvous.rank for rendezvous in ran] == [1, 0]
+    assert json.loads(Path("runs/quickstart/outcome.json").read_text())["status"] == "done"
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("error", "status", "says", "has_traceback"),
+    [
+        (NonFiniteError("step 3: loss nan"), 71, "step 3: loss nan", False),
+        (ConnectionResetError("gone"), 70, "ConnectionResetError: gone", False),
+        (ValueError("a bug"), 70, "ValueError: a bug", True),
+    ],
+)
+def test_under_torchrun_a_failing_rank_says_who_it_is(
+    error: Exception, status: int, says: str, has_traceback: bool, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    def fail(recipe: Recipe, rendezvous: Rendezvous) -> None:
+        raise error
+
+    monkeypatch.setattr(pretrain, "worker", fail)
+    monkeypatch.setenv("RANK", "5")
+    assert pretrain.main(["quickstart"]) == status
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 5 (")
+    assert f", pp 1, dp_replicate 0, dp_shard 0, tp 1): {says}" in said
+    assert ("Traceback" in said) == has_traceback
+
+
+def test_a_recipe_is_found_by_path_before_it_is_guessed(tmp_path: Path) -> None:
+    Path("mine.yaml").write_text("")
+    assert find_recipe("mine.yaml") == Path("mine.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml\?"):
+        find_recipe("mime.yaml")

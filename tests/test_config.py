@@ -1,0 +1,343 @@
+"""Recipes: from YAML and overrides to a checked `Recipe`, or to an error that says what would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe, to_yaml
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.recipes import shipped_recipes
+from parallel3d.validation import validate, warnings_for
+
+SMALL = """
+model: {layers: 4, hidden: 48, heads: 6, kv_heads: 2, ffn_hidden: 128, vocab: 264}
+parallel: {pp: 2, dp_shard: 2, tp: 2, microbatch_size: 2}
+train: {steps: 100, global_batch_size: 16, seq_len: 64, eval_every: 10}
+"""
+
+Load = Callable[..., Recipe]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_text(*overrides: str, text: str = SMALL) -> Recipe:
+        path = tmp_path / "small.yaml"
+        path.write_text(text)
+        return load_recipe(path, overrides, cards=shape_cards())
+
+    return load_text
+
+
+def refused(load: Load, *overrides: str, text: str = SMALL) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*overrides, text=text)
+    return str(error.value)
+
+
+def test_a_file_is_laid_over_the_defaults_and_overrides_over_both(load: Load) -> None:
+    recipe = load("train.steps=7", "optimizer.betas=[0.8, 0.9]")
+    assert recipe.train.steps == 7
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.train.seq_len == 64
+    assert recipe.optimizer.weight_decay == 0.1
+    assert recipe.optimizer.decay_steps is None
+    assert recipe.microbatches == 4
+
+
+def test_an_unset_run_dir_is_named_after_the_recipe(load: Load) -> None:
+    assert load().run_dir == "runs/small"
+    assert load("run_dir=elsewhere").run_dir == "elsewhere"
+
+
+@pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid_and_survive_being_written(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path, cards=shape_cards())
+    assert warnings_for(recipe) == []
+    (tmp_path / "config.yaml").write_text(to_yaml(recipe))
+    assert load_recipe(tmp_path / "config.yaml", cards=shape_cards()) == recipe
+
+
+def test_text_that_looks_like_something_else_survives_being_written(load: Load) -> None:
+    recipe = load("run_dir=1e5", "train.sample_prompt=no", "data.pattern=*.py", "data.path=null")
+    assert (recipe.run_dir, recipe.train.sample_prompt, recipe.data.pattern) == ("1e5", "no", "*.py")
+    assert load(text=to_yaml(recipe)) == recipe
+
+
+def test_text_of_an_override_is_taken_as_it_stands(load: Load) -> None:
+    assert load("train.sample_prompt=def ").train.sample_prompt == "def "
+    assert load("train.sample_prompt='# '").train.sample_prompt == "# "
+    assert load("train.sample_prompt=a = b").train.sample_prompt == "a = b"
+
+
+@pytest.mark.parametrize("lr", ["1e-4", "1E-4", "1.0e-4", "0.0001", "1.e-4"])
+def test_a_rate_may_be_written_as_people_write_it(load: Load, lr: str) -> None:
+    assert load(f"optimizer.lr={lr}").optimizer.lr == 1e-4
+    assert load(text=SMALL + f"optimizer:\n  lr: {lr}\n").optimizer.lr == 1e-4
+
+
+def test_a_section_with_all_keys_commented_out_is_an_empty_one(load: Load) -> None:
+    assert load(text=SMALL + "optimizer:\n  # lr: 1\n") == load()
+
+
+def test_a_shape_card_stands_below_the_layer_that_names_it(load: Load) -> None:
+    train = "train: {steps: 1, global_batch_size: 1, seq_len: 8}\n"
+    assert load(text="model: {name: llama3-8b}\n" + train).model.kv_heads == 8
+    assert load(text="model: {name: llama3-8b, layers: 2}\n" + train).model.layers == 2
+    assert load("model.layers=3", text="model: {name: llama3-8b, layers: 2}\n" + train).model.layers == 3
+    # A card asked for on the command line is wanted whole: the file's numbers are another model's.
+    switched = load(
+        "model.name=llama2-7b", "model.layers=3", text="model: {name: llama3-8b, layers: 2}\n" + train
+    ).model
+    assert (switched.name, switched.layers, switched.vocab) == ("llama2-7b", 3, 32000)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
+)
+def test_shape_cards_have_the_published_number_of_parameters(load: Load, name: str, parameters: int) -> None:
+    model = load(f"model.name={name}", "parallel.pp=1").model
+    attention = 2 * model.hidden**2 + 2 * model.hidden * model.head_dim * model.key_value_heads
+    layer = attention + 3 * model.hidden * model.ffn_hidden + 2 * model.hidden
+    assert model.layers * layer + 2 * model.vocab * model.hidden + model.hidden == parameters
+
+
+UNREADABLE = [
+    ("parallel.ttp=2", "parallel.ttp (command line): unknown key; did you mean parallel.tp?"),
+    ("lr=1", "lr (command line): unknown key; did you mean optimizer.lr?"),
+    ("train.lr=1", "train.lr (command line): unknown key; did you mean optimizer.lr?"),
+    ("foo.bar=1", "foo.bar (command line): unknown key; known are model.*, train.*"),
+    ("parallel=2", "parallel = 2 (command line): a section, not a value; set its keys, such as parallel.pp"),
+    ("parallel.tp", "parallel.tp: not an override; write key=value"),
+    ("parallel.tp=two", "parallel.tp = two (command line): must be a whole number, such as 1"),
+    ("parallel.tp=1e3", "parallel.tp = 1000.0 (command line): must be a whole number, such as 1; write 1000"),
+    ("parallel.tp=true", "parallel.tp = true (command line): must be a whole number"),
+    ("parallel.tp=null", "parallel.tp = null (command line): must be a whole number"),
+    ("parallel.tp=[", "parallel.tp = [ (command line): not a YAML value"),
+    ("parallel.recompute=no", "must be one of none, selective, full (YAML reads a bare no or off as false: quote it"),
+    ("parallel.sharding=none", "must be one of FULL_SHARD, HYBRID_SHARD or null"),
+    ("parallel.sequence_parallel=3", "must be true or false"),
+    (
+        "optimizer.betas=[0.9]",
+        "optimizer.betas = [0.9] (command line): must be a list of 2 numbers, such as [0.9, 0.95]",
+    ),
+    ("optimizer.betas=[[1], 2]", "optimizer.betas (command line): must be a single value or a flat list"),
+    ("optimizer.lr=.nan", "optimizer.lr = nan (command line): must be a number, such as 0.0003, and finite"),
+    ("optimizer.lr=1e999", "optimizer.lr = inf (command line): must be a number"),
+    ("optimizer.lr=${oc.env:HOME}", "optimizer.lr = ${oc.env:HOME} (command line): a recipe does not read variables"),
+    ("run_dir=${oc.env:HOME}", "a recipe does not read variables"),
+    ("model.name=llama3-9b", "model.name = llama3-9b (command line): no such shape card; try llama3-8b"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), UNREADABLE)
+def test_what_cannot_be_read_is_refused_by_name(load: Load, override: str, message: str) -> None:
+    said = refused(load, override)
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+# An override, the line it gives, and what that line suggests (which must then do).
+BROKEN = [
+    (
+        ["parallel.tp=3"],
+        "parallel.tp = 3: must divide model.ffn_hidden = 128 and model.kv_heads = 2; try 1 or 2",
+        "parallel.tp=2",
+    ),
+    (
+        ["parallel.tp=4"],
+        "parallel.tp = 4: must divide model.heads = 6 and model.kv_heads = 2; try 1 or 2",
+        "parallel.tp=1",
+    ),
+    (
+        ["parallel.sequence_parallel=true", "train.seq_len=63"],
+        "parallel.tp = 2: must divide train.seq_len = 63; try 1",
+        "parallel.tp=1",
+    ),
+    (["model.heads=5"], "model.heads = 5: must divide model.hidden = 48; try 1, 2, 3, 4, 6 or 8", "model.heads=8"),
+    (["model.hidden=54"], "model.heads = 6: makes heads of 9 numbers", "model.hidden=60"),
+    (["model.kv_heads=4"], "model.kv_heads = 4: must divide model.heads = 6; try 1, 2, 3 or 6", "model.kv_heads=6"),
+    (["model.vocab=265"], "model.vocab = 265: must be a multiple of parallel.tp = 2; try 266", "model.vocab=266"),
+    (
+        ["model.vocab=256"],
+        "model.vocab = 256: must be at least 257, the ids of data.tokenizer = bytes; try 258",
+        "model.vocab=258",
+    ),
+    (["parallel.pp=8"], "parallel.pp = 8: 4 layers cannot fill 8 stages; try parallel.pp=4 or", "parallel.pp=4"),
+    (["parallel.pp=8"], "or model.layers=8", "model.layers=8"),
+    (["parallel.virtual_stages=2"], "needs parallel.schedule = interleaved_1f1b", "parallel.schedule=interleaved_1f1b"),
+    (["parallel.schedule=interleaved_1f1b"], "has nothing to interleave", "parallel.virtual_stages=2"),
+    (
+        ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "parallel.pp=1"],
+        "needs a pipeline, and parallel.pp = 1; try parallel.pp=2",
+        "parallel.pp=2",
+    ),
+    (
+        ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "train.global_batch_size=12"],
+        "makes 3 microbatches, and interleaved_1f1b needs a multiple of parallel.pp = 2; try 8 or 16",
+        "train.global_batch_size=8",
+    ),
+    (
+        ["train.global_batch_size=15"],
+        "train.global_batch_size = 15: must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4; try 12 or",
+        "train.global_batch_size=12",
+    ),
+    (["train.eval_sequences=3"], "train.eval_sequences = 3: must be a multiple of", "train.eval_sequences=4"),
+    (
+        ["parallel.sharding=FULL_SHARD", "parallel.dp_replicate=2"],
+        "parallel.sharding = FULL_SHARD: leaves nothing to replicate",
+        "parallel.sharding=HYBRID_SHARD",
+    ),
+    (["optimizer.warmup_steps=101"], "must be at most train.steps = 100; try 10", "optimizer.warmup_steps=10"),
+    (
+        ["optimizer.warmup_steps=9", "optimizer.decay_steps=8"],
+        "must be at most optimizer.decay_steps = 8",
+        "optimizer.warmup_steps=0",
+    ),
+    (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
+    (["train.sample_top_k=265"], "must be at most model.vocab = 264", "train.sample_top_k=1"),
+    (["checkpoint.keep=0"], "checkpoint.keep = 0: must be at least 1; try 1", "checkpoint.keep=1"),
+    (["checkpoint.resume="], "must be none, auto or the path of a checkpoint", "checkpoint.resume=auto"),
+    (["train.seed=-1"], "train.seed = -1: must be at least 0; try 0", "train.seed=0"),
+    (["parallel.pp=0"], "parallel.pp = 0: must be at least 1; try 1", "parallel.pp=1"),
+    (["optimizer.lr=0"], "optimizer.lr = 0.0: must be above 0 and finite; try 0.0003", "optimizer.lr=0.0003"),
+    (
+        ["optimizer.betas=[0.9, 1]"],
+        "each must be at least 0 and below 1; try [0.9, 0.95]",
+        "optimizer.betas=[0.9, 0.95]",
+    ),
+    (["data.validation_fraction=1"], "must be above 0 and below 1; try 0.05", "data.validation_fraction=0.05"),
+    (["parallel.tp=9999999999999999"], "parallel.tp = 9999999999999999: must be at most 2^40", "parallel.tp=1"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message", "would_do"), BROKEN)
+def test_a_broken_rule_names_a_value_that_would_do(
+    load: Load, overrides: list[str], message: str, would_do: str
+) -> None:
+    assert message in refused(load, *overrides)
+    load(*overrides, would_do)
+
+
+def test_heads_that_do_not_divide_are_told_as_the_design_has_it() -> None:
+    recipe = Recipe(
+        model=ModelConfig(layers=2, hidden=64, heads=8, ffn_hidden=192, vocab=258),
+        train=TrainConfig(steps=1, global_batch_size=1, seq_len=8),
+        parallel=ParallelConfig(tp=3),
+    )
+    with pytest.raises(ConfigError, match=re.escape("parallel.tp = 3: must divide model.heads = 8; try 1, 2, 4 or 8")):
+        validate(recipe)
+
+
+def test_all_problems_are_told_at_once_a_line_each(load: Load) -> None:
+    said = refused(load, "train.steps=0", "optimizer.lr=-1", "checkpoint.keep=0")
+    assert [line.partition(" ")[0] for line in said.splitlines()] == ["train.steps", "checkpoint.keep", "optimizer.lr"]
+    many = [
+        f"{key}=0"
+        for key in ("train.steps", "train.seq_len", "model.layers", "model.heads", "model.vocab", "parallel.tp")
+    ]
+    assert refused(load, *many).splitlines()[5:] == ["... and 1 more"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "model.layers, model.hidden, model.heads, model.ffn_hidden, model.vocab: required and not given"),
+        ("", "or pick a shape card: model.name = llama2-13b or llama2-70b"),
+        ("- 1", "small.yaml: must hold keys and values"),
+        ("just words", "small.yaml: must hold keys and values"),
+        ("model: {\n", "small.yaml:2: not valid YAML"),
+        ("model:\n\tlayers: 2\n", "small.yaml:2: not valid YAML"),
+        ("\x00", "small.yaml: not valid YAML"),
+        (SMALL + "parallel: {tp: 1}\n", "parallel.tp = 1 (small.yaml:5): given before, at small.yaml:3"),
+        (SMALL + "modle: {a: 1}\n", "modle.a (small.yaml:5): unknown key"),
+        (SMALL + "data: {path: '${oc.env:HOME}'}\n", "data.path = ${oc.env:HOME} (small.yaml:5): a recipe does not"),
+        (SMALL + "checkpoint: {resume: no}\n", "checkpoint.resume = false (small.yaml:5): must be text, such as none"),
+        (SMALL + "run_dir: 2024-01-01\n", "run_dir = 2024-01-01 (small.yaml:5): must be text or null; quote it"),
+        (SMALL + "data: !!python/object/apply:os.getcwd []\n", "small.yaml:5: not valid YAML"),
+        (SMALL + "x: &x {y: *x}\n", "small.yaml"),
+        (SMALL + "data: {path: {a: {b: 1}}}\n", "data.path.a (small.yaml:5): nested too deep"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_words(load: Load, text: str, message: str) -> None:
+    assert message in refused(load, text=text)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a" * (1 << 21)], ids=["not text", "too large"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "odd.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="a recipe is a"):
+        load_recipe(tmp_path / "odd.yaml", cards={})
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_recipe(tmp_path / "none.yaml", cards={})
+
+
+def test_a_decay_that_ends_before_the_run_is_allowed_with_a_warning(load: Load) -> None:
+    (line,) = warnings_for(load("optimizer.decay_steps=50", "optimizer.lr=1e-3"))
+    assert line.startswith("optimizer.decay_steps = 50: shorter than train.steps = 100")
+    assert line.endswith("stays at its minimum, 0.0001")
+
+
+@given(
+    pp=st.integers(1, 8),
+    dp_shard=st.integers(1, 6),
+    tp=st.integers(1, 8),
+    virtual=st.integers(1, 3),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]),
+    batch=st.integers(1, 64),
+    vocab=st.integers(1, 600),
+    layers=st.integers(1, 12),
+    heads=st.integers(1, 12),
+    head_dim=st.integers(1, 9),
+)
+def test_every_layout_is_accepted_or_refused_in_words(
+    pp: int,
+    dp_shard: int,
+    tp: int,
+    virtual: int,
+    schedule: str,
+    batch: int,
+    vocab: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+) -> None:
+    parallel = ParallelConfig(pp=pp, dp_shard=dp_shard, tp=tp, virtual_stages=virtual, schedule=schedule)  # type: ignore[arg-type]
+    recipe = Recipe(
+        model=ModelConfig(layers=layers, hidden=heads * head_dim, heads=heads, ffn_hidden=48, vocab=vocab),
+        train=TrainConfig(steps=1, global_batch_size=batch, seq_len=8),
+        parallel=parallel,
+    )
+    try:
+        validate(recipe)
+    except ConfigError as error:
+        assert all(re.match(r"[\w.]+ = .*: .*; try .+|\.\.\. and \d more", line) for line in str(error).splitlines())
+    else:
+        assert parallel.stages <= layers
+        assert heads % tp == 0 and vocab % tp == 0 and head_dim % 2 == 0
+        assert batch == recipe.microbatches * dp_shard
+
+
+@given(pp=st.integers(1, 3), replicate=st.integers(1, 3), shard=st.integers(1, 3), tp=st.integers(1, 3))
+def test_coordinates_count_row_major_with_tp_innermost(pp: int, replicate: int, shard: int, tp: int) -> None:
+    parallel = ParallelConfig(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp)
+    places = [parallel.coordinates(rank) for rank in range(parallel.world_size)]
+    in_order = sorted(places, key=lambda at: (at.pp, at.dp_replicate, at.dp_shard, at.tp))
+    assert places == in_order
+    assert len(set(places)) == parallel.world_size

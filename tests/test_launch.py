@@ -1,0 +1,242 @@
+"""Workers on this machine: their start, every way they end, and that none is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import launch_targets
+import pytest
+
+from parallel3d.errors import ConfigError, NonFiniteError, RankError, RendezvousError
+from parallel3d.failure import Failure, is_lost_peer, root_cause
+from parallel3d.launch import Rendezvous
+
+PROGRAM = launch_targets.__file__
+
+
+def launched(target: str, world_size: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, PROGRAM, target, str(world_size), str(folder), *options]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "outcome.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_all_ranks_run_and_know_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    done = launched("tells_its_environment", 3, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in told] == [
+        (str(rank), str(rank), "3", "3") for rank in range(3)
+    ]
+    assert all(int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3) for one in told)
+    assert len({one["init_method"] for one in told}) == 1
+    meeting_place = Path(told[0]["init_method"].removeprefix("file://")).parent
+    assert not meeting_place.exists()
+    assert outcome(tmp_path) == {"status": "done", "exit_status": 0, "rank": None, "reason": None}
+
+
+def test_the_users_number_of_threads_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert launched("tells_its_environment", 1, tmp_path).returncode == 0
+    assert json.loads((tmp_path / "rank0.json").read_text())["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_bug_on_one_rank_is_told_once_with_its_traceback_and_ends_all(tmp_path: Path) -> None:
+    done = launched("raises_on_rank_2", 4, tmp_path)
+    assert done.returncode == 70
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: rank 2 (")
+    assert first.endswith(", pp 0, dp_replicate 0, dp_shard 2, tp 0): ValueError: a bug of ours")
+    assert done.stderr.count("Traceback") == 1
+    assert "raises_on_rank_2" in "\n".join(rest)
+    assert outcome(tmp_path)["rank"] == 2
+    assert not any(is_alive(pid) for pid in signed_in(tmp_path, 4))
+
+
+def test_a_foreseen_error_has_its_own_status_and_a_traceback_only_if_wanted(tmp_path: Path) -> None:
+    done = launched("diverges_on_rank_1", 2, tmp_path)
+    assert done.returncode == 71
+    assert done.stderr.endswith("dp_shard 1, tp 0): step 3: loss nan\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert outcome(tmp_path)["exit_status"] == 71
+    assert "Traceback" in launched("diverges_on_rank_1", 2, tmp_path, "--verbose").stderr
+
+
+def test_the_cause_is_told_and_not_the_peers_that_lost_it_though_they_speak_first(tmp_path: Path) -> None:
+    done = launched("loses_a_peer_before_the_cause_is_told", 3, tmp_path)
+    assert done.returncode == 70
+    assert done.stderr.startswith("error: rank 1 (")
+    assert "the cause" in done.stderr
+    assert "Connection closed" not in done.stderr
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    done = launched("is_killed_on_rank_3", 4, tmp_path)
+    assert done.returncode == 70
+    assert len(done.stderr.splitlines()) == 1
+    assert "error: rank 3 (" in done.stderr
+    assert "dp_shard 3, tp 0) was killed by SIGKILL" in done.stderr
+    assert "out of memory" in done.stderr
+
+
+def test_a_rank_killed_in_a_collective_is_named_and_not_its_peers(tmp_path: Path) -> None:
+    done = launched("reduces_until_rank_1_is_killed", 3, tmp_path)
+    assert done.returncode == 70
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")][0].startswith("error: rank 1 (")
+    assert "was killed by SIGKILL" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_all_ranks_say_alike_is_told_without_a_rank(tmp_path: Path) -> None:
+    done = launched("all_refuse_alike", 3, tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: train.device = cuda: this host has none\n")
+
+
+def test_ranks_that_stay_when_another_is_done_are_a_hang(tmp_path: Path) -> None:
+    done = launched("rank_0_leaves_early", 2, tmp_path)
+    assert done.returncode == 70
+    assert "error: rank 1 (" in done.stderr
+    assert "after rank 0 (" in done.stderr
+
+
+def test_a_status_that_a_worker_exits_with_is_passed_on(tmp_path: Path) -> None:
+    assert launched("exits_with_75", 1, tmp_path).returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("target", "signum", "status"),
+    [
+        ("sleeps", signal.SIGINT, 130),
+        ("sleeps", signal.SIGTERM, 143),
+        ("sleeps_and_ignores_sigterm", signal.SIGINT, 130),
+    ],
+)
+def test_a_stopped_launcher_takes_its_workers_down(
+    tmp_path: Path, target: str, signum: signal.Signals, status: int
+) -> None:
+    launcher = start(target, 3, tmp_path)
+    pids = signed_in(tmp_path, 3)
+    if signum == signal.SIGINT:
+        os.killpg(launcher.pid, signum)  # as the terminal does at Ctrl-C
+    else:
+        launcher.send_signal(signum)
+    _, stderr = launcher.communicate(timeout=20)
+    assert launcher.returncode == status
+    assert stderr == f"error: stopped by {signum.name}\n"
+    assert not any(is_alive(pid) for pid in pids)
+    assert outcome(tmp_path)["exit_status"] == status
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launcher = start("sleeps", 3, tmp_path)
+    pids = signed_in(tmp_path, 3)
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def start(target: str, world_size: int, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, target, str(world_size), str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def signed_in(folder: Path, world_size: int) -> list[int]:
+    """The process ids of all workers, once each has begun."""
+    deadline = time.monotonic() + 30
+    while len(found := list(folder.glob("*.pid"))) < world_size:
+        assert time.monotonic() < deadline, f"only {len(found)} workers began"
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in found]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}
+MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN | MASTER, SLURM | MASTER, TORCHRUN | SLURM | MASTER])
+def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str]) -> None:
+    assert Rendezvous.from_environment(environ) == Rendezvous(
+        rank=5, local_rank=1, world_size=8, local_world_size=4, init_method="env://"
+    )
+
+
+@pytest.mark.parametrize("environ", [{}, MASTER, SLURM, MASTER | SLURM | {"SLURM_NTASKS": "1"}])
+def test_without_a_launcher_there_is_no_rendezvous(environ: dict[str, str]) -> None:
+    assert Rendezvous.from_environment(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"} | MASTER, "WORLD_SIZE is not set"),
+        (TORCHRUN, "MASTER_ADDR is not set"),
+        (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT is not set"),
+        (TORCHRUN | MASTER | {"RANK": "one"}, "RANK = one: must be a whole number"),
+        (TORCHRUN | MASTER | {"RANK": "8"}, "RANK = 8: must be below WORLD_SIZE = 8"),
+    ],
+)
+def test_a_half_set_environment_is_refused(environ: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Rendezvous.from_environment(environ)
+
+
+def lost_peers() -> Iterator[BaseException]:
+    yield RankError("rank 3 died")
+    yield RendezvousError("not met")
+    yield ConnectionResetError("[Errno 104]")
+    yield RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3")
+    yield RuntimeError("NCCL communicator was aborted on rank 1.")
+    yield RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+    wrapped = ValueError("step failed")
+    wrapped.__cause__ = BrokenPipeError("gone")
+    yield wrapped
+
+
+@pytest.mark.parametrize("error", list(lost_peers()), ids=repr)
+def test_the_loss_of_a_peer_is_recognised(error: BaseException) -> None:
+    assert is_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("shape"), NonFiniteError("timed out of luck"), RuntimeError("out of memory"), KeyError("peer")]
+)
+def test_an_error_of_the_ranks_own_is_not_taken_for_the_loss_of_a_peer(error: BaseException) -> None:
+    assert not is_lost_peer(error)
+
+
+def test_of_two_causes_the_earlier_counts() -> None:
+    def failure(rank: int, at: float, secondary: bool = False) -> Failure:
+        return Failure(rank=rank, host="h", coordinates="c", exit_status=70, message="m", secondary=secondary, at=at)
+
+    failures = [failure(0, 1.0, secondary=True), failure(1, 3.0), failure(2, 2.0)]
+    assert root_cause(failures).rank == 2
+    assert root_cause(failures[:1]).rank == 0

@@ -1,0 +1,92 @@
+"""What is installed: the same packages as in the folders, under one name only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import parallel3d
+
+ROOT = Path(__file__).parents[1]
+MAPPED = ("models", "recipes", "tools")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_list_of_packages_is_that_of_the_folders() -> None:
+    folders = {path for path in (ROOT / "parallel3d").iterdir() if (path / "__init__.py").exists()}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"parallel3d"} | {f"parallel3d.{f.name}" for f in folders}
+    assert not [init for folder in folders for init in folder.glob("*/**/__init__.py")], "a package below a package"
+
+
+def test_mapped_folders_are_linked_into_the_package() -> None:
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {f"parallel3d.{name}": name for name in MAPPED}
+    for name in MAPPED:
+        assert (ROOT / "parallel3d" / name).is_symlink()
+        assert (ROOT / "parallel3d" / name).resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_mapped_folder_refuses_its_bare_name(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"ImportError: import this as parallel3d.{name}" in done.stderr
+
+
+def test_the_version_is_the_projects() -> None:
+    assert parallel3d.__version__ == PROJECT["project"]["version"]
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    program = "import sys, parallel3d; parallel3d.load_recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("name", parallel3d.__all__)
+def test_a_public_name_is_what_it_says(name: str) -> None:
+    value = getattr(parallel3d, name)
+    assert value.__name__ == name
+    assert name in dir(parallel3d)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        _ = parallel3d.train
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The names in a wheel that is built from a copy of the tree, so that the tree stays as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE", "README.md", "parallel3d", *MAPPED):
+        if (ROOT / name).exists():
+            subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
+    program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
+    built = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return zipfile.ZipFile(next(folder.glob("*.whl"))).namelist()
+
+
+def test_a_wheel_claims_no_name_but_its_own(wheel: list[str]) -> None:
+    assert {name.partition("/")[0] for name in wheel} == {
+        "parallel3d",
+        f"parallel3d-{parallel3d.__version__}.dist-info",
+    }
+
+
+def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> None:
+    wanted = {
+        f"parallel3d/{path.relative_to(top)}" if top.name == "parallel3d" else f"parallel3d/{path.relative_to(ROOT)}"
+        for top in (ROOT / "parallel3d", *(ROOT / name for name in MAPPED))
+        for pattern in ("**/*.py", "**/*.yaml", "**/*.json", "**/py.typed")
+        for path in top.glob(pattern)
+    }
+    held = [name for name in wheel if ".dist-info/" not in name]
+    assert sorted(held) == sorted(wanted)
+    assert any(name.endswith("LICENSE") for name in wheel)

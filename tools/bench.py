@@ -1,0 +1,62 @@
+"""`python -m parallel3d.tools.bench NAME`: the project's benchmarks, each against its peer in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from parallel3d.errors import Parallel3dError
+from parallel3d.tools.bench_report import Options, Row, as_json, as_table
+
+
+def _step(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_step import bench_step  # imports torch, which --help does not wait for
+
+    return bench_step(options)
+
+
+BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {"step": _step}
+
+_EPILOG = """\
+benchmarks:
+  step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
+         fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
+
+A ratio is ours / peer: smaller is better. Progress goes to stderr, results to stdout. An idle machine gives the
+steadiest numbers; processor time is the less disturbed of the two units.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark that the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel3d.tools.bench",
+        description="Runs a benchmark of parallel3d against its peer, in turn, and prints both with their ratio.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--rounds", type=_positive, help="rounds of ours and peer in turn")
+    parser.add_argument("--steps", type=_positive, help="steps of each in a round")
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only the cases whose names hold this")
+    args = parser.parse_args(arguments)
+    try:
+        rows = BENCHMARKS[args.name](Options(rounds=args.rounds, steps=args.steps, case=args.case))
+    except Parallel3dError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(as_json(rows) if args.json else as_table(rows))
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+_COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
+_TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much of a benchmark to run. None: as much as the benchmark deems right."""
+
+    rounds: int | None = None
+    steps: int | None = None  # in a round, of each contestant
+    case: str = ""  # run only the cases whose names hold this
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured comparison in one unit; smaller is better."""
+
+    case: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float  # ours / peer
+    bar: float | None  # the ratio that ours promises to stay under; None: nothing is promised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What one step of one contestant took."""
+
+    wall_s: float
+    cpu_s: float  # process time, summed over the ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Ours and the peer, timed one right after the other."""
+
+    ours: Timing
+    peer: Timing
+
+
+def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[Row]:
+    """Medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a round."""
+    cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
+    wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
+    return [_row(case, "cpu_s_per_step", cpu, cpu_bar), _row(case, "wall_s_per_step", wall, None)]
+
+
+def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[Row]:
+    """Ours in its layout against the plain loop of one process: what parallelism itself costs, and what it gains."""
+    cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
+    wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
+    name = f"{case} vs one process"
+    return [_row(name, "cpu_s_per_step", [cpu], None), _row(name, "wall_s_per_step", [wall], None)]
+
+
+def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None) -> Row:
+    return Row(
+        case=case,
+        ours=median(ours for ours, _ in pairs),
+        peer=median(peer for _, peer in pairs),
+        unit=unit,
+        ratio=median(ours / peer for ours, peer in pairs),
+        bar=bar,
+    )
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """One object, `{"results": [...]}`, each row with the fields of `Row`."""
+    return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """An aligned table, the ratio last; a ratio over its bar says so."""
+    cells = [_COLUMNS]
+    for row in rows:
+        bar = "-" if row.bar is None else f"{row.bar:.2f}"
+        over = " over the bar" if row.bar is not None and row.ratio > row.bar else ""
+        cells.append((row.case, row.unit, f"{row.ours:.4f}", f"{row.peer:.4f}", bar, f"{row.ratio:6.2f}{over}"))
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = []
+    for line in cells:
+        padded = [
+            cell.ljust(width) if column in _TO_THE_LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
