@@ -23,10 +23,12 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int
     for _ in range(tokens):
         window = ids[-seq_len:]
         # Every length is padded to the one that the model was trained with; causal attention does not look ahead.
-        padded = window + [tokenizer.end_of_text] * (seq_len - len(window))
+        padded = window + window[-1:] * (seq_len - len(window))
         inputs = torch.tensor(padded, device=trainer.device).view(1, 1, seq_len)
         outputs = trainer.pipeline.forward(schedule, inputs)
-        logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"]) if outputs else None
+        logits = None
+        if outputs:  # ids beyond the tokenizer's are there to make the vocabulary divisible, and mean nothing
+            logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"])[: tokenizer.vocab_size]
         ids.append(_choose(logits, top_k, generator, trainer.axes["pp"], trainer.device))
         if ids[-1] == tokenizer.end_of_text:
             break

@@ -1,0 +1,153 @@
+"""Checkpoints: a run that goes on is the run that was never stopped, in its own layout to the bit and in any other."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.checkpoint.files import load_tensors
+from parallel3d.checkpoint.reader import INDEX, IndexReader
+from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.errors import CheckpointError
+from parallel3d.training.state import load_trainer, save_trainer
+from tests.distributed.layouts import GROUPED, TIED, make_recipe, make_trainer, train
+
+Curve = list[tuple[float, float]]
+HALF = 10
+
+
+def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+    """Twenty steps, with a checkpoint after ten."""
+    trainer = make_trainer(make_recipe(model, parallel))
+    first = train(trainer, HALF)
+    save_trainer(trainer, path)
+    return first + train(trainer, HALF)
+
+
+def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+    trainer = make_trainer(make_recipe(model, parallel))
+    load_trainer(trainer, path)
+    assert trainer.step == HALF
+    return train(trainer, HALF)
+
+
+def refuse(model: ModelConfig, path: Path, **train_settings: object) -> str:
+    """The message of a resume that must fail; nothing is changed by it."""
+    trainer = make_trainer(make_recipe(model, ParallelConfig(), **train_settings))
+    before = [p.local.detach().clone() for p in trainer.parameters]
+    with pytest.raises(CheckpointError) as refusal:
+        load_trainer(trainer, path)
+    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    return str(refusal.value)
+
+
+LAYOUTS = [
+    (TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2)),
+    (TIED, ParallelConfig(dp_shard=4)),
+    (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
+    (GROUPED, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2-tied", "dp4-tied", "tp2-dp2-sp", "dpr2-pp2-v2"])
+def test_resuming_in_the_same_layout_is_bitwise(
+    world: Callable, tmp_path: Path, model: ModelConfig, parallel: ParallelConfig
+) -> None:
+    path = tmp_path / "step_00000010"
+    uninterrupted = world(4).run(straight_through, model, parallel, path)[0]
+    assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [
+        (4, ParallelConfig(dp_shard=4)),
+        (4, ParallelConfig(tp=2, dp_replicate=2, sequence_parallel=True)),
+        (4, ParallelConfig(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=3)),
+        (2, ParallelConfig(pp=2, schedule="gpipe")),
+        (1, ParallelConfig()),
+    ],
+    ids=["dp_shard4", "tp2-dp_replicate2-sp", "pp2-v3-dp_shard2", "pp2", "one"],
+)
+def test_resuming_in_another_layout_goes_on_alike(
+    world: Callable, tmp_path: Path, size: int, parallel: ParallelConfig
+) -> None:
+    """Saved in tp 2 x pp 2, with tied embeddings on two stages, and read by every kind of layout."""
+    path = tmp_path / "step_00000010"
+    uninterrupted = world(4).run(straight_through, TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2), path)[0]
+    curve = world(size).run(resumed, TIED, parallel, path)[0]
+    assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
+    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+
+
+@pytest.fixture
+def saved(world: Callable, tmp_path: Path) -> Path:
+    path = tmp_path / "step_00000010"
+    world(1).run(straight_through, GROUPED, ParallelConfig(microbatch_size=8), path)
+    return path
+
+
+def test_a_checkpoint_is_written_beside_and_renamed(saved: Path) -> None:
+    assert [p.name for p in saved.parent.iterdir()] == ["step_00000010"]
+    assert list_checkpoints(saved.parent) == [saved]
+    progress = json.loads((saved / "progress.json").read_text())
+    assert progress["step"] == HALF and progress["tokens"] == HALF * 8 * 24
+
+
+def test_damage_is_refused_before_a_weight_changes(world: Callable, saved: Path) -> None:
+    one = world(1)
+    shard = next(saved.glob("*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    assert (
+        f"{shard.name}: has {len(whole) - 100} bytes of {len(whole)}; it was cut short"
+        in one.run(refuse, GROUPED, saved)[0]
+    )
+    shard.unlink()
+    assert f"{shard.name}: is missing" in one.run(refuse, GROUPED, saved)[0]
+    shard.write_bytes(whole)
+    (saved / INDEX).write_bytes((saved / INDEX).read_bytes()[:-50])
+    assert "cannot be read as the index of a checkpoint" in one.run(refuse, GROUPED, saved)[0]
+    (saved / "progress.json").write_text("{")
+    assert "progress.json: cannot be read" in one.run(refuse, GROUPED, saved)[0]
+
+
+def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:
+    one = world(1)
+    wider = ModelConfig(layers=6, hidden=64, heads=4, kv_heads=2, ffn_hidden=48, vocab=128)
+    assert "model.embed.weight is [128, 32] there and [128, 64] here" in one.run(refuse, wider, saved)[0]
+    deeper = ModelConfig(layers=7, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=128)
+    assert "has no model.layers.6" in one.run(refuse, deeper, saved)[0]
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return print, ("this must not run",)
+
+    (tmp_path / INDEX).write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match=r"asks for builtins.print"):
+        IndexReader(tmp_path).read_metadata()
+
+
+def test_a_tensor_that_would_be_a_pickle_is_refused(world: Callable, tmp_path: Path) -> None:
+    message = world(1).run(save_a_string_and_ask_for_a_tensor, tmp_path / "step_00000001")[0]
+    assert "has no value" in message
+
+
+def save_a_string_and_ask_for_a_tensor(path: Path) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"value": "text"}, checkpoint_id=path)
+    (path / "progress.json").write_text(
+        '{"step": 1, "tokens": 1, "seed": 0, "global_batch_size": 1, "seq_len": 1, "parameters": 1, "parallel": {}}'
+    )
+    with pytest.raises(CheckpointError) as refusal:
+        load_tensors({"value": torch.zeros(1)}, path)
+    return str(refusal.value)

@@ -1,0 +1,127 @@
+"""What a trainer does beside its losses: precision, generation, refusal of what is not finite, validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.config import ParallelConfig
+from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.errors import NonFiniteError
+from parallel3d.training.generation import generate
+from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
+
+Curve = list[tuple[float, float]]
+
+
+def bf16_curve(parallel: ParallelConfig) -> Curve:
+    trainer = make_trainer(make_recipe(GROUPED, parallel, precision="bf16"))
+    curve = train(trainer, 10)
+    assert all(p.local.dtype == torch.float32 for p in trainer.parameters), "master weights are float32"
+    return curve
+
+
+def fp32_curve(parallel: ParallelConfig) -> Curve:
+    return train(make_trainer(make_recipe(GROUPED, parallel)), 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [
+        (1, ParallelConfig(microbatch_size=2)),
+        (2, ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4)),
+        (2, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
+        (2, ParallelConfig(dp_shard=2, microbatch_size=2)),
+        (4, ParallelConfig(tp=2, pp=2, microbatch_size=2)),
+    ],
+    ids=["one", "tp2-sp", "pp2-v2", "dp_shard2", "tp2-pp2"],
+)
+def test_bf16_follows_float32_in_every_layout(world: Callable, size: int, parallel: ParallelConfig) -> None:
+    """bf16 has 8 bits: 0.4 % a rounding. Over ten steps the loss stays within that of float32's, and is not equal."""
+    mixed = world(size).run(bf16_curve, parallel)[0]
+    exact = world(1).run(fp32_curve, ParallelConfig(microbatch_size=8))[0]
+    assert [loss for loss, _ in mixed] == pytest.approx([loss for loss, _ in exact], rel=4e-3)
+    assert mixed != exact
+
+
+def generated(parallel: ParallelConfig, top_k: int) -> str:
+    trainer = make_trainer(make_recipe(TIED, parallel))
+    train(trainer, 20)
+    return generate(trainer, ByteTokenizer(), prompt="def ", tokens=12, top_k=top_k)
+
+
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_every_layout_writes_the_same_text(world: Callable, top_k: int) -> None:
+    (alone,) = world(1).run(generated, ParallelConfig(microbatch_size=8), top_k)
+    assert alone.startswith("def ") and len(alone) > len("def ")
+    for parallel in (
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=8),
+        ParallelConfig(pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3),
+    ):
+        assert world(4).run(generated, parallel, top_k) == [alone] * 4
+
+
+def diverge(parallel: ParallelConfig) -> str:
+    """One rank's stage gives NaN; every rank must stop in the same step, with its weights as they were."""
+    trainer = make_trainer(make_recipe(GROUPED, parallel))
+    train(trainer, 2)
+    before = [p.local.detach().clone() for p in trainer.parameters]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        module = trainer.stages[-1].module
+        module.register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
+    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(pp=2), ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2)], ids=str
+)
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(
+    world: Callable, parallel: ParallelConfig
+) -> None:
+    messages = world(2).run(diverge, parallel)
+    assert messages[0].startswith("step 3: loss nan") and "weights are those of step 2" in messages[0]
+    assert messages[0] == messages[1]
+
+
+def norm_without_clipping(parallel: ParallelConfig) -> tuple[float, float]:
+    """The gradient's norm as it is reported, and as torch computes it from the whole gradients."""
+    trainer = make_trainer(make_recipe(TIED, parallel, grad_clip=None))
+    whole: dict[str, torch.Tensor] = {}
+    step = trainer.optimizer.step
+
+    def look_then_step() -> None:
+        for parameter in trainer.parameters:
+            whole[parameter.own.name] = full(parameter.own.tensor.grad)
+        step()
+
+    trainer.optimizer.step = look_then_step  # type: ignore[method-assign]
+    reported = train(trainer, 1)[0][1]
+    gathered: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, whole)
+    every = {name: gradient for part in gathered for name, gradient in part.items()}
+    return reported, torch.stack([g.double().square().sum() for g in every.values()]).sum().sqrt().item()
+
+
+def full(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, torch.distributed.tensor.DTensor) else gradient
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2),
+        ParallelConfig(tp=2, dp_shard=2),
+        ParallelConfig(pp=2, dp_replicate=2),
+    ],
+    ids=["tp2-pp2-sp", "tp2-dp_shard2", "pp2-dp_replicate2"],
+)
+def test_gradient_norm_counts_each_parameter_once(world: Callable, parallel: ParallelConfig) -> None:
+    for reported, true in world(4).run(norm_without_clipping, parallel):
+        assert reported == pytest.approx(true, rel=1e-6)
