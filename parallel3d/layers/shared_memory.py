@@ -18,8 +18,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,19 @@ IN_FLIGHT = 2
 _MEMORY_FOLDER = Path("/dev/shm")
 
 
-@cache
+# What a group's ranks have agreed on lives as long as the group: asked for by every layer, made once.
+_EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, SharedExchange | None] = WeakKeyDictionary()
+
+
 def shared_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     """The exchange of a group, made when first asked for, by all of its ranks at once. None where they are on several
     hosts, or where there is no memory to share; all ranks then have None."""
+    if group not in _EXCHANGES:
+        _EXCHANGES[group] = _open_exchange(group)
+    return _EXCHANGES[group]
+
+
+def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     size = dist.get_world_size(group)
     hosts: list[str | None] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname() if _MEMORY_FOLDER.is_dir() else None, group=group)
@@ -66,6 +75,7 @@ class SharedExchange:
         dist.barrier(group)
         self._tells = {rank: os.open(folder / f"{self._rank}-{rank}", os.O_WRONLY) for rank in others}
         dist.barrier(group)
+        finalize(self, _close, [*self._hears.values(), *self._tells.values()])
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
         self._timeout_ms = _timeout_s(group) * 1000
         self._opened, self._finished = 0, 0
@@ -108,6 +118,11 @@ class SharedExchange:
             heard = os.read(pipe, 1)
         if not heard:
             raise ConnectionError(f"connection closed by rank {rank} of the group")
+
+
+def _close(pipes: list[int]) -> None:
+    for pipe in pipes:
+        os.close(pipe)
 
 
 def _reserve(group: dist.ProcessGroup, folder: Path) -> bool:

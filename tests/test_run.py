@@ -1,0 +1,106 @@
+"""Whole runs from the command line: the files they write, going on from a checkpoint, and a worker that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
+SMALL = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.ffn_hidden=48",
+    "train.seq_len=32",
+    "train.eval_sequences=8",
+    "train.sample_tokens=4",
+    "logging.every=1",
+    "train.global_batch_size=8",
+    "optimizer.warmup_steps=0",
+]
+METRICS = {
+    "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu",
+    "peak_memory_bytes", "val_loss",
+}  # fmt: skip
+
+
+def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *SMALL, *overrides], capture_output=True, text=True, timeout=240)
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Ten steps without a stop, and five and five; the second half of both is the same to the bit."""
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=5", "checkpoint.keep=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("--- sample after step 10\ndef ")
+    assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr)
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert all(set(line) == METRICS for line in lines)
+    assert lines[-1]["tokens"] == 10 * 8 * 32 and lines[0]["mfu"] is None
+    assert lines[4]["val_loss"] is not None and lines[3]["val_loss"] is None
+    assert [path.name for path in (straight / "checkpoints").iterdir()] == ["step_00000010"]
+    assert json.loads((straight / "outcome.json").read_text())["status"] == "done"
+
+    assert run(f"run_dir={halved}", "train.steps=5", "checkpoint.every=5", "train.eval_every=5").returncode == 0
+    resumed = run(f"run_dir={halved}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5")
+    assert "goes on from step 5" in resumed.stderr
+    same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+    assert [[line[key] for key in same] for line in metrics(halved)] == [[line[key] for key in same] for line in lines]
+
+
+def test_a_killed_worker_takes_the_run_down_and_is_named_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=null"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            break
+    workers = descendants(process.pid)
+    victim = workers[-1]
+    killed_at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    rest = process.stderr.read()
+    assert process.wait(timeout=30) == 70
+    assert time.monotonic() - killed_at < 30
+    errors = [line for line in rest.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, rest
+    assert re.fullmatch(
+        r"error: rank \d \(.*pp \d, dp_replicate 0, dp_shard \d, tp \d\) was killed by SIGKILL.*", errors[0]
+    )
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "a worker outlived the run"
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert outcome["exit_status"] == 70 and "SIGKILL" in outcome["reason"]
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, oldest first."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return sorted(children + [grandchild for child in children for grandchild in descendants(child)])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no shared memory folder")
+def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    assert run(f"run_dir={tmp_path / 'run'}", "train.steps=1", "parallel.pp=1", "parallel.dp_shard=1").returncode == 0
+    assert not [p for p in set(Path("/dev/shm").iterdir()) - before if p.name.startswith("parallel3d-")]
