@@ -58,6 +58,7 @@ class Parallelized:
     parameters: list[OwnParameter]
     pipeline: PipelineRuntime
     parameter_count: int  # of the whole model
+    tied: frozenset[str]  # names of the parameters that the model uses twice
 
 
 def parallelize(
@@ -102,7 +103,9 @@ def parallelize(
         device=device,
     )
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(stages, parameters, PipelineRuntime(stages, mesh["pp"], boundary, loss_fn), count)
+    return Parallelized(
+        stages, parameters, PipelineRuntime(stages, mesh["pp"], boundary, loss_fn), count, frozenset(aliases.values())
+    )
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

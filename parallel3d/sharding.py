@@ -65,3 +65,10 @@ def reduce_in_last_backward(model: nn.Module) -> Callable[[bool], None]:
         sharded.set_reshard_after_backward(last)
 
     return before_backward
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Frees the gathered parameters that a forward without a backward leaves behind."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -19,13 +19,11 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int
     ids = [int(i) for i in tokenizer.encode(prompt)][-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
     generator = torch.Generator().manual_seed(trainer.recipe.train.seed)
-    schedule = trainer.forward_schedule(1)
     for _ in range(tokens):
         window = ids[-seq_len:]
         # Every length is padded to the one that the model was trained with; causal attention does not look ahead.
         padded = window + window[-1:] * (seq_len - len(window))
-        inputs = torch.tensor(padded, device=trainer.device).view(1, 1, seq_len)
-        outputs = trainer.pipeline.forward(schedule, inputs)
+        outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
         logits = None
         if outputs:  # ids beyond the tokenizer's are there to make the vocabulary divisible, and mean nothing
             logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"])[: tokenizer.vocab_size]

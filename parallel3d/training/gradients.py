@@ -43,7 +43,7 @@ def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]
 class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
-    def __init__(self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: set[str]) -> None:
+    def __init__(self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str]) -> None:
         """`tied`: the names of the parameters that the model uses twice."""
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.own.spec.partial_gradient and self._tp.size > 1]

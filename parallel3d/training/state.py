@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.parameter import like_parameter
+from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 
@@ -57,6 +57,7 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Opti
     state: dict[str, Tensor] = {}
     for parameter in parameters:
         tensor = parameter.own.tensor.detach()
+        assert local_tensor(tensor).shape == parameter.local.shape, f"{parameter.own.name} is not sharded as at rest"
         state[f"model.{parameter.own.name}"] = tensor
         for moment in MOMENTS:
             local = optimizer.state[parameter.local][moment]

@@ -18,6 +18,7 @@ from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule, forward_only
+from parallel3d.sharding import free_gathered
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
 from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
@@ -47,8 +48,7 @@ class Trainer:
         self.pipeline = parts.pipeline
         self.stages = parts.stages
         self.parameters = local_parameters(parts.parameters)
-        tied = {"embed.weight"} if recipe.model.tied_embeddings else set()
-        self._gradients = GradientSync(self.parameters, mesh, tied)
+        self._gradients = GradientSync(self.parameters, mesh, parts.tied)
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
         self._schedule = build_schedule(
             recipe.parallel.schedule,
@@ -77,16 +77,29 @@ class Trainer:
     def evaluate(self, batch: Batch) -> float:
         """The mean loss over the tokens of a global batch of any size, of which `batch` is this data rank's share,
         without training on it; the same on every rank."""
-        schedule = self.forward_schedule(batch.inputs.shape[0])
+        schedule = self._forward_schedule(batch.inputs.shape[0])
         loss = self.pipeline.evaluate(schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
+        self._free_gathered()
         as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
         tokens = batch.inputs.numel() * self.recipe.parallel.dp
         share = loss.double() * as_if_tokens / (tokens * self.axes["tp"].size)
         return sum_over_mesh(share, self.axes).item()
 
-    def forward_schedule(self, microbatches: int) -> Schedule:
+    def logits(self, ids: Tensor) -> list[Tensor]:
+        """This tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch, seq] on the
+        ranks of the last stage; an empty list elsewhere."""
+        outputs = self.pipeline.forward(self._forward_schedule(ids.shape[0]), ids.to(self.device))
+        self._free_gathered()
+        return outputs
+
+    def _forward_schedule(self, microbatches: int) -> Schedule:
         parallel = self.recipe.parallel
         return forward_only(pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages)
+
+    def _free_gathered(self) -> None:
+        """Parameters are sharded between steps: what saves or steps them relies on it."""
+        for stage in self.stages:
+            free_gathered(stage.module)
 
     def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""
