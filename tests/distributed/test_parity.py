@@ -34,15 +34,15 @@ Curve = list[tuple[float, float]]
 
 
 @cache
-def referee_curve(model: ModelConfig) -> Curve:
-    recipe = make_recipe(model, ParallelConfig())
+def referee_curve(model: ModelConfig, batch: int = BATCH) -> Curve:
+    recipe = make_recipe(model, ParallelConfig(), global_batch_size=batch)
     weights = initial_weights(Llama(model, device="meta"), recipe.train.seed)
     referee = PlainStack(recipe, weights)
     return [referee.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
 
 
-def run_layout(model: ModelConfig, parallel: ParallelConfig) -> Curve:
-    return train(make_trainer(make_recipe(model, parallel)), STEPS)
+def run_layout(model: ModelConfig, parallel: ParallelConfig, batch: int = BATCH) -> Curve:
+    return train(make_trainer(make_recipe(model, parallel, global_batch_size=batch)), STEPS)
 
 
 def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, float]:
@@ -152,3 +152,8 @@ def test_clipping_is_active_and_the_referee_learns(model: ModelConfig) -> None:
 def test_validation_gives_the_loss_of_training_on_the_same_batch(world: Callable, parallel: ParallelConfig) -> None:
     for evaluated, trained in world(2).run(evaluate_layout, GROUPED, parallel):
         assert evaluated == pytest.approx(trained, rel=1e-6)
+
+
+def test_rows_that_the_data_ranks_do_not_divide_are_shared_unevenly(world: Callable) -> None:
+    """Weights of 32, 48 and 128 rows over three ranks."""
+    assert_same(world(3).run(run_layout, TIED, ParallelConfig(dp_shard=3), 6)[0], referee_curve(TIED, 6))

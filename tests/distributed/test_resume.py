@@ -86,6 +86,26 @@ def test_resuming_in_another_layout_goes_on_alike(
     assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
 
 
+def three_ways(path: Path) -> Curve:
+    trainer = make_trainer(make_recipe(TIED, ParallelConfig(dp_shard=3), global_batch_size=6))
+    first = train(trainer, HALF)
+    save_trainer(trainer, path)
+    return first + train(trainer, HALF)
+
+
+def one_way(path: Path) -> Curve:
+    trainer = make_trainer(make_recipe(TIED, ParallelConfig(microbatch_size=6), global_batch_size=6))
+    load_trainer(trainer, path)
+    return train(trainer, HALF)
+
+
+def test_uneven_shards_are_saved_whole(world: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000010"
+    uninterrupted = world(3).run(three_ways, path)[0]
+    curve = world(1).run(one_way, path)[0]
+    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+
+
 @pytest.fixture
 def saved(world: Callable, tmp_path: Path) -> Path:
     path = tmp_path / "step_00000010"
