@@ -45,16 +45,18 @@ def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
     return {name: Axis.of(mesh[name]) for name in mesh.mesh_dim_names or ()}
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. Raises ConfigError where a GPU is wanted and there is none."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], rendezvous: Rendezvous) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU. `auto` means GPUs where this host has one for each of its
+    workers. Raises ConfigError where GPUs are wanted and there are fewer."""
+    gpus, workers = torch.cuda.device_count(), rendezvous.local_world_size
+    if wanted == "cpu" or (wanted == "auto" and gpus < workers):
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if gpus < workers:
         raise ConfigError(
-            f"train.device = {wanted}: local rank {local_rank} needs a GPU of its own and this host has "
-            f"{torch.cuda.device_count()}; start fewer workers here, or use train.device=cpu"
+            f"train.device = cuda: {workers} workers on this host need a GPU each, and it has {gpus}; "
+            f"start fewer workers here, or use train.device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", rendezvous.local_rank)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
     Raises the errors of `parallel3d.errors`; the process group is closed on every way out.
     """
     assert recipe.run_dir is not None
-    device = choose_device(recipe.train.device, rendezvous.local_rank)
+    device = choose_device(recipe.train.device, rendezvous)
     with process_group(rendezvous, device, recipe.train.timeout_s):
         mesh = build_mesh(recipe.parallel, device.type)
         corpus = load_corpus(recipe.data)
