@@ -1,0 +1,113 @@
+"""Metrics and progress: what a line holds, what a resumed run keeps of the file, what a person sees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.config import ModelConfig, OptimizerConfig
+from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
+from parallel3d.training.optimizer import learning_rate
+from parallel3d.training.progress import Bar, clock, describe, open_progress
+from parallel3d.training.stopwatch import Stopwatch
+
+LINE = StepMetrics(
+    step=20,
+    loss=3.12345,
+    lr=1e-3,
+    grad_norm=0.8123,
+    tokens=40_960,
+    step_time_s=0.25,
+    tokens_per_s=8192.0,
+    tokens_per_s_per_device=1024.0,
+    mfu=None,
+    peak_memory_bytes=412 * 2**20,
+)
+
+
+def test_a_line_says_what_a_person_asks() -> None:
+    assert (
+        describe(LINE, 300) == "step 20/300  loss 3.1235  grad 0.812  lr 1.00e-03  8,192 tok/s  mem 412 MiB  eta 1:10"
+    )
+    assert "loss 3.1235  val 3.2000  grad" in describe(replace(LINE, val_loss=3.2), 300)
+    assert "mfu 41.3%" in describe(replace(LINE, mfu=0.4127), 300)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (83.4, "1:23"), (3723, "1:02:03")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_a_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_progress(300, 0, speaks=True) as progress:
+        progress.step_done(20)
+        progress.measured(LINE)
+    with open_progress(300, 0, speaks=False) as progress:
+        progress.say("nothing")
+    out, err = capsys.readouterr()
+    assert err == describe(LINE, 300) + "\n" and out == ""
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    with Bar(300, 10) as bar:
+        bar.step_done(20)
+        bar.measured(LINE)
+        (task,) = bar._bar.tasks
+        assert (task.completed, task.total) == (20, 300)
+        assert task.description == describe(LINE, 300)
+
+
+def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for resumed_step, steps in ((0, (10, 20, 30)), (20, (30,))):
+        file = MetricsFile(path, resumed_step=resumed_step)
+        for step in steps:
+            file.write(replace(LINE, step=step))
+    with path.open("a") as cut_off:
+        cut_off.write('{"step": 40, "lo')
+    MetricsFile(path, resumed_step=30)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+def test_flops_count_the_head_and_not_the_table() -> None:
+    """6 N + 12 L D S, N = 4 matrices of D x D, three of D x F, and the head."""
+    model = ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=16, vocab=32)
+    blocks = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8)
+    parameters = blocks + 8 + 2 * 32 * 8
+    assert flops_per_token(model, parameters, seq_len=4) == 6 * (blocks + 8 + 32 * 8) + 12 * 2 * 8 * 4
+    tied = replace(model, tied_embeddings=True)
+    assert flops_per_token(tied, parameters - 32 * 8, seq_len=4) == flops_per_token(model, parameters, seq_len=4)
+
+
+def test_a_cpu_has_memory_and_no_known_peak() -> None:
+    assert peak_flops(torch.device("cpu"), "bf16") is None
+    ballast = torch.ones(64 * 2**20)
+    assert peak_memory_bytes(torch.device("cpu")) > ballast.nbytes
+
+
+def test_peaks_are_found_by_the_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "bf16") == 989e12
+    assert peak_flops(torch.device("cuda"), "fp32") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert peak_flops(torch.device("cuda"), "bf16") == 756e12
+
+
+def test_learning_rate_warms_up_and_comes_down() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=10, decay_steps=110, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, steps=500) for step in (1, 5, 10, 60, 110, 400)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1, 0.1])
+    without_end = replace(config, decay_steps=None, warmup_steps=0)
+    assert learning_rate(without_end, 500, steps=500) == pytest.approx(0.1)
+
+
+def test_a_stopwatch_forgets_what_it_has_told() -> None:
+    watch = Stopwatch()
+    with watch.timing():
+        sum(range(1000))
+    assert watch.read_mean_s() > 0.0
+    assert watch.read_mean_s() == 0.0
