@@ -1,0 +1,233 @@
+"""From the fields of a published case to a `Job`: what it states, what its source lets one infer, and defaults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parallel3d.planner.engine import Engine
+from parallel3d.planner.engines import engine_of
+from parallel3d.planner.hardware import Cluster, load_cluster, with_links
+from parallel3d.planner.job import Job, Layout, RecomputeKind
+from parallel3d.planner.shapes import FeedForward, ModelShape, Positions
+
+_DEVICES = (  # of `hardware.gpu`, the first that is part of it in lower case -> hardware file
+    ("h100-96", "h100-96gb-hbm2e"),
+    ("h100-80gb-pcie", "h100-pcie"),
+    ("h100", "h100-80gb"),
+    ("h800", "h100-80gb"),
+    ("h200", "h200"),
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("a800", "a800-80gb"),
+    ("a100-40", "a100-40gb"),
+    ("a100", "a100-80gb"),
+    ("v100", "v100-32gb"),
+    ("mi300", "mi300x"),
+    ("mi250", "mi250x"),
+)
+_DEFAULT_DEVICE = "a100-80gb"
+_DEFAULT_VOCAB = 50257  # GPT-2's
+_NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
+_OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
+_SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}  # others are taken as 1F1B
+
+
+class Fields:
+    """A case's sections, with null fields filled from `inferred` and defaults, and a note of each that was."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.tree = tree
+        self.filled: list[str] = []
+
+    def get(self, section: str, key: str, default: Any) -> Any:
+        value = self.tree[section].get(key)
+        if value is not None:
+            return value
+        inferred = self.tree.get("inferred", {}).get(key)
+        self.filled.append(f"{section}.{key} ({'inferred' if inferred is not None else 'default'})")
+        return default if inferred is None else inferred
+
+    def number(self, section: str, key: str, default: int) -> int:
+        value = self.get(section, key, default)
+        if isinstance(value, str):  # "about 128000"
+            found = re.search(r"\d[\d,]*", value)
+            return int(found.group().replace(",", "")) if found else default
+        return int(value)
+
+
+def build_job(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Job:
+    """The job of a case. `clusters`: those already read, by hardware file."""
+    tree = fields.tree
+    engine = _engine(tree)
+    shape = _shape(tree, fields)
+    layout = _layout(tree, fields, shape, engine)
+    return Job(
+        shape=shape,
+        cluster=_cluster(tree, fields, hardware, clusters),
+        layout=layout,
+        engine=engine,
+        seq_len=fields.number("model", "seq_len", 2048),
+        precision=_precision(tree),
+        stage_layers=_stage_layers(tree, shape, layout),
+    )
+
+
+def _engine(tree: Mapping[str, Any]) -> Engine:
+    new_device = any(name in str(tree["hardware"].get("gpu")) for name in ("H100", "H200", "H800", "B200"))
+    # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
+    core = "transformer-impl" in str(tree.get("notes")) or "core" in str(tree["framework"]).lower()
+    early = not new_device and not core
+    engine = engine_of(str(tree["framework"]), compiled=bool(tree["train"].get("compile")), early=early)
+    notes = str(tree.get("notes") or "")
+    if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
+        engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
+    if "attention backend unfused" in notes:
+        engine = replace(engine, attention="softmax")
+    if _precision(tree) == "fp16" and engine.fp16_gradient_bytes is not None:
+        engine = replace(engine, gradient_bytes=engine.fp16_gradient_bytes)
+    if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
+        engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
+    return engine
+
+
+def _precision(tree: Mapping[str, Any]) -> str:
+    text = str(tree["train"].get("precision") or "").lower()
+    if tree["train"].get("fp8"):
+        return "fp8"
+    return "fp16" if "fp16" in text and "bf16" not in text or "V100" in str(tree["hardware"].get("gpu")) else "bf16"
+
+
+def _shape(tree: Mapping[str, Any], f: Fields) -> ModelShape:
+    model = tree["model"]
+    kind = str(f.get("model", "ffn_kind", "gelu")).lower()
+    feed_forward: FeedForward = "swiglu" if "glu" in kind else "relu2" if "relu" in kind else "gelu"
+    hidden = int(model["hidden"])
+    heads = f.number("model", "heads", max(1, hidden // 128))
+    position = str(f.get("model", "positional", "learned" if feed_forward == "gelu" else "rope")).lower()
+    positions: Positions = (
+        "learned"
+        if "learned" in position
+        else "alibi"
+        if "alibi" in position
+        else "rope"
+        if "ro" in position
+        else "none"
+    )
+    gpt = feed_forward == "gelu"
+    return ModelShape(
+        name=str(model["name"]),
+        layers=int(model["layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=f.number("model", "kv_heads", heads),
+        ffn_hidden=f.number("model", "ffn_hidden", 4 * hidden),
+        vocab=f.number("model", "vocab", _DEFAULT_VOCAB),
+        feed_forward=feed_forward,
+        positions=positions,
+        position_rows=f.number("model", "seq_len", 2048) if positions == "learned" else 0,
+        tied_embeddings=bool(f.get("model", "tied_embeddings", gpt)),
+        biases=gpt,
+        layer_norm=feed_forward != "swiglu",
+        embedding_norm=positions == "alibi",
+    )
+
+
+def _layout(tree: Mapping[str, Any], f: Fields, shape: ModelShape, engine: Engine) -> Layout:
+    parallel = tree["parallel"]
+    tp, pp = f.number("parallel", "tp", 1), f.number("parallel", "pp", 1)
+    cp = f.number("parallel", "cp", 1)
+    gpus = int(tree["hardware"]["gpus"])
+    dp = f.number("parallel", "dp", max(1, gpus // (tp * pp * cp)))
+    microbatch = f.number("train", "micro_batch", 1)
+    batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
+    zero = f.number("parallel", "zero_stage", 3 if parallel.get("fsdp") or (parallel.get("dp_shard") or 1) > 1 else 1)
+    everyone = dp * cp
+    optimizer = min(everyone, max(1, f.number("parallel", "optimizer_shard", everyone if zero >= 1 else 1)))
+    schedule = str(f.get("parallel", "schedule", engine.default_schedule)).lower()
+    interleaved = schedule.startswith("interleaved")
+    virtual = max(1, f.number("parallel", "vpp", _virtual_stages(shape.layers, pp) if interleaved else 1))
+    if shape.layers + 2 < pp * virtual:
+        virtual = 1
+    return Layout(
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        virtual_stages=virtual,
+        schedule="interleaved_1f1b" if virtual > 1 else _SCHEDULES.get(schedule, "1f1b"),
+        microbatch_size=microbatch,
+        microbatches=max(1, round(batch / (dp * microbatch))),
+        parameter_shards=optimizer if zero >= 3 else 1,
+        gradient_shards=optimizer if zero >= 2 else 1,
+        optimizer_shards=optimizer,
+        sequence_parallel=bool(f.get("parallel", "sequence_parallel", engine.default_sequence_parallel)),
+        recompute=_recompute(f, engine),
+        recompute_share=0.5,
+    )
+
+
+def _virtual_stages(layers: int, pp: int) -> int:
+    """Where a run interleaves and does not say how finely: as finely as divides the layers, at most 8 times."""
+    if pp == 1:
+        return 1
+    even = [v for v in range(1, 9) if layers % (pp * v) == 0]
+    return even[-1] if even else 2 if layers >= 2 * pp else 1
+
+
+def _recompute(f: Fields, engine: Engine) -> RecomputeKind:
+    text = str(f.get("train", "activation_recompute", engine.default_recompute)).lower()
+    kinds: tuple[RecomputeKind, ...] = ("selective", "op", "layer", "full")
+    for kind in kinds:
+        if text.startswith(kind):
+            return kind
+    return "none"
+
+
+def _stage_layers(tree: Mapping[str, Any], shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Where the notes say so: the first and the last stage one layer less, two of every stage's share in all."""
+    if "one layer less" not in str(tree.get("notes", "")) or layout.stages < 2 or (shape.layers + 2) % layout.stages:
+        return ()
+    each = (shape.layers + 2) // layout.stages
+    return (each - 1, *[each] * (layout.stages - 2), each - 1)
+
+
+def _cluster(tree: Mapping[str, Any], f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
+    gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
+    name = next((file for part, file in _DEVICES if part in gpu), _DEFAULT_DEVICE)
+    if name not in clusters:
+        clusters[name] = load_cluster(name, hardware)
+    per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
+    stated = network_gb_per_s(str(tree["hardware"].get("inter_bw") or ""), per_node)
+    links = re.search(r"(\d+) inter-gpu connects", str(tree["hardware"].get("intra_bw") or "").lower())
+    return with_links(
+        clusters[name],
+        network_gb_per_s=stated,
+        node_gb_per_s=int(links.group(1)) * _NVLINK_GB_PER_S if links else None,
+        gpus_per_node=per_node,
+    )
+
+
+def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
+    """GB/s per device and direction from a source's own words, None where they state no figure."""
+    words = text.lower()
+    omni = re.search(r"(\d+|eight|four)\s*(?:x\s*)?opa links", words)
+    if omni:
+        return _count(omni.group(1)) * _OMNI_PATH_GBIT / 8 / gpus_per_node
+    found = re.search(
+        r"(?:\b(\d+|eight|four)(?:\s*x\s*|\s+)(?:[a-z]+\s+)?)?\b(\d{2,4})\s*(?:gbps|gb/s|gb\b|gbit)", words
+    )
+    if not found:
+        return None
+    ports, gbit = _count(found.group(1)), float(found.group(2))
+    per_device = "per gpu" in words
+    return ports * gbit / 8 / (1 if per_device else gpus_per_node)
+
+
+def _count(text: str | None) -> int:
+    if text is None:
+        return 1
+    return {"eight": 8, "four": 4}[text] if text in ("eight", "four") else int(text)

@@ -1,0 +1,119 @@
+"""Published runs: reading them, and what kind of figure each one measured.
+
+The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken from `inferred`, then
+from the defaults in `case_job`; `filled` says which were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.case_job import Fields, build_job
+from parallel3d.planner.flops import FlopsDefinition
+from parallel3d.planner.hardware import Cluster
+from parallel3d.planner.job import Job, Layout
+from parallel3d.planner.memory import MemoryKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published run. `apart`: why it is reported apart, or empty."""
+
+    id: str
+    source: str
+    job: Job
+    measured: Mapping[str, Any]
+    tier: str
+    tags: tuple[str, ...]
+    apart: str
+    definition: FlopsDefinition  # of its TFLOP/s and MFU
+    filled: tuple[str, ...]
+    stated_parameters_b: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseFile:
+    """The cases of a file, and those that could not be read: (id, why)."""
+
+    cases: tuple[Case, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
+    """The cases of a file. Raises ConfigError where it is none. A case that misses what no default can fill is
+    skipped, and said so."""
+    try:
+        trees = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+    if not isinstance(trees, list):
+        raise ConfigError(f"{path}: must be a list of cases")
+    clusters: dict[str, Cluster] = {}
+    cases: list[Case] = []
+    skipped: list[tuple[str, str]] = []
+    for number, tree in enumerate(trees):
+        try:
+            cases.append(_case(tree, hardware, clusters))
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as problem:
+            name = tree.get("id", number) if isinstance(tree, dict) else number
+            skipped.append((str(name), f"{type(problem).__name__}: {problem}"))
+    return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
+
+
+def _case(tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
+    fields = Fields(tree)
+    job = build_job(fields, hardware, clusters)
+    return Case(
+        id=str(tree["id"]),
+        source=str(tree["source_key"]),
+        job=job,
+        measured=tree["measured"],
+        tier=str(tree.get("tier", "A")),
+        tags=tuple(tree.get("tags", ())),
+        definition=flops_definition(str(tree["measured"].get("tflops_definition") or "")),
+        apart=_apart(tree, job.layout),
+        filled=tuple(fields.filled),
+        stated_parameters_b=tree["model"].get("params_b"),
+    )
+
+
+def _apart(tree: Mapping[str, Any], layout: Layout) -> str:
+    if tree["train"].get("fp8"):
+        return "float8"
+    if layout.cp > 1:
+        return "context parallel"
+    if (tree["parallel"].get("ep") or 1) > 1:
+        return "expert parallel"
+    return "one layer" if tree["model"]["layers"] == 1 else ""
+
+
+def flops_definition(text: str) -> FlopsDefinition:
+    """What a source's TFLOP/s or MFU counts, from its own words; the plan's own definition where they say nothing."""
+    words = text.lower()
+    if "8 x 12" in words:
+        return "blocks_recompute"
+    if "6 n s" in words or "6n" in words:
+        return "palm"
+    if "96 b s l h^2" in words or ("recompute" in words or "recomputation" in words) and "no recompute" not in words:
+        return "megatron_recompute"
+    return "causal" if "causal attention once" in words else "model"
+
+
+def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last"]]:
+    """The kind of memory that a case's figure is, by its own note, and the pipeline rank that it is of. Where the
+    note names no kind it is taken as what is reserved."""
+    note = str(case.measured.get("memory_note") or "").lower()
+    rank: Literal["worst", "first", "last"] = (
+        "last" if "last rank" in note else "first" if "rank 0" in note else "worst"
+    )
+    if "nvidia-smi" in note:
+        return "device", rank
+    allocated, reserved = note.find("allocated"), note.find("reserved")
+    if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
+        return "allocated", rank
+    return "reserved", rank

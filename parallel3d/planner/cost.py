@@ -1,0 +1,244 @@
+"""The time of a training step, by cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import cast
+
+from parallel3d.config import ScheduleName
+from parallel3d.planner.block import BlockTimes, block_times, embedding_times, head_times
+from parallel3d.planner.collectives import all_gather_s, all_reduce_s, send_s
+from parallel3d.planner.dataparallel import DataParallelTimes, reduced_once, sharded
+from parallel3d.planner.flops import model_flops_per_token
+from parallel3d.planner.job import Job
+from parallel3d.planner.roofline import Kernels, memory_bound_s
+from parallel3d.planner.shapes import stage_parameters
+from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
+
+ZERO_BUBBLE = ("zb-1p", "zb-2p")
+EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: of what the device does since
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeParts:
+    """Seconds of a step on the busiest rank, by cause; they add up to the step."""
+
+    compute: float
+    recompute: float
+    tp: float
+    cp: float
+    pp_bubble: float
+    pp_p2p: float
+    dp: float
+    optimizer: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step takes and what that is worth."""
+
+    parts: TimeParts
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    model_flops_per_gpu: float  # per second
+    mfu: float  # model FLOPs (`flops.model_flops_per_token`) over the device's dense peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Microbatch:
+    """Seconds of the stages for one microbatch, with what they consist of."""
+
+    block: BlockTimes
+    tp_forward_s: float
+    tp_backward_s: float
+    tp_again_s: float
+    cp_s: float  # forward; the backward has twice that
+    head_s: tuple[float, float]
+    embedding_s: tuple[float, float]
+
+
+def kernels_of(job: Job) -> Kernels:
+    """The device as the engine's kernels use it."""
+    engine, matmul, attention = job.engine, 1.0, 1.0
+    if job.cluster.device.family == "hopper":
+        matmul, attention = EARLY_HOPPER if engine.early_hopper else (1.0, engine.hopper_attention)
+    return Kernels(
+        device=job.cluster.device,
+        precision=job.precision,
+        matmul_speed=engine.matmul_speed * matmul,
+        attention_speed=engine.attention_speed * attention,
+    )
+
+
+def step_cost(job: Job, *, exact: bool = True) -> Cost:
+    """The cost of a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly."""
+    kernels = kernels_of(job)
+    micro = _microbatch(job, kernels)
+    times = _stage_times(job, micro)
+    pipeline = _pipeline_s(job, micro, times, exact=exact)
+    layout = job.layout
+    rank_s = [0.0] * layout.pp
+    for rank, stage in zip(job.placement, times, strict=True):
+        rank_s[rank] += stage.forward + stage.backward
+    rank_parameters = max(stage_parameters(job.shape, part, layout.tp) for part in {*job.ranks})
+    ends = (micro.head_s[0] + micro.embedding_s[0], micro.head_s[1] + micro.embedding_s[1])
+    data = _data_parallel(job, micro, rank_parameters, ends)
+    optimizer = _optimizer_s(job, kernels, rank_parameters)
+    tied = _tied_embeddings_s(job)
+    parts = _parts(job, micro, rank_s, pipeline, data, optimizer, tied)
+    total = parts.total
+    tokens = job.tokens_per_step / total / layout.world_size
+    flops = tokens * model_flops_per_token(job.shape, job.seq_len)
+    return Cost(
+        parts=parts,
+        step_time_s=total,
+        tokens_per_s_per_gpu=tokens,
+        model_flops_per_gpu=flops,
+        mfu=flops / job.cluster.device.peak(job.precision),
+    )
+
+
+def _microbatch(job: Job, kernels: Kernels) -> _Microbatch:
+    block = block_times(job, kernels)
+    forward, backward, again = _tp_s(job)
+    return _Microbatch(
+        block=block,
+        tp_forward_s=forward,
+        tp_backward_s=backward,
+        tp_again_s=again,
+        cp_s=_cp_s(job, block),
+        head_s=head_times(job, kernels),
+        embedding_s=embedding_times(job, kernels),
+    )
+
+
+def _tp_s(job: Job) -> tuple[float, float, float]:
+    """Exposed tp traffic of a block: forward, backward, and what recompute repeats. Two all-reduces each way, or as
+    many reduce-scatters and all-gathers; sequence parallelism gathers the inputs once more for the weights' gradients,
+    beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2)."""
+    layout, cluster, group = job.layout, job.cluster, job.tp_group
+    if layout.tp == 1:
+        return 0.0, 0.0, 0.0
+    size = job.tokens * job.shape.hidden * job.item_bytes
+    one = 2 * all_gather_s(cluster, group, size) if layout.sequence_parallel else all_reduce_s(cluster, group, size)
+    forward = 2 * one * (1 - job.engine.tp_hidden) / job.engine.tp_speed
+    # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
+    again = {"full": 1.0, "layer": layout.recompute_share, "op": 0.5}.get(layout.recompute, 0.0) * forward
+    return forward, forward, again
+
+
+def _cp_s(job: Job, block: BlockTimes) -> float:
+    """Context parallelism: keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889)."""
+    layout = job.layout
+    if layout.cp == 1:
+        return 0.0
+    kv = max(job.shape.kv_hidden // layout.tp, job.shape.head_dim)
+    bytes_ = 2 * 2.0 * layout.microbatch_size * job.seq_len * kv
+    return 0.5 * all_gather_s(job.cluster, job.cp_group, bytes_)
+
+
+def _stage_times(job: Job, micro: _Microbatch) -> list[StageTimes]:
+    forward = micro.block.forward_wall_s + micro.tp_forward_s + micro.cp_s
+    backward = micro.block.backward_wall_s + micro.tp_backward_s + micro.tp_again_s + 2 * micro.cp_s
+    # What of a transfer is not beside compute holds up the stage that sends, in the steady state too.
+    blocked = _send_s(job) * (1 - job.engine.p2p_hidden) + job.engine.action_s
+    made: dict[tuple[int, bool, bool], StageTimes] = {}  # stages in the middle are alike
+    times = []
+    for stage in job.stages:
+        key = (stage.layers, stage.embedding, stage.head)
+        if key not in made:
+            f, b = stage.layers * forward + blocked, stage.layers * backward + blocked
+            for is_here, extra in ((stage.embedding, micro.embedding_s), (stage.head, micro.head_s)):
+                if is_here:
+                    f, b = f + extra[0], b + extra[1]
+            weight = stage.layers * micro.block.weight_s
+            made[key] = StageTimes(forward=f, input=b - weight, weight=weight)
+        times.append(made[key])
+    return times
+
+
+def _pipeline_s(job: Job, micro: _Microbatch, times: list[StageTimes], *, exact: bool) -> float:
+    layout = job.layout
+    send = _send_s(job)
+    if layout.schedule in ZERO_BUBBLE:
+        weight = micro.block.weight_s * job.shape.layers / layout.pp
+        return split_backward_s(
+            layout.pp, layout.microbatches, times, send, weight_s=weight, double=layout.schedule == "zb-2p"
+        )
+    # A cast, because a published run's schedule is a name of its own framework's.
+    name = cast(ScheduleName, layout.schedule)
+    form = pipeline_s if exact else closed_form_s
+    return form(name, layout.pp, layout.microbatches, layout.virtual_stages, times, send)
+
+
+def _send_s(job: Job) -> float:
+    """An activation on its way to the next stage; with tp and without sequence parallelism each rank sends its part
+    and gathers (Narayanan et al. 2021, arXiv 2104.04473, section 4.1)."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0.0
+    ranks_between = layout.dp * layout.cp * layout.tp
+    bytes_ = job.tokens * job.shape.hidden * job.item_bytes / layout.tp
+    crosses = ranks_between * layout.pp > job.cluster.gpus_per_node
+    return send_s(job.cluster, bytes_, crosses_nodes=crosses)
+
+
+def _data_parallel(job: Job, micro: _Microbatch, rank_parameters: int, ends: tuple[float, float]) -> DataParallelTimes:
+    if job.layout.parameter_shards > 1:
+        tp = (micro.tp_forward_s, micro.tp_backward_s + micro.tp_again_s)
+        return sharded(job, micro.block, tp, ends)
+    return reduced_once(job, rank_parameters)
+
+
+def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:
+    """AdamW: weights, two moments and gradients read, all but the last written, the computing copy written; before it
+    the gradient norm reads every gradient, and clipping writes it."""
+    engine, layout = job.engine, job.layout
+    own = rank_parameters / layout.optimizer_shards
+    gradients = rank_parameters / layout.gradient_shards
+    return memory_bound_s(kernels, own * 30.0 * engine.elementwise + gradients * 3 * engine.gradient_bytes, launches=40)
+
+
+def _tied_embeddings_s(job: Job) -> float:
+    """The two copies of a tied table, on the first and the last stage, sum their gradients."""
+    if not job.shape.tied_embeddings or job.layout.pp == 1:
+        return 0.0
+    bytes_ = job.shape.vocab * job.shape.hidden / job.layout.tp * job.engine.gradient_bytes
+    return 2 * send_s(job.cluster, bytes_, crosses_nodes=job.layout.world_size > job.cluster.gpus_per_node)
+
+
+def _parts(
+    job: Job,
+    micro: _Microbatch,
+    rank_s: list[float],
+    pipeline_s_: float,
+    data: DataParallelTimes,
+    optimizer_s: float,
+    tied_s: float,
+) -> TimeParts:
+    layout, m = job.layout, job.layout.microbatches
+    busiest = rank_s.index(max(rank_s))
+    layers = job.ranks[busiest].layers
+    recompute = m * layers * micro.block.again_s
+    tp = m * layers * (micro.tp_forward_s + micro.tp_backward_s + micro.tp_again_s)
+    cp = m * layers * 3 * micro.cp_s
+    work = m * rank_s[busiest]
+    send = _send_s(job)
+    blocked = 2 * m * layout.virtual_stages * send * (1 - job.engine.p2p_hidden)
+    travel = min(max(0.0, pipeline_s_ - work), 2 * (layout.pp * layout.virtual_stages - 1) * send)
+    return TimeParts(
+        compute=work - recompute - tp - cp - blocked,
+        recompute=recompute,
+        tp=tp,
+        cp=cp,
+        pp_bubble=max(0.0, pipeline_s_ - work - travel),
+        pp_p2p=blocked + travel,
+        dp=data.exposed_s,
+        optimizer=optimizer_s + tied_s,
+        overhead=job.engine.step_overhead_s,
+    )

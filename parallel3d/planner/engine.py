@@ -1,0 +1,86 @@
+"""What a training program does that time and memory depend on, beside the layout: its kernels, what it overlaps, and
+how many bytes it keeps for a parameter. The planner's own is `PARALLEL3D`; the others describe, mechanism by mechanism,
+the programs whose published runs the planner is scored on (`planner.engines`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Kernels, overlap and bytes of a training program."""
+
+    name: str
+    # kernels
+    attention: Literal["flash", "softmax", "unfused"] = "flash"  # one tiled kernel; matmuls around a fused softmax
+    attention_speed: float = 1.0  # of the device's figure, which is of the best kernel
+    hopper_attention: float = 1.0  # on Hopper, whose best kernel is not every program's: FlashAttention-2 0.62
+    matmul_speed: float = 1.0  # likewise
+    early_hopper: bool = False  # kernels of 2023, before cuBLAS and attention were tuned for Hopper
+    norm_passes: float = 1.0  # traffic of the norms over that of a fused kernel
+    elementwise: float = 1.0  # memory traffic of norms, activations, residuals, rope: 1 is a kernel for each group
+    launches: int = 30  # kernels of one block's forward
+    blocking: bool = False  # each launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1)
+    dropout: bool = False
+    pads_vocab: bool = True
+    gathered_parameters: float = float("inf")  # most that are whole at once beside the model's ends
+    loss_passes: float = 8.0  # bytes read and written per logit, forward and backward
+    fused_weight_gradient: bool = True  # the matmul adds into the gradient buffer
+    # communication
+    tp_hidden: float = 0.0  # share of tp traffic that runs beside matmuls
+    gradients_hidden: float = 0.0  # share of the gradient reduction beside the backward
+    gathers_hidden: float = 0.0  # ZeRO-1: share of the parameter gather beside the forward
+    one_ring: bool = False  # collectives use one network port of a node
+    p2p_hidden: float = 0.0
+    contention: float = 0.45  # of a hidden collective's time at the node's speed that the kernels beside it lose
+    prefetch: float = 1.0  # share of the compute that sharded parameters' traffic can hide behind
+    tp_speed: float = 1.0  # of tp collectives: copies around them, no fusion
+    broadcast_s: float = 0.0  # ZeRO-1 that broadcasts shard after shard: seconds for each
+    reduces_each_microbatch: bool = True  # FSDP: gathers and reduces for every microbatch
+    always_sharded: bool = False  # computes with a gathered 16-bit copy of float32 parameters, on one data rank too
+    action_s: float = 0.0  # between two actions of a pipeline rank
+    step_overhead_s: float = 0.02  # data, logging, loss scale, norms' host round trips
+    # bytes per parameter, before sharding
+    weight_bytes: float = 2.0  # of the copy that computes
+    gradient_bytes: float = 4.0
+    fp16_gradient_bytes: float | None = None  # where fp16 and bf16 differ
+    optimizer_bytes: float = 12.0  # float32 weights and two moments
+    reduce_bytes: float = 4.0  # of a gradient on the wire
+    gather_bytes: float = 2.0  # of a parameter on the wire
+    gradients_follow_optimizer: bool = False  # gradients are kept sharded like the optimizer (ZeRO-2)
+    # activations
+    fused_mlp: bool = False  # the activation's output is not kept beside its input
+    embedding_slots: bool = False  # embedding and head count as a layer each when stages are cut
+    gathers_logits: bool = False  # the loss is computed on the whole vocabulary by every tp rank
+    logit_bytes: float = 8.0  # kept or at once alive per logit at the loss
+    # memory outside the model
+    norm_extra_bytes: float = 0.0  # per element of [tokens, hidden]: float32 copies of unfused norms
+    rope_copies: float = 0.0  # rotated q and k kept beside what was rotated
+    step_bytes: float = 0.0  # temporaries of the optimizer's step, per parameter of its shard
+    cache_bytes: float = 0.3e9  # reserved for nothing: cuBLAS workspaces, freed blocks of other sizes
+    context_bytes: float = 1.2e9  # CUDA context, cuBLAS and NCCL buffers: outside the allocator
+    fragmentation: float = 0.04  # of the allocated bytes: reserved and not allocated
+    # what it does where a run does not say
+    default_schedule: str = "1f1b"
+    default_recompute: str = "none"
+    default_sequence_parallel: bool = False
+
+
+# This project: layers/ for the kernels and what they keep, sharding.py for the data dimension, layers/loss.py.
+PARALLEL3D = Engine(
+    name="parallel3d",
+    hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2
+    elementwise=2.0,
+    launches=60,
+    pads_vocab=False,
+    reduces_each_microbatch=False,
+    always_sharded=True,
+    action_s=1e-4,  # Python between them
+    p2p_hidden=0.8,  # pipeline/transport.py sends and receives ahead
+    weight_bytes=4.0,  # FSDP2 keeps float32 and computes with a gathered 16-bit copy
+    optimizer_bytes=8.0,
+    loss_passes=34.0,
+    logit_bytes=12.0,
+)

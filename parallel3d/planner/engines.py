@@ -1,0 +1,147 @@
+"""The engines of published runs: what each training program did, mechanism by mechanism.
+
+A field differs from the default only where the program's paper, code or notes say so; docs/planner.md lists the
+reasons. None of them depends on a particular run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel3d.planner.engine import PARALLEL3D, Engine
+
+# Megatron-LM of 2021 and 2022: a fused scale-mask-softmax between batched matmuls, dropout, float32 gradients reduced
+# after the last backward, nothing of tp hidden (arXiv 2104.04473; 2205.05198).
+MEGATRON_2021 = Engine(
+    name="megatron-2021",
+    attention="softmax",
+    elementwise=1.0,
+    dropout=True,
+    loss_passes=20.0,
+    logit_bytes=10.0,
+    default_recompute="selective",
+    fp16_gradient_bytes=6.0,  # fp16 ones of autograd, and the float32 copy that the optimizer takes
+)
+# The PTD runs on Selene gather optimizer-sharded nothing; the later paper adds sequence parallelism.
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021,
+    name="megatron-deepspeed",
+    blocking=True,  # CUDA_LAUNCH_BLOCKING=1, bigscience chronicles-prequel
+    embedding_slots=True,
+    gradient_bytes=6.0,  # bf16 ones and DeepSpeed's float32 sum
+    fp16_gradient_bytes=2.0,
+    fragmentation=0.25,
+    cache_bytes=8.0e9,  # all-gather and reduce buckets of 5e8 elements, twice (DeepSpeed's defaults)
+    context_bytes=4.0e9,  # CUDA, and NCCL's buffers of a dozen groups
+)
+# DeepSpeed ZeRO-3 of 2021 gathers parameter by parameter over one ring, at most 1e9 at once (its default), and
+# prefetches by a trace that often misses.
+DEEPSPEED_ZERO3 = replace(
+    MEGATRON_2021, name="deepspeed-zero3", one_ring=True, reduce_bytes=2.0, prefetch=0.7, gathered_parameters=1e9
+)
+# Megatron-Core with Transformer Engine: fused kernels, distributed optimizer overlapped.
+MEGATRON_CORE = Engine(
+    name="megatron-core",
+    loss_passes=16.0,
+    gradients_hidden=0.9,
+    gathers_hidden=0.9,
+    p2p_hidden=0.5,
+    default_schedule="interleaved_1f1b",
+    default_sequence_parallel=True,
+)
+# NeMo adds tp traffic cut into pieces beside the matmuls (userbuffers).
+NEMO = replace(MEGATRON_CORE, name="nemo", tp_hidden=0.6, p2p_hidden=0.9)
+TORCHTITAN = Engine(
+    name="torchtitan",
+    elementwise=2.4,
+    launches=60,
+    loss_passes=30.0,
+    logit_bytes=12.0,
+    weight_bytes=4.0,
+    optimizer_bytes=8.0,
+    hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2 on Hopper
+    norm_extra_bytes=4.0,
+)
+TORCHTITAN_COMPILED = replace(
+    TORCHTITAN, name="torchtitan-compiled", norm_extra_bytes=0.0, elementwise=1.2, loss_passes=16.0
+)
+COMPOSER = Engine(
+    name="composer-fsdp",
+    elementwise=2.0,
+    loss_passes=20.0,  # flash-attention's cross-entropy, in place
+    logit_bytes=4.0,
+    attention_speed=0.66,
+    early_hopper=True,
+    weight_bytes=4.0,
+    optimizer_bytes=8.0,
+)
+FMS_FSDP = replace(COMPOSER, name="fms-fsdp", elementwise=2.0, attention_speed=0.8)
+MAXTEXT = replace(
+    COMPOSER, name="maxtext", elementwise=1.0, attention_speed=0.8, early_hopper=False, default_recompute="full"
+)
+NANOTRON = Engine(
+    name="nanotron",
+    gradient_bytes=6.0,
+    norm_extra_bytes=12.0,
+    rope_copies=2.0,
+    elementwise=1.4,
+    loss_passes=20.0,
+    hopper_attention=0.62,
+    default_sequence_parallel=True,
+)
+INTERNEVO = Engine(
+    name="internevo",
+    elementwise=2.2,
+    attention_speed=0.7,  # FlashAttention 1
+    loss_passes=20.0,
+    gradients_hidden=0.7,
+    gathers_hidden=0.5,
+    broadcast_s=2.5e-3,
+)
+ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble")  # a fork of Megatron-LM, its fused softmax kept
+SCALING = Engine(
+    name="scaling",
+    elementwise=1.9,
+    loss_passes=24.0,
+    tp_speed=0.45,
+    gathers_logits=True,
+    logit_bytes=18.0,
+    gradient_bytes=2.0,
+    rope_copies=1.0,
+    fragmentation=0.12,
+)  # Aleph Alpha, FlashAttention-2
+UNKNOWN = replace(MEGATRON_CORE, name="unknown")
+
+# The first that is part of a case's `framework` (in lower case) decides.
+_BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
+    ("deepspeed zero-3", DEEPSPEED_ZERO3),
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("zero-bubble", ZERO_BUBBLE),
+    ("torchtitan", TORCHTITAN),
+    ("llm-foundry", COMPOSER),
+    ("composer", COMPOSER),
+    ("fms-fsdp", FMS_FSDP),
+    ("maxtext", MAXTEXT),
+    ("automodel", replace(TORCHTITAN_COMPILED, name="automodel", weight_bytes=2.0, hopper_attention=1.0)),
+    ("nanotron", NANOTRON),
+    ("internevo", INTERNEVO),
+    ("aleph", SCALING),
+    ("neox", MEGATRON_2021),
+    ("nemo", NEMO),
+    ("megatron-bridge", NEMO),
+    ("megatron-core", MEGATRON_CORE),
+    ("megascale", NEMO),
+)
+
+
+def engine_of(framework: str, *, compiled: bool, early: bool) -> Engine:
+    """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023)."""
+    text = framework.lower()
+    for part, engine in _BY_FRAMEWORK:
+        if part in text:
+            return TORCHTITAN_COMPILED if compiled and engine is TORCHTITAN else engine
+    if "megatron" in text:
+        return MEGATRON_2021 if early else MEGATRON_CORE
+    if "parallel3d" in text:
+        return PARALLEL3D
+    return UNKNOWN

@@ -1,0 +1,190 @@
+"""One training job as the planner sees it: a shape on a cluster in a layout, run by an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from parallel3d.config import ParallelConfig, ScheduleName
+from parallel3d.pipeline.schedules import STAGES_PER_RANK, placement
+from parallel3d.planner.collectives import Group, axis_group
+from parallel3d.planner.engine import Engine
+from parallel3d.planner.hardware import Cluster
+from parallel3d.planner.shapes import ModelShape, StageSlice
+
+RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A `ParallelConfig` and what published runs have beyond it: cp, and separate shards of each kind of state."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    microbatch_size: int = 1
+    microbatches: int = 1
+    parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
+    gradient_shards: int = 1
+    optimizer_shards: int = 1
+    sequence_parallel: bool = False
+    recompute: RecomputeKind = "none"
+    recompute_share: float = 1.0  # of the blocks, for "layer"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    shape: ModelShape
+    cluster: Cluster
+    layout: Layout
+    engine: Engine
+    seq_len: int
+    precision: str = "bf16"
+    stage_layers: tuple[int, ...] = ()  # empty: even, as the engine spreads them
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.layout.microbatch_size * self.seq_len // self.layout.cp
+
+    @property
+    def rank_vocab(self) -> int:
+        """Rows of the token table on a tp rank: engines that pad go to a multiple of 128 (Megatron's default)."""
+        step = 128 if self.engine.pads_vocab else 1
+        return -(-self.shape.vocab // (step * self.layout.tp)) * step
+
+    @property
+    def loss_vocab(self) -> int:
+        """Logits of a token that one device has at the loss."""
+        return self.rank_vocab * (self.layout.tp if self.engine.gathers_logits else 1)
+
+    @property
+    def item_bytes(self) -> float:
+        """Of one element of an activation."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def gathers_each_microbatch(self) -> bool:
+        """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward."""
+        only_one = self.layout.pp == 1 and self.layout.microbatches == 1
+        return self.engine.reduces_each_microbatch or only_one
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.layout.dp * self.layout.microbatch_size * self.layout.microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        slots = self.engine.embedding_slots
+        return self.stage_layers or spread(self.shape.layers, self.layout.stages, embedding_slots=slots)
+
+    @cached_property
+    def stages(self) -> tuple[StageSlice, ...]:
+        """The slices of the model, in its order."""
+        return _slices(self._layers)
+
+    @cached_property
+    def ranks(self) -> tuple[StageSlice, ...]:
+        """What each pipeline rank holds: all of its stages together."""
+        return _together(self._layers, self.placement)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage; published schedules that `pipeline/` does not have go round and round."""
+        return _placement(self.layout.schedule, self.layout.pp, self.layout.virtual_stages)
+
+    @cached_property
+    def tp_group(self) -> Group:
+        return axis_group(self.cluster, self.layout.tp, 1)
+
+    @cached_property
+    def cp_group(self) -> Group:
+        return axis_group(self.cluster, self.layout.cp, self.layout.tp)
+
+    @cached_property
+    def dp_group(self) -> Group:
+        """Ranks that hold the same parameters: data and context parallel ones."""
+        return axis_group(self.cluster, self.layout.dp * self.layout.cp, self.layout.tp)
+
+    def shard_group(self, shards: int) -> Group:
+        return axis_group(self.cluster, shards, self.layout.tp)
+
+    def replica_group(self, shards: int) -> Group:
+        """The ranks that hold the same shard."""
+        return axis_group(self.cluster, self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
+
+
+@lru_cache(maxsize=4096)
+def _slices(layers: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    last = len(layers) - 1
+    return tuple(StageSlice(layers=n, embedding=i == 0, head=i == last) for i, n in enumerate(layers))
+
+
+@lru_cache(maxsize=4096)
+def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    return tuple(
+        StageSlice(
+            layers=sum(n for n, holder in zip(layers, holders, strict=True) if holder == rank),
+            embedding=holders[0] == rank,
+            head=holders[-1] == rank,
+        )
+        for rank in range(max(holders) + 1)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    name: ScheduleName = schedule if schedule in STAGES_PER_RANK else "1f1b"
+    return placement(name, pp=pp, virtual_stages=virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[int, ...]:
+    """Layers of each stage: even, what is left over in the middle (`pipeline.stage.spread_layers`); with
+    `embedding_slots` the first and the last have one less."""
+    slots = layers + 2 if embedding_slots and stages > 1 else layers
+    each, left = divmod(slots, stages)
+    middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - (stages - 1)))
+    counts = [each] * stages
+    for stage in middle_first[:left]:
+        counts[stage] += 1
+    if slots != layers:
+        counts[0] -= 1
+        counts[-1] -= 1
+    return tuple(counts)
+
+
+def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
+    """The layout of a recipe: ZeRO-3 within dp_shard, gradients reduced and kept in shards."""
+    shards = parallel.dp_shard
+    return Layout(
+        pp=parallel.pp,
+        dp=parallel.dp,
+        tp=parallel.tp,
+        virtual_stages=parallel.virtual_stages,
+        schedule=parallel.schedule,
+        microbatch_size=parallel.microbatch_size,
+        microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
+        parameter_shards=shards,
+        gradient_shards=shards,
+        optimizer_shards=shards,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=parallel.recompute,
+    )

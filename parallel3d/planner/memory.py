@@ -1,0 +1,147 @@
+"""The memory of every pipeline rank, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
+from parallel3d.planner.job import Job
+from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
+
+MemoryKind = Literal["allocated", "reserved", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on each device of one pipeline rank at its peak; the fields up to `fragmentation` add up to `total`."""
+
+    rank: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float  # parameters gathered and gradients on their way (FSDP), received activations
+    temporary: float  # a block under recompute, the optimizer's temporaries
+    fragmentation: float  # reserved by the allocator and not allocated
+    context: float  # CUDA, cuBLAS and NCCL, outside the allocator
+
+    @property
+    def allocated(self) -> float:
+        """What `torch.cuda.max_memory_allocated` says."""
+        return self.total - self.fragmentation - self.context
+
+    @property
+    def reserved(self) -> float:
+        """What `torch.cuda.max_memory_reserved` says."""
+        return self.total - self.context
+
+    @property
+    def total(self) -> float:
+        """What the device has in use (`nvidia-smi`)."""
+        states = self.parameters + self.gradients + self.optimizer
+        at_work = self.activations + self.logits + self.buffers + self.temporary
+        return states + at_work + self.fragmentation + self.context
+
+    def of_kind(self, kind: MemoryKind) -> float:
+        return {"allocated": self.allocated, "reserved": self.reserved, "device": self.total}[kind]
+
+
+def memory_by_rank(job: Job) -> list[RankMemory]:
+    """Of every pipeline rank; the ranks of the other axes have the same."""
+    return [rank_memory(job, rank) for rank in range(job.layout.pp)]
+
+
+def worst_rank(job: Job) -> RankMemory:
+    """The pipeline rank that needs most. The first holds most microbatches and the last the logits; between them it
+    is the one with most layers."""
+    return max(memory_by_rank(job), key=lambda memory: memory.total)
+
+
+def quick_worst_bytes(job: Job) -> float:
+    """`worst_rank(job).total`, from the few ranks that can be it: the first, which holds most microbatches; the last,
+    which has the logits; and, where layers are uneven, the first of those that have most."""
+    pp = job.layout.pp
+    layers = [part.layers for part in job.ranks]
+    ranks = {0, pp - 1, layers.index(max(layers)), min(1, pp - 1)}
+    return max(rank_memory(job, rank).total for rank in ranks)
+
+
+def rank_memory(job: Job, rank: int) -> RankMemory:
+    layout, engine = job.layout, job.engine
+    part = job.ranks[rank]
+    parameters = rank_parameters(job, part)
+    activations = _activations(job, rank)
+    logits = engine.logit_bytes * job.tokens * job.loss_vocab if part.head else 0.0
+    one_block = whole_block_bytes(job) if layout.recompute in ("full", "layer", "op") else 0.0
+    buffers = _buffers(job, part, parameters)
+    # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
+    step = engine.step_bytes * parameters / layout.optimizer_shards
+    temporary = max(one_block - logits, step - activations - logits, 0.0)
+
+    return RankMemory(
+        rank=rank,
+        parameters=engine.weight_bytes * parameters / layout.parameter_shards,
+        gradients=engine.gradient_bytes * parameters / layout.gradient_shards,
+        optimizer=engine.optimizer_bytes * parameters / layout.optimizer_shards,
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        temporary=temporary,
+        fragmentation=engine.fragmentation * (activations + logits + buffers + temporary) + engine.cache_bytes,
+        context=engine.context_bytes,
+    )
+
+
+def rank_parameters(job: Job, stage: StageSlice) -> int:
+    """Parameters of a slice of the model on one device, the token table padded as the engine pads it."""
+    shape, tp = job.shape, job.layout.tp
+    count = stage.layers * layer_parameters(shape, tp)
+    table = job.rank_vocab * shape.hidden
+    if stage.embedding:
+        count += table + (shape.position_rows * shape.hidden if shape.positions == "learned" else 0)
+        count += norm_parameters(shape) if shape.embedding_norm else 0
+    if stage.head:
+        count += norm_parameters(shape)
+        if not (shape.tied_embeddings and stage.embedding):
+            count += table
+    return count
+
+
+def _activations(job: Job, rank: int) -> float:
+    layout, part = job.layout, job.ranks[rank]
+    live = live_microbatches(
+        layout.schedule,
+        pp=layout.pp,
+        rank=rank,
+        microbatches=layout.microbatches,
+        virtual_stages=layout.virtual_stages,
+    )
+    stages = layout.virtual_stages
+    bytes_ = live * part.layers / stages * block_bytes(job)
+    outside = job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
+        bytes_ += live / stages * (outside * (1.0 if job.engine.dropout else 0.0) + 8.0 * job.tokens)
+    if part.head:  # the last norm's input and output
+        bytes_ += 4.0 * outside
+    return bytes_
+
+
+def _buffers(job: Job, part: StageSlice, parameters: int) -> float:
+    """FSDP: the block in use and the next one gathered, one block's gradients before and after their reduction, the
+    embedding and head gathered throughout. Pipeline: an activation and a gradient being received."""
+    layout, engine, shape = job.layout, job.engine, job.shape
+    bytes_ = 0.0
+    if layout.parameter_shards > 1 or engine.always_sharded:
+        block = min(layer_parameters(shape, layout.tp), engine.gathered_parameters / 2)
+        if job.gathers_each_microbatch:
+            ends = parameters - part.layers * layer_parameters(shape, layout.tp)
+            bytes_ += block * (2 * engine.gather_bytes + 2 * engine.reduce_bytes)
+            bytes_ += ends * (engine.gather_bytes + engine.reduce_bytes)
+        else:  # gathered once a step, and the gradients whole until the last backward
+            bytes_ += parameters * (engine.gather_bytes + engine.reduce_bytes)
+    if layout.pp > 1:
+        outside = job.tokens * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+        bytes_ += 4 * job.item_bytes * outside
+    return bytes_

@@ -1,0 +1,142 @@
+"""Shapes by name, and from the `config.json` of a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.shapes import ModelShape
+
+_TABLE = Path(__file__).with_name("named_shapes.yaml")
+_HUGGING_FACE_LLAMAS = ("llama", "mistral", "qwen2")  # `model_type` of what is a Llama, Qwen 2 with biases
+
+
+def shape_names(cards: Mapping[str, Path]) -> list[str]:
+    """Every name that `named_shape` knows; `cards` are those of models/."""
+    return sorted({*cards, *_load(_TABLE)})
+
+
+def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
+    """The shape of this name. Raises ConfigError with the nearest names."""
+    if name in cards:
+        return _from_card(name, _load(cards[name]))
+    table = _load(_TABLE)
+    if name not in table:
+        near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4) or sorted(cards)
+        raise ConfigError(f"model {name}: unknown; did you mean {', '.join(near)}?")
+    return _from_entry(name, table[name])
+
+
+def from_hugging_face(path: Path) -> ModelShape:
+    """The shape of a `config.json`. Raises ConfigError where it is of another family or its numbers do not agree."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    try:
+        if kind == "gpt2":
+            shape = _from_gpt2(path.parent.name, config)
+        elif kind in _HUGGING_FACE_LLAMAS:
+            shape = _from_llama(path.parent.name, config)
+        else:
+            known = ", ".join(("gpt2", *_HUGGING_FACE_LLAMAS))
+            raise ConfigError(f"{path}: model_type = {kind}: must be one of {known}")
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ConfigError(f"{path}: misses or misspells {problem}") from problem
+    check_shape(shape, str(path))
+    return shape
+
+
+def check_shape(shape: ModelShape, where: str) -> None:
+    """Raises ConfigError where the numbers of a shape contradict each other."""
+    counts = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+    for name in counts:
+        if getattr(shape, name) < 1:
+            raise ConfigError(f"{where}: {name} = {getattr(shape, name)}: must be at least 1")
+    if shape.hidden % shape.heads:
+        raise ConfigError(f"{where}: heads = {shape.heads}: must divide hidden = {shape.hidden}")
+    if shape.heads % shape.kv_heads:
+        raise ConfigError(f"{where}: kv_heads = {shape.kv_heads}: must divide heads = {shape.heads}")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    loaded = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _from_card(name: str, card: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=card["layers"],
+        hidden=card["hidden"],
+        heads=card["heads"],
+        kv_heads=card.get("kv_heads") or card["heads"],
+        ffn_hidden=card["ffn_hidden"],
+        vocab=card["vocab"],
+        tied_embeddings=card.get("tied_embeddings", False),
+    )
+
+
+def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
+    gpt, relu2 = entry["kind"] == "gpt", entry["kind"] == "relu2"
+    return ModelShape(
+        name=name,
+        layers=entry["layers"],
+        hidden=entry["hidden"],
+        heads=entry["heads"],
+        kv_heads=entry.get("kv_heads", entry["heads"]),
+        ffn_hidden=entry["ffn_hidden"],
+        vocab=entry["vocab"],
+        feed_forward="gelu" if gpt else "relu2" if relu2 else "swiglu",
+        positions="learned" if gpt else "rope",
+        position_rows=entry.get("positions", 0),
+        tied_embeddings=gpt or entry.get("tied", False),
+        biases=gpt,
+        qkv_biases=entry["kind"] == "qwen2",
+        layer_norm=gpt or relu2,
+    )
+
+
+def _from_gpt2(name: str, config: Mapping[str, Any]) -> ModelShape:
+    hidden = int(config["n_embd"])
+    return ModelShape(
+        name=name,
+        layers=int(config["n_layer"]),
+        hidden=hidden,
+        heads=int(config["n_head"]),
+        kv_heads=int(config["n_head"]),
+        ffn_hidden=int(config.get("n_inner") or 4 * hidden),
+        vocab=int(config["vocab_size"]),
+        feed_forward="gelu",
+        positions="learned",
+        position_rows=int(config["n_positions"]),
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        biases=True,
+        layer_norm=True,
+    )
+
+
+def _from_llama(name: str, config: Mapping[str, Any]) -> ModelShape:
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    head_dim = config.get("head_dim")
+    if head_dim is not None and int(head_dim) * heads != hidden:
+        raise ConfigError(f"head_dim = {head_dim}: must be hidden_size / num_attention_heads = {hidden // heads}")
+    return ModelShape(
+        name=name,
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        ffn_hidden=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_biases=config["model_type"] == "qwen2",
+    )

@@ -1,0 +1,282 @@
+"""The best layouts for a model on a cluster: the whole space of `ParallelConfig`, ranked by predicted step time.
+
+What is left out is left out exactly: a layout is not tried where a rule of `validation` forbids it, where another one
+is never slower and never needs more memory (sequence parallelism wherever tp > 1 allows it; 1F1B against GPipe), or
+where less recompute already fits. The rest is priced by a closed form, and the finalists by simulating their schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+
+from parallel3d.config import ParallelConfig, Recompute, ScheduleName
+from parallel3d.errors import ConfigError
+from parallel3d.pipeline.schedules import STAGES_PER_RANK
+from parallel3d.planner.cost import Cost, step_cost
+from parallel3d.planner.engine import PARALLEL3D, Engine
+from parallel3d.planner.hardware import Cluster
+from parallel3d.planner.job import Job, from_config
+from parallel3d.planner.memory import RankMemory, quick_worst_bytes, worst_rank
+from parallel3d.planner.shapes import ModelShape, padded
+
+_FINALISTS = 20
+_MOST_MICROBATCH = 64  # sequences
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the user has decided: each axis or choice that is not None."""
+
+    pp: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    virtual_stages: int | None = None
+    schedule: ScheduleName | None = None
+    microbatch_size: int | None = None
+    recompute: Recompute | None = None
+    sequence_parallel: bool | None = None
+    max_tp: int | None = None
+    max_pp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained, on what. `memory_fraction`: how full a device may get."""
+
+    shape: ModelShape
+    cluster: Cluster
+    gpus: int
+    seq_len: int
+    global_batch_size: int
+    precision: str = "bf16"
+    engine: Engine = PARALLEL3D
+    fixed: Fixed = Fixed()
+    memory_fraction: float = 0.95
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.cluster.device.memory_bytes * self.memory_fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A layout that fits, with what it costs."""
+
+    parallel: ParallelConfig
+    memory: RankMemory  # of the worst pipeline rank
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout that does not fit, the leanest of its tp and pp, and by how much."""
+
+    parallel: ParallelConfig
+    reason: str
+    short_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`strategies`, best first; `rejected`, nearest to fitting first; how many layouts were weighed, and fit."""
+
+    strategies: tuple[Strategy, ...]
+    rejected: tuple[Rejected, ...]
+    considered: int
+    fitting: int
+
+
+@dataclass(frozen=True)
+class _Priced:
+    parallel: ParallelConfig
+    step_time_s: float
+    bytes: float
+
+
+def search(question: Question, *, top: int = 10) -> Answer:
+    """The best `top` strategies. Raises ConfigError where the question allows no layout at all, whatever the memory."""
+    _check(question)
+    fitting: list[_Priced] = []
+    nearest: dict[tuple[int, int], _Priced] = {}
+    considered = 0
+    for family in _families(question):
+        for priced in _price(question, family):
+            considered += 1
+            if priced.bytes <= question.usable_bytes:
+                fitting.append(priced)
+            else:
+                key = (priced.parallel.tp, priced.parallel.pp)
+                if key not in nearest or priced.bytes < nearest[key].bytes:
+                    nearest[key] = priced
+    if not considered:
+        raise ConfigError(_nothing_allowed(question))
+    finalists = sorted(fitting, key=lambda p: (p.step_time_s, p.bytes))[: max(_FINALISTS, 2 * top)]
+    strategies = sorted((strategy(question, p.parallel) for p in finalists), key=_rank)
+    fits = {(p.parallel.tp, p.parallel.pp) for p in fitting}
+    rejected = sorted((p for key, p in nearest.items() if key not in fits), key=lambda p: p.bytes)
+    return Answer(
+        strategies=tuple(strategies[:top]),
+        rejected=tuple(_reject(question, p) for p in rejected),
+        considered=considered,
+        fitting=len(fitting),
+    )
+
+
+def job_of(question: Question, parallel: ParallelConfig) -> Job:
+    """A layout as a job. Where tp does not divide the vocabulary the model is planned with a padded one, which its
+    recipe must then have too (`shapes.padded`)."""
+    return Job(
+        shape=padded(question.shape, parallel.tp),
+        cluster=question.cluster,
+        layout=from_config(parallel, question.global_batch_size),
+        engine=question.engine,
+        seq_len=question.seq_len,
+        precision=question.precision,
+    )
+
+
+def strategy(question: Question, parallel: ParallelConfig) -> Strategy:
+    """A layout priced exactly, whether it fits or not."""
+    job = job_of(question, parallel)
+    return Strategy(parallel=parallel, memory=worst_rank(job), cost=step_cost(job))
+
+
+def _rank(candidate: Strategy) -> tuple[float, float, int]:
+    """Fastest first; layouts within a per mille of each other by memory, then by fewer tp ranks."""
+    return (float(f"{candidate.cost.step_time_s:.3g}"), candidate.memory.total, candidate.parallel.tp)
+
+
+def _reject(question: Question, priced: _Priced) -> Rejected:
+    memory = worst_rank(job_of(question, priced.parallel))
+    short = priced.bytes - question.usable_bytes
+    largest = max(
+        ("parameters", "gradients", "optimizer", "activations", "logits", "buffers"),
+        key=lambda part: getattr(memory, part),
+    )
+    return Rejected(
+        parallel=priced.parallel,
+        reason=f"needs {short / 2**30:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}",
+        short_bytes=short,
+    )
+
+
+def _check(question: Question) -> None:
+    if question.gpus < 1:
+        raise ConfigError(f"gpus = {question.gpus}: must be at least 1")
+    if question.global_batch_size < 1 or question.seq_len < 1:
+        raise ConfigError("global batch and sequence length: must be at least 1")
+
+
+def _families(question: Question) -> Iterator[ParallelConfig]:
+    """Layouts that differ in more than recompute and the split of the data ranks: tp, pp, schedule, microbatch."""
+    shape, fixed = question.shape, question.fixed
+    for tp in _tensor_sizes(question):
+        for pp in _divisors(question.gpus // tp):
+            if pp > shape.layers or not _allowed(pp, fixed.pp) or fixed.max_pp is not None and pp > fixed.max_pp:
+                continue
+            dp = question.gpus // (tp * pp)
+            if question.global_batch_size % dp:
+                continue
+            for microbatch in _divisors(question.global_batch_size // dp):
+                if microbatch > _MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+                    continue
+                microbatches = question.global_batch_size // (dp * microbatch)
+                for schedule, virtual in _schedules(question, pp, microbatches):
+                    yield ParallelConfig(
+                        pp=pp,
+                        dp_shard=dp,
+                        tp=tp,
+                        virtual_stages=virtual,
+                        schedule=schedule,
+                        microbatch_size=microbatch,
+                        sequence_parallel=_sequence_parallel(question, tp),
+                    )
+
+
+def _tensor_sizes(question: Question) -> Iterator[int]:
+    shape, fixed = question.shape, question.fixed
+    together = gcd(shape.heads, shape.kv_heads, shape.ffn_hidden)
+    for tp in _divisors(gcd(together, question.gpus)):
+        if _allowed(tp, fixed.tp) and (fixed.max_tp is None or tp <= fixed.max_tp):
+            yield tp
+
+
+def _sequence_parallel(question: Question, tp: int) -> bool:
+    if question.fixed.sequence_parallel is not None:
+        return question.fixed.sequence_parallel and tp > 1
+    return tp > 1 and question.seq_len % tp == 0
+
+
+def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules and stages per rank: without a pipeline 1F1B alone, which is gradient accumulation."""
+    fixed = question.fixed
+    names = (fixed.schedule,) if fixed.schedule is not None else question.schedules if pp > 1 else ("1f1b",)
+    for name in names:
+        for virtual in _stages_per_rank(name, question.shape.layers, pp):
+            if _allowed(virtual, fixed.virtual_stages) and (virtual == 1 or microbatches % pp == 0):
+                yield name, virtual
+
+
+def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
+    """One where the schedule has one; two on a V; else every number that divides the layers, or where none does all
+    up to 8."""
+    rule, deepest = STAGES_PER_RANK[name], layers // pp
+    if rule.usual == 1:
+        return [1]
+    if pp == 1 or deepest < 2:
+        return []
+    if rule.most is not None:
+        return [rule.usual]
+    even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
+    return even or list(range(2, min(deepest, 8) + 1))
+
+
+def _price(question: Question, family: ParallelConfig) -> Iterator[_Priced]:
+    """A family's layouts by the closed form: each split of the data ranks with the least recompute that fits."""
+    fixed = question.fixed
+    kinds = [kind for kind in _RECOMPUTE if _allowed(kind, fixed.recompute)]
+    # Of a single block recompute keeps more than it saves; of several, full recompute is the leanest.
+    leanest_last = question.shape.layers > family.pp
+    for shards in _divisors(family.dp_shard):
+        replicas = family.dp_shard // shards
+        if not _allowed(shards, fixed.dp_shard) or not _allowed(replicas, fixed.dp_replicate):
+            continue
+        split = replace(family, dp_shard=shards, dp_replicate=replicas)
+        if leanest_last and len(kinds) > 1:
+            leanest = replace(split, recompute=kinds[-1])
+            bytes_ = quick_worst_bytes(job_of(question, leanest))
+            if bytes_ > question.usable_bytes:
+                yield _Priced(leanest, float("inf"), bytes_)
+                continue
+        for kind in kinds:
+            parallel = replace(split, recompute=kind)
+            job = job_of(question, parallel)
+            bytes_ = quick_worst_bytes(job)
+            fits = bytes_ <= question.usable_bytes
+            yield _Priced(parallel, step_cost(job, exact=False).step_time_s if fits else float("inf"), bytes_)
+            if fits:
+                break
+
+
+def _allowed(value: object, fixed: object) -> bool:
+    return fixed is None or value == fixed
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _nothing_allowed(question: Question) -> str:
+    shape, fixed = question.shape, question.fixed
+    asked = ", ".join(f"{k} = {v}" for k, v in vars(fixed).items() if v is not None) or "nothing fixed"
+    return (
+        f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, heads {shape.heads}, "
+        f"kv_heads {shape.kv_heads}) and a batch of {question.global_batch_size} sequences "
+        f"({asked}); try another number of devices or a batch that is a multiple of it"
+    )

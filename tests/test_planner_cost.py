@@ -1,0 +1,118 @@
+"""The cost and memory models: what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.collectives import all_gather_s, all_reduce_s, axis_group
+from parallel3d.planner.cost import step_cost
+from parallel3d.planner.engine import PARALLEL3D
+from parallel3d.planner.flops import model_flops_per_token
+from parallel3d.planner.hardware import Cluster, load_cluster
+from parallel3d.planner.job import Job, Layout
+from parallel3d.planner.memory import memory_by_rank, quick_worst_bytes, worst_rank
+from parallel3d.planner.named import named_shape
+from parallel3d.planner.roofline import Kernels, flash_attention_s, matmul_s
+from parallel3d.tools import plan_score
+
+HARDWARE = [plan_score.HARDWARE]
+
+
+@pytest.fixture(scope="module")
+def a100() -> Cluster:
+    return load_cluster("a100-80gb", HARDWARE)
+
+
+def job(cluster: Cluster, **layout: object) -> Job:
+    shape = named_shape("llama2-7b", shape_cards())
+    return Job(shape=shape, cluster=cluster, layout=Layout(**layout), engine=PARALLEL3D, seq_len=2048)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", sorted(plan_score.HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_hardware_file_reads(path: Path) -> None:
+    cluster = load_cluster(path.stem, HARDWARE)
+    assert 0 < cluster.device.matmul_efficiency < 1
+    assert cluster.device.peak("bf16") > 0
+
+
+def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="h100-80gb"):
+        load_cluster("h100-80", HARDWARE)
+
+
+def test_a_hardware_file_that_misses_a_key_says_which(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("device: {name: mine}\n")
+    with pytest.raises(ConfigError, match="mine"):
+        load_cluster(str(tmp_path / "mine.yaml"), HARDWARE)
+
+
+def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
+    inside, across = axis_group(a100, 8, 1), axis_group(a100, 8, 8)
+    assert (inside.nodes, across.nodes) == (1, 8)
+    assert all_gather_s(a100, across, 1e9) > 5 * all_gather_s(a100, inside, 1e9)
+
+
+def test_a_small_all_reduce_goes_by_a_tree(a100: Cluster) -> None:
+    group = axis_group(a100, 1024, 8)
+    assert all_reduce_s(a100, group, 1e3) < 0.1 * 2 * all_gather_s(a100, group, 1e3)
+
+
+def test_a_large_matmul_reaches_the_sustained_peak_and_a_small_one_does_not(a100: Cluster) -> None:
+    kernels = Kernels(device=a100.device, precision="bf16")
+    sustained = a100.device.peak("bf16") * a100.device.matmul_efficiency
+    assert 2 * 8192**3 / matmul_s(kernels, 8192, 8192, 8192) > 0.9 * sustained
+    assert 2 * 256**3 / matmul_s(kernels, 256, 256, 256) < 0.1 * sustained
+
+
+def test_heads_that_tensor_cores_cannot_load_are_slow(a100: Cluster) -> None:
+    kernels = Kernels(device=a100.device, precision="bf16")
+    assert matmul_s(kernels, 4096, 4100, 4096) > 1.5 * matmul_s(kernels, 4096, 4096, 4096)
+
+
+def test_attention_backward_costs_more_than_its_forward(a100: Cluster) -> None:
+    kernels = Kernels(device=a100.device, precision="bf16")
+    sizes = {"batch_heads": 32, "queries": 4096, "keys": 4096, "head_dim": 128, "causal": True}
+    forward, backward = (flash_attention_s(kernels, backward=b, **sizes) for b in (False, True))  # type: ignore[arg-type]
+    assert 2.5 * forward < backward < 4 * forward
+
+
+def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
+    cost = step_cost(job(a100, pp=4, dp=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,
+                         optimizer_shards=4, sequence_parallel=True))  # fmt: skip
+    assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(cost.step_time_s)
+    assert all(getattr(cost.parts, part.name) >= 0 for part in fields(cost.parts))
+
+
+def test_mfu_is_the_stated_definition(a100: Cluster) -> None:
+    work = job(a100, dp=8, microbatches=4)
+    cost = step_cost(work)
+    flops = work.tokens_per_step * model_flops_per_token(work.shape, work.seq_len)
+    assert cost.mfu == pytest.approx(flops / cost.step_time_s / 8 / 312e12)
+
+
+def test_recompute_trades_time_for_memory(a100: Cluster) -> None:
+    none = job(a100, dp=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8)
+    full = replace(none, layout=replace(none.layout, recompute="full"))
+    assert worst_rank(full).activations < 0.2 * worst_rank(none).activations
+    assert 1.2 < step_cost(full).step_time_s / step_cost(none).step_time_s < 1.4
+
+
+def test_sequence_parallel_needs_less_memory_and_no_more_time(a100: Cluster) -> None:
+    plain = job(a100, tp=8, microbatches=2)
+    split = replace(plain, layout=replace(plain.layout, sequence_parallel=True))
+    assert worst_rank(split).total < worst_rank(plain).total
+    assert step_cost(split).step_time_s <= step_cost(plain).step_time_s
+
+
+def test_the_quick_worst_rank_is_the_worst_rank(a100: Cluster) -> None:
+    for pp, virtual in ((1, 1), (3, 1), (4, 2), (8, 4), (5, 1)):
+        work = job(
+            a100, pp=pp, virtual_stages=virtual, schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+            microbatches=4 * pp,
+        )  # fmt: skip
+        assert quick_worst_bytes(work) == max(memory.total for memory in memory_by_rank(work))

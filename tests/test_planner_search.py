@@ -1,0 +1,117 @@
+"""The search: every answer is a layout that the trainer accepts, and none that is better was left out."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, Recompute, ScheduleName, TrainConfig
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.advice import reasons, remedies, run_length, smallest_cluster
+from parallel3d.planner.hardware import load_cluster
+from parallel3d.planner.named import named_shape
+from parallel3d.planner.search import Fixed, Question, job_of, search, strategy
+from parallel3d.planner.shapes import from_config
+from parallel3d.tools import plan_score
+from parallel3d.validation import validate
+
+MODEL = ModelConfig(layers=6, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816, vocab=32000)
+
+
+def question(**changes: object) -> Question:
+    cluster = load_cluster("a100-40gb", [plan_score.HARDWARE])
+    whole = Question(shape=from_config(MODEL), cluster=cluster, gpus=16, seq_len=1024, global_batch_size=64)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def test_every_strategy_is_a_valid_recipe() -> None:
+    asked = question()
+    for found in search(asked, top=20).strategies:
+        assert found.parallel.world_size == asked.gpus
+        train = TrainConfig(steps=1, global_batch_size=asked.global_batch_size, seq_len=asked.seq_len)
+        validate(Recipe(model=MODEL, train=train, parallel=found.parallel, data=DataConfig(), run_dir="runs/x"))
+
+
+def test_no_layout_left_out_is_better_than_the_best() -> None:
+    asked = question(gpus=8, global_batch_size=16)
+    best = search(asked, top=1).strategies[0]
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for pp, tp, shard, microbatch, recompute in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4), kinds):
+        if 8 % (pp * tp * shard) or 16 % (8 // (pp * tp) * microbatch):
+            continue
+        tried = ParallelConfig(
+            pp=pp, tp=tp, dp_shard=shard, dp_replicate=8 // (pp * tp * shard), microbatch_size=microbatch,
+            recompute=recompute, sequence_parallel=tp > 1,
+        )  # fmt: skip
+        other = strategy(asked, tried)
+        if other.memory.total <= asked.usable_bytes:
+            assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_padded() -> None:
+    shape = named_shape("gpt2-large", shape_cards())
+    asked = question(shape=shape, fixed=Fixed(tp=4))
+    best = search(asked, top=1).strategies[0]
+    assert job_of(asked, best.parallel).shape.vocab == 50304
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    found = search(question(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5).strategies
+    assert found and all((s.parallel.tp, s.parallel.pp, s.parallel.recompute) == (2, 2, "full") for s in found)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
+def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
+    found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
+    assert found and all(s.parallel.schedule == schedule for s in found)
+
+
+def test_where_nothing_fits_the_nearest_are_told_first() -> None:
+    shape = named_shape("llama3-70b", shape_cards())
+    answer = search(question(shape=shape, gpus=8, seq_len=8192, global_batch_size=8))
+    assert not answer.strategies
+    shortages = [rejected.short_bytes for rejected in answer.rejected]
+    assert shortages and shortages == sorted(shortages) and shortages[0] > 0
+    assert "GiB more" in answer.rejected[0].reason
+
+
+def test_an_impossible_question_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="no layout"):
+        search(question(gpus=7))
+    with pytest.raises(ConfigError, match="gpus = 0"):
+        search(question(gpus=0))
+
+
+def test_planning_never_imports_torch() -> None:
+    code = "import sys, parallel3d.planner.search, parallel3d.tools.plan_score; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_smallest_cluster_holds_the_model_and_a_smaller_one_does_not() -> None:
+    shape = named_shape("llama2-13b", shape_cards())
+    asked = question(shape=shape, global_batch_size=64, seq_len=4096)
+    found = smallest_cluster(asked)
+    assert found is not None
+    gpus, best = found
+    assert best.parallel.world_size == gpus > 1
+    assert not search(replace(asked, gpus=gpus // 2)).strategies
+
+
+def test_days_follow_from_tokens_per_second() -> None:
+    asked = question()
+    best = search(asked, top=1).strategies[0]
+    length = run_length(asked, best, tokens=1e12)
+    assert length.days * 86_400 * best.cost.tokens_per_s_per_gpu * asked.gpus == pytest.approx(1e12)
+    assert length.price is None
+
+
+def test_remedies_and_reasons_are_given() -> None:
+    asked = question(shape=named_shape("llama3-70b", shape_cards()), gpus=8, seq_len=8192, global_batch_size=512)
+    assert any("devices instead of 8" in line for line in remedies(asked))
+    small = question()
+    assert list(reasons(small, search(small)))

@@ -1,0 +1,98 @@
+"""Parameter counts of the planner: those of the real modules, and of the papers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import ModelConfig
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.job import spread
+from parallel3d.planner.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.shapes import StageSlice, from_config, stage_parameters, total_parameters
+
+PUBLISHED = {  # as Hugging Face and the papers count them
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name: str) -> None:
+    assert total_parameters(named_shape(name, shape_cards())) == PUBLISHED[name]
+
+
+def test_every_name_is_within_a_rounding_of_what_it_says() -> None:
+    for name in shape_names(shape_cards()):
+        assert total_parameters(named_shape(name, shape_cards())) > 1e8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "stages"), [(1, 1), (2, 1), (2, 3), (4, 5)])
+def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, tied: bool) -> None:
+    from parallel3d.layers.parameter import ParallelModule
+    from parallel3d.models.llama import Llama
+    from parallel3d.pipeline.stage import cut, spread_layers
+
+    config = ModelConfig(layers=7, hidden=64, heads=8, kv_heads=4, ffn_hidden=96, vocab=128, tied_embeddings=tied)
+    for span in spread_layers(config.layers, stages):
+        stage = cut(Llama(config, device="meta"), span)
+        real: dict[int, int] = {}
+        for module in stage.modules():
+            for name, spec in module.specs.items() if isinstance(module, ParallelModule) else ():
+                parameter = getattr(module, name)
+                real[id(parameter)] = parameter.numel() // (tp if spec.dim is not None else 1)
+        part = StageSlice(layers=span.end - span.first, embedding=span.is_first_stage, head=span.is_last_stage)
+        assert stage_parameters(from_config(config), part, tp) == sum(real.values())
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_layers_are_spread_as_the_pipeline_spreads_them(stages: int) -> None:
+    from parallel3d.pipeline.stage import spread_layers
+
+    assert spread(8, stages) == tuple(span.end - span.first for span in spread_layers(8, stages))
+
+
+def test_a_config_json_gives_the_same_shape_as_the_card(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert total_parameters(from_hugging_face(tmp_path / "config.json")) == PUBLISHED["llama3-8b"]
+
+
+def test_an_inconsistent_config_json_is_one_clear_line(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 100,
+        "num_attention_heads": 3,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="heads = 3: must divide hidden = 100"):
+        from_hugging_face(tmp_path / "config.json")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="llama3-8b"):
+        named_shape("llama-3-8b", shape_cards())

@@ -1,0 +1,75 @@
+"""Schedules in time, against what is known of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d.config import ScheduleName
+from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.pipeline.simulate import Costs, simulate
+from parallel3d.planner.activations import live_microbatches
+from parallel3d.planner.timeline import StageTimes, closed_form_s, makespan_s, pipeline_s
+
+EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@settings(deadline=None)
+@given(pp=st.integers(1, 6), microbatches=st.integers(1, 12))
+def test_an_even_pipeline_idles_for_its_depth_less_one(name: ScheduleName, pp: int, microbatches: int) -> None:
+    schedule = build_schedule(name, pp=pp, microbatches=microbatches)
+    assert makespan_s(schedule, [EVEN] * pp, 0.0) == pytest.approx(3 * (microbatches + pp - 1))
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    chunk = StageTimes(forward=0.25, input=0.25, weight=0.25)
+    makespan = pipeline_s("interleaved_1f1b", 4, 8, 4, [chunk] * 16, 0.0)
+    assert makespan == pytest.approx(3 * 8 + 3 * 3 / 4)
+
+
+@settings(deadline=None)
+@given(pp=st.integers(2, 4), times=st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
+def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
+    stages = [StageTimes(forward=t, input=t, weight=t) for t in times[:pp]]
+    microbatches = 100
+    exact = makespan_s(build_schedule("1f1b", pp=pp, microbatches=microbatches), stages, 0.1)
+    assert pipeline_s("1f1b", pp, microbatches, 1, stages, 0.1) == pytest.approx(exact, rel=3e-2)
+
+
+@settings(deadline=None)
+@given(pp=st.integers(1, 6), rounds=st.integers(1, 6))
+def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
+    stages = [EVEN] * pp
+    microbatches = pp * rounds
+    assert closed_form_s("1f1b", pp, microbatches, 1, stages, 0.0) == pytest.approx(
+        pipeline_s("1f1b", pp, microbatches, 1, stages, 0.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
+@settings(deadline=None)
+@given(pp=st.integers(2, 6), rounds=st.integers(1, 5))
+def test_live_microbatches_are_those_of_the_schedule(name: ScheduleName, virtual: int, pp: int, rounds: int) -> None:
+    schedule = build_schedule(name, pp=pp, microbatches=pp * rounds, virtual_stages=virtual)
+    told = [
+        live_microbatches(name, pp=pp, rank=rank, microbatches=pp * rounds, virtual_stages=virtual)
+        for rank in range(pp)
+    ]
+    assert told == list(schedule.peak_live_microbatches)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2)])
+def test_the_makespan_is_that_of_the_simulator(name: ScheduleName, virtual: int) -> None:
+    schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
+    simulated = simulate(schedule, Costs.uniform(schedule.stages, transfer=0.25))
+    assert makespan_s(schedule, [EVEN] * schedule.stages, 0.25) == pytest.approx(simulated.makespan_s)
+
+
+def test_zero_bubble_idles_less_than_1f1b() -> None:
+    times = [EVEN] * 8
+    plain, split = (pipeline_s(name, 8, 16, 1, times, 0.0) for name in ("1f1b", "zb_h1"))
+    assert 3 * 16 < split < plain
