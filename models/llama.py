@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d.config import ModelConfig, Recompute
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
+from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
-from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.rotary import RotaryEmbedding
@@ -52,7 +52,7 @@ class Llama(nn.Module):
         self.norm: RMSNorm | None = RMSNorm(
             D, eps=config.norm_eps, tp=tp, sequence_parallel=sequence_parallel, device=device
         )
-        self.head: ColumnParallelLinear | None = ColumnParallelLinear(
+        self.head: VocabParallelHead | None = VocabParallelHead(
             D, V, tp=tp, sequence_parallel=sequence_parallel, init=init, device=device
         )
         if config.tied_embeddings:

@@ -8,6 +8,7 @@ parameters are gathered once a step and gradients reduced once, in the last back
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,6 +66,36 @@ def reduce_in_last_backward(model: nn.Module) -> Callable[[bool], None]:
         sharded.set_reshard_after_backward(last)
 
     return before_backward
+
+
+def reduce_after_weights(model: nn.Module, before_backward: Callable[[bool], None]) -> Callable[[bool], None]:
+    """A function to call after each second half of a split backward of `model`, with whether its gradients are then
+    complete; `before_backward` is what `reduce_in_last_backward` gave for it. What `fully_shard` does at the end of a
+    backward it did after the first half, without those gradients: here it is done with them."""
+    if not isinstance(model, FSDPModule):
+        return lambda last: None
+    root = fully_shard.state(model)  # type: ignore[attr-defined]  # torch's own pipeline reaches its groups so, too
+
+    def after_weights(last: bool) -> None:
+        groups = [group for state in root._state_ctx.all_states for group in _parameter_groups(state)]
+        if not last:
+            for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+            return
+        before_backward(True)
+        for group in reversed(groups):
+            group.post_backward()
+        root._root_post_backward_final_callback()
+
+    return after_weights
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """A module's, of which torch 2.11 has one or none and 2.13 a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def free_gathered(model: nn.Module) -> None:

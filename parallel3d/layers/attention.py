@@ -1,30 +1,43 @@
-"""Self-attention, its heads split over tp.
+"""Attention, its heads split over tp.
 
-Shapes: B batch, S sequence, D hidden, H query heads, G key-value heads, K head dim, n = tp.
+Shapes: B batch, S sequence, T the context's sequence (S in self-attention), D hidden, H query heads, G key-value heads,
+K head dim, n = tp.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.init import normal
+from parallel3d.layers.dropout import Dropout, DropoutKey, DropoutMode
+from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from parallel3d.layers.mask import own_mask
+from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Initializer, ParallelModule
 from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.scores import attend, attend_with_dropout
 
 
 class ParallelAttention(ParallelModule):
-    """Causal grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): multi-head with as many kv_heads as heads,
+    multi-query with one.
 
     x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Each tp rank computes heads / tp
-    queries over kv_heads / tp keys and values. Sends what one column- and one row-parallel linear send.
-    `recompute`: the attention's own intermediate results are computed again in the backward instead of kept.
+    queries over kv_heads / tp keys and values. Where tp exceeds kv_heads, tp / kv_heads neighbours compute the same
+    key-value head: k and v are then whole on every rank, and their gradients summed over tp. Sends what one column- and
+    one row-parallel linear send, for cross-attention (a `context` of `context_hidden` features in `forward`) two
+    column-parallel ones.
 
-    Raises ValueError where tp does not divide heads and kv_heads.
+    `rotary`, `qk_norm` (RMSNorm of each head's queries and keys, before rotary: Qwen 3), `bias` of q, k and v,
+    `output_bias`, `causal`, `window` (`mask.own_mask`), `scale` (default 1 / sqrt(K)) are of the model. `dropout` is of
+    the probabilities and needs a `name`. `recompute`: the attention's own intermediate results are computed again in
+    the backward instead of kept; not under torch.compile, which fails on a checkpoint among DTensor parameters (2.13).
+
+    Raises ValueError where the heads cannot be spread over tp.
     """
 
     def __init__(
@@ -39,62 +52,120 @@ class ParallelAttention(ParallelModule):
         recompute: bool = False,
         init: Initializer = normal(0.02),
         output_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
+        head_dim: int | None = None,
+        context_hidden: int | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        dropout_mode: DropoutMode = "exact",
+        name: str = "attention",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
-        self.head_dim = hidden // heads
-        self.grouped = kv_heads != heads
+        self.head_dim = head_dim or hidden // heads
         self.recompute = recompute
         self.rotary = rotary
+        self.causal, self.window, self.scale = causal, window, scale
+        self._check_heads(heads, kv_heads)
 
-        def column(out_features: int) -> ColumnParallelLinear:
+        def column(in_features: int, of_heads: int, copies: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                hidden,
-                out_features,
+                in_features,
+                of_heads * self.head_dim,
+                bias=bias,
+                copies=copies,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
                 init=init,
+                bias_init=bias_init,
                 device=device,
                 dtype=dtype,
             )
 
-        self._check_heads(heads, kv_heads)
-        self.q = column(heads * self.head_dim)
-        self.k = column(kv_heads * self.head_dim)
-        self.v = column(kv_heads * self.head_dim)
+        copies = max(self.axis.size // kv_heads, 1)
+        self.q = column(hidden, heads, 1)
+        self.k = column(context_hidden or hidden, kv_heads, copies)
+        self.v = column(context_hidden or hidden, kv_heads, copies)
         self.o = RowParallelLinear(
             heads * self.head_dim,
             hidden,
+            bias=output_bias,
             tp=tp,
             sequence_parallel=sequence_parallel,
             init=output_init or init,
+            bias_init=bias_init,
             device=device,
             dtype=dtype,
         )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.head_dim, eps=norm_eps, tp=tp, over_heads=True, device=device, dtype=dtype)
+                for _ in range(2)
+            )
+        # Of [batch, heads, queries, keys].
+        self.dropout = Dropout(dropout, name=name, tp=tp, split_dim=1, mode=dropout_mode) if dropout else None
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))  # [B, S, H / n or G / n, K]
-            for part in column_parallel(x_BSD, (self.q, self.k, self.v))
-        )
-        if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        if self.recompute and torch.is_grad_enabled():
-            y = checkpoint(self._attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        key: DropoutKey | None = None,
+    ) -> Tensor:
+        """`context` [batch, T, context_hidden] (T / tp of it under sequence parallelism): where keys and values come
+        from, if not from x. `mask` [batch or 1, 1, S, T], bool, True where a query may see a key: holds beside the
+        attention's own causality and window; for packed documents `mask.same_document(ids)`. `positions` [batch, S]:
+        of the rotation. `key`: of dropout."""
+        if context is None:
+            q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         else:
-            y = self._attend(q, k, v)
+            (q,) = column_parallel(x_BSD, (self.q,))
+            k, v = column_parallel(context, (self.k, self.v))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))  # [B, S, H / n or G / n, K]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if self.recompute and torch.is_grad_enabled() and not is_compiling():
+            keep_generator = self.dropout is not None and key is None
+            y = checkpoint(self._attend, q, k, v, mask, key, use_reentrant=False, preserve_rng_state=keep_generator)
+        else:
+            y = self._attend(q, k, v, mask, key)
         return self.o(y.flatten(-2))
 
-    def _attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in (q_BSHK, k_BSGK, v_BSGK))
-        y_BHSK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+    def _attend(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, key: DropoutKey | None
+    ) -> Tensor:
+        queries, keys = q_BSHK.shape[1], k_BTGK.shape[1]
+        q, k, v = (part.transpose(1, 2) for part in (q_BSHK, k_BTGK, v_BTGK))
+        dropping = self.dropout is not None and self.training
+        if mask is None and self.window is None and not dropping and (queries == keys or not self.causal):
+            return attend(q, k, v, None, causal=self.causal, scale=self.scale).transpose(1, 2)
+        own = own_mask(queries, keys, causal=self.causal, window=self.window, device=q.device)
+        if own is not None:
+            mask = own if mask is None else mask & own
+        if dropping:
+            assert self.dropout is not None
+            y_BHSK = attend_with_dropout(q, k, v, mask, scale=self.scale, dropout=self.dropout, key=key)
+        else:
+            y_BHSK = attend(q, k, v, mask, causal=False, scale=self.scale)
         return y_BHSK.transpose(1, 2)
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         n = self.axis.size
-        if heads % kv_heads or heads % n or kv_heads % n:
+        if heads % kv_heads or heads % n or (kv_heads % n and n % kv_heads):
             raise ValueError(
                 f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads must divide heads, "
-                f"and tp must divide both"
+                f"tp must divide heads, and of tp and kv_heads one the other"
             )

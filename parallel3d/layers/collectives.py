@@ -2,7 +2,8 @@
 
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
 at once; `Pending.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go through
-`shared_memory`, all others through the backend.
+`shared_memory`, all others through the backend. Under `torch.compile` all of them are torch's functional collectives,
+which a compiler can put into its graph and overlap.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import _functional_collectives as functional
 
 from parallel3d.layers.shared_memory import SLOT_BYTES, SharedExchange, shared_exchange
 from parallel3d.mesh import Axis
@@ -23,6 +25,8 @@ SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_functional_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+_functional_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sum over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x where small)."""
     if axis.size == 1:
         return Pending(lambda: x)
+    if is_compiling():
+        return Pending(lambda: functional.all_reduce(x, "sum", _group(axis)))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         finish = exchange.start(x)
@@ -44,30 +50,46 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return Pending(lambda: _after(work, x))
 
 
-def start_gather_sequence(x: Tensor, axis: Axis) -> Pending:
-    """[batch, seq / n, hidden] -> [batch, seq, hidden]. Sends (n - 1) times x per rank."""
+def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
+    """[..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1) times x per rank."""
     if axis.size == 1:
         return Pending(lambda: x)
+    if is_compiling():
+        return Pending(lambda: _functional_gather(x.contiguous(), dim, _group(axis)))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         finish = exchange.start(x)
-        return Pending(lambda: torch.cat(finish(), dim=SEQUENCE_DIM))
-    stacked = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    work = _all_gather(stacked, x, group=axis.group, async_op=True)
-    return Pending(lambda: rearrange(_after(work, stacked), "(n b) s ... -> b (n s) ...", n=axis.size))
+        return Pending(lambda: torch.cat(finish(), dim=dim))
+    stacked = x.new_empty((axis.size, *x.shape))
+    work = _all_gather(stacked.flatten(0, 1), x, group=axis.group, async_op=True)
+    # No copy where the dims before `dim` are of size 1.
+    return Pending(lambda: _after(work, stacked).movedim(0, dim).flatten(dim, dim + 1))
 
 
-def start_reduce_scatter_sequence(x: Tensor, axis: Axis) -> Pending:
-    """[batch, seq, hidden] -> this rank's [batch, seq / n, hidden] of the sum. Sends (n - 1) / n of x per rank."""
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
+    """[..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n of x per
+    rank."""
     if axis.size == 1:
         return Pending(lambda: x)
-    stacked = rearrange(x, "b (n s) ... -> n b s ...", n=axis.size).contiguous()  # no copy where batch = 1
+    if is_compiling():
+        return Pending(lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis)))
+    stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()  # no copy where batch = 1
     if exchange := _exchange_for(stacked, axis):
         finish = exchange.start(stacked)
         return Pending(lambda: _sum([part[axis.rank] for part in finish()]))
     out = torch.empty_like(stacked[0])
     work = _reduce_scatter(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
     return Pending(lambda: _after(work, out))
+
+
+def start_gather_sequence(x: Tensor, axis: Axis) -> Pending:
+    """[batch, seq / n, hidden] -> [batch, seq, hidden]."""
+    return start_gather(x, axis, SEQUENCE_DIM)
+
+
+def start_reduce_scatter_sequence(x: Tensor, axis: Axis) -> Pending:
+    """[batch, seq, hidden] -> this rank's [batch, seq / n, hidden] of the sum."""
+    return start_reduce_scatter(x, axis, SEQUENCE_DIM)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -86,11 +108,18 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """Largest over the axis, elementwise; `x` may be overwritten."""
     if axis.size == 1:
         return x
+    if is_compiling():
+        return functional.all_reduce(x, "max", _group(axis))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         return torch.stack(exchange.start(x)()).amax(dim=0)
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
     return x
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    assert axis.group is not None
+    return axis.group
 
 
 def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:

@@ -1,4 +1,9 @@
-"""The token embedding, its rows (the vocabulary) split over tp."""
+"""The token embedding, its rows (the vocabulary) split over tp.
+
+[Note: uneven vocabulary] Rank r has rows r c <= id < min((r + 1) c, V) of V, where c = ceil(V / n): DTensor's own
+uneven shards. So nothing is padded at rest: the parameter's global shape, the state dict and a checkpoint are those
+of one device. Where equal widths are needed, the head pads its logits instead (`head`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
 from parallel3d.layers.init import normal
-from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor
+from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor, traced
+from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
 from parallel3d.mesh import Axis
 
 
@@ -22,8 +29,8 @@ class VocabParallelEmbedding(ParallelModule):
     Each tp rank looks up the ids of its rows, and the sum over tp joins them: an all-reduce (or reduce-scatter)
     forward; backward nothing (or an all-gather). Megatron-LM, arXiv 1909.08053, section 3.
 
-    An id outside the vocabulary gives zeros under tp > 1: check ids before they come here, as `data.loader` does.
-    Raises ValueError where tp does not divide vocab.
+    tp need not divide vocab: [Note: uneven vocabulary]. An id outside the vocabulary gives zeros under tp > 1: check
+    ids before they come here, as `data.loader` does. Raises ValueError where a rank would have no row at all.
     """
 
     weight: nn.Parameter
@@ -41,18 +48,39 @@ class VocabParallelEmbedding(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.sequence_parallel = sequence_parallel
-        self.add_parameter("weight", ParameterSpec((vocab, hidden), 0, init), device=device, dtype=dtype)
+        self.first_row = self.axis.rank * -(-vocab // self.axis.size)
+        spec = ParameterSpec((vocab, hidden), 0, init, uneven=True)
+        self.add_parameter("weight", spec, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
+        if is_compiling():
+            return self._traced(ids)
         y: Tensor = _VocabParallelEmbedding.apply(
-            ids, self.weight, self.axis, self.sequence_parallel, self.fused_gradients
+            ids, self.weight, self.axis, self.first_row, self.sequence_parallel, self.fused_gradients
         )
         return y
+
+    def _traced(self, ids: Tensor) -> Tensor:
+        rows = traced(self.weight, self, "weight")
+        if self.axis.size == 1:
+            return F.embedding(ids, rows)
+        own, elsewhere = _own_rows(ids, self.first_row, rows.shape[0])
+        y = F.embedding(own, rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
+
+
+def _own_rows(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Ids as indices of this rank's rows (0 for those of another's), and which are another's."""
+    own = ids - first
+    elsewhere = (own < 0) | (own >= rows)
+    return own.masked_fill(elsewhere, 0), elsewhere
 
 
 class _VocabParallelEmbedding(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, axis: Axis, first: int, sequence_parallel: bool, fused: bool
+    ) -> Tensor:
         ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
         ctx.weight = weight
         rows = local_tensor(weight)
@@ -60,9 +88,7 @@ class _VocabParallelEmbedding(Function):
             ctx.save_for_backward(ids)
             ctx.elsewhere = None
             return F.embedding(ids, rows)
-        own = ids - axis.rank * rows.shape[0]
-        ctx.elsewhere = (own < 0) | (own >= rows.shape[0])  # another rank's rows
-        own = own.masked_fill(ctx.elsewhere, 0)
+        own, ctx.elsewhere = _own_rows(ids, first, rows.shape[0])
         ctx.save_for_backward(own)
         y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
         return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
@@ -74,7 +100,7 @@ class _VocabParallelEmbedding(Function):
             grad = gather_sequence(grad, ctx.axis)
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
-        return None, _give_rows(weight, ids, grad, fused=ctx.fused), None, None, None
+        return None, _give_rows(weight, ids, grad, fused=ctx.fused), None, None, None, None
 
 
 def _give_rows(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:

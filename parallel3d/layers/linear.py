@@ -16,52 +16,54 @@ Shapes: B batch, S sequence, I input features, O output features, n = tp.
                     (*) reduce-scattered                dW = dy^T x
                 dW = dy^T x, (*) x gathered again
     (*) sequence_parallel
+
+A bias of a column-parallel layer is split as the output is. That of a row-parallel one is whole on every rank and added
+once, after the sum; under sequence parallelism each rank then sees other tokens, and its gradient is summed over tp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.collectives import (
-    Pending,
-    all_reduce,
-    gather_sequence,
-    reduce_scatter_sequence,
-    start_all_reduce,
-    start_gather_sequence,
-    start_reduce_scatter_sequence,
+from parallel3d.layers.init import normal, zeros
+from parallel3d.layers.linear_autograd import ColumnParallelProduct, RowParallelProduct
+from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated, traced
+from parallel3d.layers.regions import (
+    all_gather_to_region,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
 )
-from parallel3d.layers.init import normal
-from parallel3d.layers.parameter import (
-    Initializer,
-    ParallelModule,
-    ParameterSpec,
-    give_matmul_gradient,
-    local_tensor,
-)
-from parallel3d.mesh import Axis
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
 
 class ColumnParallelLinear(ParallelModule):
-    """y = x W^T with the output features split over tp.
+    """y = x W^T + b with the output features split over tp.
 
     x [batch, seq, in_features], or [batch, seq / tp, in_features] with `sequence_parallel`;
-    y [batch, seq, out_features / tp]. Sends, per call: nothing forward and an all-reduce of x backward; with
-    `sequence_parallel` an all-gather of x forward, another with a reduce-scatter backward.
+    y [batch, seq, out_features / tp], or [batch, seq, out_features] with `gather_output`. Sends, per call: nothing
+    forward and an all-reduce of x backward; with `sequence_parallel` an all-gather of x forward, another with a
+    reduce-scatter backward; with `gather_output` an all-gather of y forward.
 
-    Raises ValueError where tp does not divide out_features.
+    `copies` neighbouring ranks compute the same output features, out_features * copies / tp of them (keys and values
+    of fewer heads than ranks). The weight is then whole on every rank, once in a checkpoint, and its gradient partial.
+    `async_tp` (the all-gather taken apart and hidden behind the product) is refused: see `refuse_async_tp`.
+
+    Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
+    uneven = False  # whether the last rank may have fewer output features
 
     def __init__(
         self,
@@ -71,29 +73,59 @@ class ColumnParallelLinear(ParallelModule):
         tp: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         init: Initializer = normal(0.02),
+        bias: bool = False,
+        bias_init: Initializer = zeros,
+        gather_output: bool = False,
+        copies: int = 1,
+        async_tp: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
+        refuse_async_tp(async_tp)
+        self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
-        self.add_parameter("weight", ParameterSpec((out_features, in_features), 0, init), device=device, dtype=dtype)
+        self.gather_output = gather_output
+        self.rows = self._rows_of_copies(copies) if copies > 1 else None
+        dim = 0 if self.rows is None else None
+        partial = self.rows is not None
+        spec = ParameterSpec((out_features, in_features), dim, init, partial_gradient=partial, uneven=self.uneven)
+        self.add_parameter("weight", spec, device=device, dtype=dtype)
+        if bias:
+            spec = ParameterSpec((out_features,), dim, bias_init, partial_gradient=partial, uneven=self.uneven)
+            self.add_parameter("bias", spec, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = column_parallel(x, [self])
-        return y
+        (y,) = column_parallel(x, (self,))
+        return gather_from_region(y, self.axis) if self.gather_output else y
+
+    def _rows_of_copies(self, copies: int) -> slice:
+        n = self.axis.size
+        if n % copies or self.out_features % (n // copies) or self.gather_output:
+            raise ValueError(
+                f"ColumnParallelLinear: {copies} copies of parts of {self.out_features} output features on tp = {n} "
+                f"ranks: copies must divide tp, tp / copies the features, and the output is not gathered"
+            )
+        length = self.out_features * copies // n
+        start = self.axis.rank // copies * length
+        return slice(start, start + length)
 
 
 class RowParallelLinear(ParallelModule):
-    """y = x W^T with the input features split over tp, as a column-parallel layer leaves them.
+    """y = x W^T + b with the input features split over tp, as a column-parallel layer leaves them.
 
-    x [batch, seq, in_features / tp]; y [batch, seq, out_features], or [batch, seq / tp, out_features] with
+    x [batch, seq, in_features / tp], or with `input_is_parallel=False` [batch, seq, in_features], the same on every
+    rank, of which each takes its part; y [batch, seq, out_features], or [batch, seq / tp, out_features] with
     `sequence_parallel`. Sends, per call: an all-reduce of y forward and nothing backward; with `sequence_parallel` a
-    reduce-scatter forward and an all-gather backward.
+    reduce-scatter forward and an all-gather backward; where the input is whole an all-gather of its gradient.
 
     Raises ValueError where tp does not divide in_features.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -103,30 +135,57 @@ class RowParallelLinear(ParallelModule):
         tp: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         init: Initializer = normal(0.02),
+        bias: bool = False,
+        bias_init: Initializer = zeros,
+        input_is_parallel: bool = True,
+        async_tp: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
+        refuse_async_tp(async_tp)
+        self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
+        self.input_is_parallel = input_is_parallel
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init), device=device, dtype=dtype)
+        if bias:
+            spec = ParameterSpec((out_features,), None, bias_init, partial_gradient=sequence_parallel)
+            self.add_parameter("bias", spec, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to_region(x, self.axis)
         if is_plain(self):
-            return F.linear(x, self.weight)
-        y: Tensor = _RowParallel.apply(x, self.weight, self.axis, self.sequence_parallel, self.fused_gradients)
-        return y
+            return F.linear(x, self.weight, self.bias)
+        if is_compiling():
+            y = F.linear(x, traced(self.weight, self, "weight"))
+            y = reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
+        else:
+            y = RowParallelProduct.apply(x, self.weight, self.axis, self.sequence_parallel, self.fused_gradients)
+        return y if self.bias is None else y + replicated(self.bias, self, "bias")
+
+
+def refuse_async_tp(wanted: bool) -> None:
+    """Raises ValueError: overlap inside one product needs memory that all GPUs of the axis can write to."""
+    if wanted:
+        raise ValueError(
+            "async_tp = True: taking a collective apart and hiding it behind its product needs CUDA's symmetric "
+            "memory, which this version does not use; leave it False. The input gradient's collective overlaps the "
+            "weight gradient's product without it"
+        )
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """What each layer makes of the same x, for the collectives of one: q, k and v of an attention, gate and up of an
     MLP. The weights stay apart, because two packed along the split dimension could not be resharded."""
-    first = layers[0]
     if all(is_plain(layer) for layer in layers):
-        return tuple(F.linear(x, layer.weight) for layer in layers)
-    weights = [layer.weight for layer in layers]
-    outputs: tuple[Tensor, ...] = _ColumnParallel.apply(
-        x, first.axis, first.sequence_parallel, first.fused_gradients, *weights
-    )
+        return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+    if is_compiling():
+        return _column_parallel_traced(x, layers)
+    parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
+    outputs: tuple[Tensor, ...] = ColumnParallelProduct.apply(x, layers, *parameters)
     return outputs
 
 
@@ -134,53 +193,17 @@ def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
     """Whether torch's own linear does as well: nothing is split, and the weight is so small that the copy of its
     gradient, which fusing would save, costs less than a function in Python."""
     alone = layer.axis.size == 1
-    return alone and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS)
+    return alone and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling())
 
 
-class _ColumnParallel(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, fused: bool, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
-        ctx.save_for_backward(x)
-        ctx.weights = weights  # not saved: activation recompute would hand back copies, whose .grad nobody reads
-        if sequence_parallel:
-            x = gather_sequence(x, axis)
-        return tuple(F.linear(x, local_tensor(weight)) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weights = ctx.saved_tensors, ctx.weights
-        # The input is gathered again while its gradient is computed, and that travels while the weights' are.
-        gathered = start_gather_sequence(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
-        flat = [grad.flatten(0, -2) for grad in grads]  # [tokens, O / n]
-        grad_x = flat[0] @ local_tensor(weights[0])
-        for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            grad_x.addmm_(grad, local_tensor(weight))
-        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        travelling = (start_reduce_scatter_sequence if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
-        x = gathered.wait().flatten(0, -2)
-        weight_grads = [
-            give_matmul_gradient(weight, grad, x, fused=ctx.fused) for weight, grad in zip(weights, flat, strict=True)
-        ]
-        return travelling.wait(), None, None, None, *weight_grads
-
-
-class _RowParallel(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
-        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        y = F.linear(x, local_tensor(weight))
-        return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        if ctx.sequence_parallel:
-            grad = gather_sequence(grad, ctx.axis)
-        grad_x = grad @ local_tensor(weight)
-        grad_weight = give_matmul_gradient(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
-        return grad_x, grad_weight, None, None, None
+def _column_parallel_traced(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    first = layers[0]
+    x = all_gather_to_region(x, first.axis) if first.sequence_parallel else copy_to_region(x, first.axis)
+    outputs = []
+    for layer in layers:
+        weight = traced(layer.weight, layer, "weight")
+        bias = None if layer.bias is None else traced(layer.bias, layer, "bias")
+        if layer.rows is not None:
+            weight, bias = weight[layer.rows], None if bias is None else bias[layer.rows]
+        outputs.append(F.linear(x, weight, bias))
+    return tuple(outputs)

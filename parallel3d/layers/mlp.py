@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.init import normal
+from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.parameter import Initializer, ParallelModule
 
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
+
+_gelu_tanh: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": _gelu_tanh}
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+
 
 class ParallelMLP(ParallelModule):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): y = (silu(x W_gate^T) * x W_up^T) W_down^T.
+    """With a gate (swiglu, geglu; Shazeer 2020, arXiv 2002.05202): y = (act(x W_gate^T) * x W_up^T) W_down^T.
+    Without (gelu, relu): y = act(x W_up^T) W_down^T. `bias` gives each of the matrices one.
 
     x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Sends what one column- and one
     row-parallel linear send. Raises ValueError where tp does not divide ffn_hidden.
@@ -24,32 +35,50 @@ class ParallelMLP(ParallelModule):
         hidden: int,
         ffn_hidden: int,
         *,
+        activation: Activation = "swiglu",
+        bias: bool = False,
         tp: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         init: Initializer = normal(0.02),
         output_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
+        if activation not in GATED and activation not in UNGATED:
+            raise ValueError(f"ParallelMLP: activation = {activation}: try one of {', '.join([*GATED, *UNGATED])}")
+        self.activation = GATED.get(activation) or UNGATED[activation]
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                hidden, ffn_hidden, tp=tp, sequence_parallel=sequence_parallel, init=init, device=device, dtype=dtype
+                hidden,
+                ffn_hidden,
+                bias=bias,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                init=init,
+                bias_init=bias_init,
+                device=device,
+                dtype=dtype,
             )
 
-        self.gate = column()
+        self.gate = column() if activation in GATED else None
         self.up = column()
         self.down = RowParallelLinear(
             ffn_hidden,
             hidden,
+            bias=bias,
             tp=tp,
             sequence_parallel=sequence_parallel,
             init=output_init or init,
+            bias_init=bias_init,
             device=device,
             dtype=dtype,
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
         gate, up = column_parallel(x, (self.gate, self.up))  # [batch, seq, ffn_hidden / tp] each
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(gate) * up)

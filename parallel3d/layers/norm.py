@@ -1,4 +1,9 @@
-"""Normalisation. Its weight is small and whole on every rank."""
+"""Normalisation. Its weights are small and whole on every rank.
+
+x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank sees other tokens,
+and the gradients of weight and bias are summed over tp. They are, too, with `over_heads`, where each rank normalises
+other heads [..., heads / tp, head_dim] (q/k norm). Nothing else is sent.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.init import ones
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec, replicated
+from parallel3d.layers.init import ones, zeros
+from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated
 
 
 class RMSNorm(ParallelModule):
-    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
-
-    x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank sees other
-    tokens, and the weight's gradient is summed over tp.
-    """
+    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
     weight: nn.Parameter
 
@@ -27,14 +28,53 @@ class RMSNorm(ParallelModule):
         eps: float = 1e-5,
         tp: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        over_heads: bool = False,
+        init: Initializer = ones,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
         self.eps = eps
-        spec = ParameterSpec((hidden,), None, ones, partial_gradient=sequence_parallel)
+        spec = ParameterSpec((hidden,), None, init, partial_gradient=sequence_parallel or over_heads)
         self.add_parameter("weight", spec, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated(self.weight, self, "weight")
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+
+class LayerNorm(ParallelModule):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        tp: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        over_heads: bool = False,
+        init: Initializer = ones,
+        bias_init: Initializer = zeros,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(tp)
+        self.eps = eps
+        partial = sequence_parallel or over_heads
+        spec = ParameterSpec((hidden,), None, init, partial_gradient=partial)
+        self.add_parameter("weight", spec, device=device, dtype=dtype)
+        if bias:
+            spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
+            self.add_parameter("bias", spec, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = replicated(self.weight, self, "weight")
+        bias = None if self.bias is None else replicated(self.bias, self, "bias")
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)

@@ -9,6 +9,7 @@ autograd functions take the parameter itself, compute with `local_tensor(paramet
 `fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the weight's size per microbatch
 (Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so until
 `training.gradients` sums all of them in one collective a step. Autograd's hooks on the parameter do not fire then.
+Under `torch.compile` gradients always go through autograd; what is left partial is the same.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
+from parallel3d.layers.deferral import deferred
+from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
 
 Initializer = Callable[[Tensor, torch.Generator | None], object]
@@ -37,14 +41,22 @@ class ParameterSpec:
     dim: int | None
     init: Initializer
     partial_gradient: bool = False  # each tp rank computes a summand of the gradient (norms under sequence parallelism)
+    uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
     @property
     def placement(self) -> Placement:
         return Replicate() if self.dim is None else Shard(self.dim)
 
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """This tp rank's part of the global tensor."""
+        """This tp rank's part of the global tensor: as DTensor's `Shard`, each ceil(size / n) but for the last."""
         return full if self.dim is None else full.chunk(axis.size, dim=self.dim)[axis.rank]
+
+    def divides(self, n: int) -> bool:
+        """Whether every one of n ranks gets a part."""
+        if self.dim is None:
+            return True
+        size = self.shape[self.dim]
+        return (n - 1) * -(-size // n) < size if self.uneven else size % n == 0
 
 
 class ParallelModule(nn.Module):
@@ -69,11 +81,18 @@ class ParallelModule(nn.Module):
                 spec.init(full, None)
         local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
-        self.register_parameter(name, nn.Parameter(_on_axis(local, self.tp, spec, full)))
+        self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
+
+    def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
+        """This rank's part of `full` as a DTensor on the tp axis; where that has one rank, as it is."""
+        if self.tp is None or self.tp.size() == 1:
+            return local
+        shape, stride = full.shape, full.stride()
+        return DTensor.from_local(local, self.tp, [spec.placement], run_check=False, shape=shape, stride=stride)
 
     def _check_divisible(self, name: str, spec: ParameterSpec) -> None:
         n = self.axis.size
-        if spec.dim is not None and spec.shape[spec.dim] % n:
+        if spec.dim is not None and not spec.divides(n):
             raise ValueError(
                 f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
                 f"cannot be split over tp = {n}; a multiple of {n} would do"
@@ -120,11 +139,24 @@ def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | 
 
 def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
     """As `give_gradient` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and [tokens, in]:
-    where gradients are fused, the matrix multiplication itself adds the product."""
+    where gradients are fused, the matrix multiplication itself adds the product, now or when the runtime has time."""
+    if fused and deferred(lambda: give_matmul_gradient(weight, grad_out, x, fused=True)):
+        return None
     if fused and weight.grad is not None:
         local_tensor(weight.grad).addmm_(grad_out.t(), x)
         return None
     return give_gradient(weight, grad_out.t().mm(x), fused=fused)
+
+
+def give_rows_gradient(parameter: Tensor, rows: slice, part: Tensor, axis: Axis, *, fused: bool) -> Tensor | None:
+    """As `give_gradient` for a replicated parameter of which this rank used `rows` alone: the gradient is partial, and
+    so stays where gradients are fused; else it is summed over the axis."""
+    if fused and parameter.grad is not None:
+        local_tensor(parameter.grad)[rows].add_(part)
+        return None
+    whole = torch.zeros_like(local_tensor(parameter))
+    whole[rows] = part
+    return give_gradient(parameter, whole if fused else all_reduce(whole, axis), fused=fused)
 
 
 def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
@@ -132,9 +164,20 @@ def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
     partial (at once, or left to the end of the step: [Note: fused gradients])."""
     if not isinstance(parameter, DTensor):
         return parameter
+    if is_compiling():
+        return traced(parameter, module, name)
     partial = module.specs[name].partial_gradient
     result: Tensor = _Replicated.apply(parameter, module.axis if partial else None, module.fused_gradients)
     return result
+
+
+def traced(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
+    """This rank's part of a parameter as `torch.compile` can follow it: torch's own conversion, whose gradient is the
+    parameter's; what is partial is summed as `replicated` does."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if module.specs[name].partial_gradient and not module.fused_gradients:
+        local = copy_to_region(local, module.axis)
+    return local
 
 
 class _Replicated(Function):
@@ -147,14 +190,8 @@ class _Replicated(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         if ctx.sum_over is not None and not ctx.fused:
-            grad = all_reduce(grad, ctx.sum_over)
+            grad = all_reduce(grad.clone(), ctx.sum_over)  # cloned: others may hold the gradient, too
         return give_gradient(ctx.parameter, grad, fused=ctx.fused), None, None
-
-
-def _on_axis(local: Tensor, tp: DeviceMesh | None, spec: ParameterSpec, full: Tensor) -> Tensor:
-    if tp is None or tp.size() == 1:
-        return local
-    return DTensor.from_local(local, tp, [spec.placement], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:

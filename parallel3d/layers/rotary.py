@@ -5,22 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from parallel3d.layers.positions import Llama3Scaling, YarnScaling
+
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by position * theta^(-2i / K).
+    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by position * theta^(-2i / K),
+    that frequency changed by `scaling` where there is one.
 
     The table of angles is float32, made on first use for the longest sequence yet, and no part of a state dict.
     """
 
-    def __init__(self, head_dim: int, *, theta: float = 10_000.0) -> None:
+    def __init__(
+        self, head_dim: int, *, theta: float = 10_000.0, scaling: Llama3Scaling | YarnScaling | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.theta = theta
+        self.scaling = scaling
         self._table: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, heads, head_dim] -> the same shape and dtype."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x [batch, seq, heads, head_dim] -> the same shape and dtype. `positions` [batch, seq], below seq: 0, 1, ...
+        where it is not given."""
         cos, sin = self._angles(x)
+        if positions is not None:
+            cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
         return torch.addcmul(x * cos, x.roll(self.head_dim // 2, dims=-1), sin)
 
     def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,9 +38,12 @@ class RotaryEmbedding(nn.Module):
         table = self._table
         if table is None or table[0].shape[0] < length or table[0].device != x.device or table[0].dtype != x.dtype:
             exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
+            frequencies, magnitude = self.theta**-exponents, 1.0
+            if self.scaling is not None:
+                frequencies, magnitude = self.scaling.scale(frequencies, self.theta), self.scaling.magnitude
             positions = torch.arange(length, device=x.device, dtype=torch.float32)
-            angles = torch.outer(positions, self.theta**-exponents).repeat(1, 2).unsqueeze(1)
-            signs = torch.ones(self.head_dim, device=x.device)
-            signs[: self.head_dim // 2] = -1.0
-            table = self._table = (angles.cos().to(x.dtype), (angles.sin() * signs).to(x.dtype))
+            angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
+            signs = torch.full((self.head_dim,), magnitude, device=x.device)
+            signs[: self.head_dim // 2] *= -1.0
+            table = self._table = ((angles.cos() * magnitude).to(x.dtype), (angles.sin() * signs).to(x.dtype))
         return table[0][:length], table[1][:length]

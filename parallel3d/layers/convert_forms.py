@@ -1,0 +1,222 @@
+"""What `layers.convert` makes of a module: a class on top of its own, whose forward works on this rank's part.
+
+Shapes: B batch, S sequence, I input features, O output features, P packed matrices, n = tp. What each sends is in its
+docstring. A weight is [O, I], or [I, O] in transformers' Conv1D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+from parallel3d.layers.regions import copy_to_region, reduce_from_region
+from parallel3d.mesh import Axis
+
+
+class Form(nn.Module):
+    """Base of the forms: parameters are DTensors at rest, and a state dict of whole tensors loads too."""
+
+    axis: Axis
+
+    def local(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter of this module, for autograd; None where it has none."""
+        parameter = self._parameters.get(name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        weight = self.local("weight")
+        assert weight is not None
+        return weight, self.local("bias")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+                continue
+            if value.shape == parameter.shape:  # torch's own message tells of other shapes
+                value = value.to(parameter.device)
+                cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                state_dict[prefix + name] = cut
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class ColumnForm(Form):
+    """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
+
+    Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
+    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `layers.convert`.
+    """
+
+    features: int  # output features of all ranks
+    packed: int = 1
+    shared_heads: int | None = None  # where tp is a multiple of so many heads
+    gather_output: bool = False
+    entered: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self._own_columns()
+        y = F.linear(x if self.entered else copy_to_region(x, self.axis), weight, bias)
+        return _GatherLast.apply(y, self.axis, self.features) if self.gather_output else y
+
+    def _own_columns(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.weight_and_bias()
+        if self.packed > 1:
+            if bias is not None:
+                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(self.axis.size, 1)[self.axis.rank]
+                bias = bias.flatten()
+            weight = cast(Tensor, _Exchange.apply(weight, self.axis, self.packed))
+        elif self.shared_heads is not None:
+            head = self.axis.rank * self.shared_heads // self.axis.size
+            weight = copy_to_region(weight, self.axis).chunk(self.shared_heads, 1 if is_conv1d(self) else 0)[head]
+            bias = None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
+        return weight.t() if is_conv1d(self) else weight, bias
+
+
+class RowForm(Form):
+    """A linear layer of this rank's input features: [B, S, I / n] -> [B, S, O]. All-reduces y forward; sends nothing
+    backward. The bias is added after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight_and_bias()
+        y = reduce_from_region(F.linear(x, weight.t() if is_conv1d(self) else weight), self.axis)
+        return y if bias is None else y + bias
+
+
+class EmbeddingForm(Form):
+    """A look-up in this rank's rows: ids [B, S] -> [B, S, D]. All-reduces y forward; sends nothing backward."""
+
+    num_embeddings: int
+    padding_idx: int | None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows, _ = self.weight_and_bias()
+        first_row = self.axis.rank * -(-self.num_embeddings // self.axis.size)
+        own = ids - first_row
+        elsewhere = (own < 0) | (own >= rows.shape[0])
+        if self.padding_idx is not None:  # its row is looked up, but learns nothing
+            rows = _hold_row(rows, self.padding_idx - first_row)
+        if rows.shape[0] == 0:  # fewer ids than tp
+            y = rows.new_zeros(*ids.shape, rows.shape[1]) + 0.0 * rows.sum()
+        else:
+            y = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_from_region(y, self.axis)
+
+
+class ReplicatedForm(Form):
+    """A module that every rank has whole. While its own forward runs, its parameters read as plain tensors; for all
+    others they are the DTensors that they are. Where its gradient is partial it is all-reduced in the backward."""
+
+    partial_gradient: bool = False
+    _computing: bool = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._as_plain_tensors():
+            return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def _as_plain_tensors(self) -> Iterator[None]:
+        before, self._computing = self._computing, True  # before: recompute may run a forward within a forward
+        try:
+            yield
+        finally:
+            self._computing = before
+
+    def _read(self, name: str) -> Tensor | None:
+        if not self._computing:
+            return self._parameters[name]
+        local = self.local(name)
+        return copy_to_region(local, self.axis) if self.partial_gradient and local is not None else local
+
+
+class EnterForm(Form):
+    """A module whose input several column-parallel layers read. Sends nothing forward; all-reduces dx backward."""
+
+    argument: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (copy_to_region(args[0], self.axis), *args[1:])
+        else:
+            kwargs[self.argument] = copy_to_region(kwargs[self.argument], self.axis)
+        return super().forward(*args, **kwargs)
+
+
+def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) -> None:
+    """Puts a form on top of the module's class. The object, its parameters and its hooks stay what they are."""
+    own = type(module)
+    members: dict[str, object] = {}
+    if form is ReplicatedForm:
+        members = {name: _property(name) for name in module._parameters}
+    module.__class__ = type(f"TensorParallel{own.__name__}", (form, own), members)
+    for name, value in {"axis": axis, **settings}.items():
+        setattr(module, name, value)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer with its weight transposed. Known by what it has, so that
+    transformers need not be there."""
+    weight = module._parameters.get("weight")
+    is_named_so = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+    return is_named_so and hasattr(module, "nf") and weight is not None and weight.ndim == 2
+
+
+class _GatherLast(Function):
+    """[..., this rank's chunk] -> [..., size]; backward: this rank's chunk of the gradient, whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, size: int) -> Tensor:
+        ctx.axis, ctx.own = axis, x.shape[-1]
+        each = -(-size // axis.size)
+        mine = F.pad(x, (0, each - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(axis.size)]
+        dist.all_gather(parts, mine, group=axis.group)
+        return torch.cat(parts, dim=-1)[..., :size]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        each = -(-grad.shape[-1] // ctx.axis.size)
+        return grad[..., ctx.axis.rank * each :][..., : ctx.own].contiguous(), None, None
+
+
+class _Exchange(Function):
+    """[I / n, P * O], this rank's rows -> [I, P * O / n], its columns of each of the P matrices; backward: the way
+    back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: Axis, packed: int) -> Tensor:
+        ctx.axis, ctx.packed = axis, packed
+        blocks = rows.unflatten(1, (packed, axis.size, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
+        return _all_to_all(blocks, axis).flatten(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        n = ctx.axis.size
+        blocks = grad.unflatten(1, (ctx.packed, -1)).unflatten(0, (n, -1)).contiguous()  # [n, I / n, P, O / n]
+        return _all_to_all(blocks, ctx.axis).movedim(0, 2).flatten(1, 3), None, None
+
+
+def _all_to_all(blocks: Tensor, axis: Axis) -> Tensor:
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=axis.group)
+    return received
+
+
+def _hold_row(rows: Tensor, row: int) -> Tensor:
+    """The same rows, but no gradient for one of them, if it is among them."""
+    if not 0 <= row < rows.shape[0]:
+        return rows
+    held = torch.zeros(rows.shape[0], 1, dtype=torch.bool, device=rows.device)
+    held[row] = True
+    return torch.where(held, rows.detach(), rows)
+
+
+def _property(name: str) -> property:
+    return property(lambda self: self._read(name))

@@ -1,0 +1,121 @@
+"""The output end of a vocabulary that is split over tp: the head that makes the logits, and head and loss in one, which
+never holds the logits of more than a chunk of tokens.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
+from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
+from parallel3d.layers.parameter import give_gradient, local_tensor
+from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w], or [B, S, V] with `gather_output`.
+
+    A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary] in `embedding`): where
+    the last rank has fewer than w, its logits are filled up with -inf, which no softmax sees. Its weight may be the
+    embedding's (`head.weight = embed.weight`). Sends what a `ColumnParallelLinear` sends.
+    """
+
+    uneven = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        (logits,) = column_parallel(x, (self,))
+        missing = -(-self.out_features // self.axis.size) - logits.shape[-1]
+        if missing:
+            logits = F.pad(logits, (0, missing), value=float("-inf"))
+        if self.gather_output:
+            logits = gather_from_region(logits, self.axis)[..., : self.out_features]
+        return logits
+
+
+def head_cross_entropy(
+    x: Tensor,
+    labels: Tensor,
+    head: ColumnParallelLinear,
+    *,
+    chunk_tokens: int = 512,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy(head(x), labels)`, a chunk of tokens after the other: the logits of a chunk are all
+    that exists of them, and the backward computes them again (one more product of the head's size: 4 instead of 3).
+
+    x [B, S, D] (or [B, S / n, D] where the head is sequence-parallel), labels [B, S] -> losses [B, S], in float32 at
+    least. Peak memory beside x, its gradient and the weight's, which is added up in float32: the float32 logits of a
+    chunk, and where the weight is 16 bits wide those, too. Sends what the head and the loss send; the input gradient's
+    collective waits for all chunks.
+    """
+    if head.bias is not None or head.gather_output:
+        raise ValueError("head_cross_entropy: needs a head without bias whose output is not gathered")
+    axis, vocab = head.axis, head.out_features
+    x = all_gather_to_region(x, axis) if head.sequence_parallel else copy_to_region(x, axis)
+    first = axis.rank * -(-vocab // axis.size)
+    how = TokenLoss(axis, vocab, first, ignore_index, label_smoothing, z_loss)
+    return _apply(x, head, labels, how, chunk_tokens)
+
+
+@torch.compiler.disable  # it writes to .grad, and there is little to fuse around products of this size
+def _apply(x: Tensor, head: ColumnParallelLinear, labels: Tensor, how: TokenLoss, chunk_tokens: int) -> Tensor:
+    losses: Tensor = _HeadCrossEntropy.apply(x, head.weight, labels, how, chunk_tokens, head.fused_gradients)
+    return losses
+
+
+class _HeadCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: TokenLoss, chunk_tokens: int, fused: bool
+    ) -> Tensor:
+        ctx.weight, ctx.how, ctx.chunk_tokens, ctx.fused = weight, how, chunk_tokens, fused
+        rows = local_tensor(weight)
+        parts = [
+            how.forward(F.linear(part, rows), own_labels, overwrite=True)
+            for part, own_labels in chunks(chunk_tokens, x.flatten(0, -2), labels.flatten())
+        ]
+        losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(x, labels, lse)
+        return losses.view_as(labels)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, labels, lse = ctx.saved_tensors
+        rows, weight = local_tensor(ctx.weight), ctx.weight
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_weight, given = _where_to_add(weight, fused=ctx.fused)
+        flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
+        for part, own_labels, own_lse, own_grad, out in chunks(ctx.chunk_tokens, *flat):
+            logits = F.linear(part, rows)
+            grad_logits = ctx.how.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
+            torch.mm(grad_logits, rows, out=out)
+            _add_product(grad_weight, grad_logits, part)
+            del logits, grad_logits  # before the next chunk's exist
+        if not given:
+            return grad_x, give_gradient(weight, grad_weight.to(rows.dtype), fused=ctx.fused), None, None, None, None
+        return grad_x, None, None, None, None, None
+
+
+def _add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    """Adds grad_out^T x [w, D] to `total`, which may be wider."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad_out.t(), x)
+    else:
+        total.add_(grad_out.t().mm(x))
+
+
+def _where_to_add(weight: Tensor, *, fused: bool) -> tuple[Tensor, bool]:
+    """The tensor that the chunks' weight gradients are added to, and whether it is the weight's `.grad` itself."""
+    rows = local_tensor(weight)
+    if fused and weight.grad is not None and rows.dtype == wide_dtype(rows):
+        return local_tensor(weight.grad), True
+    return torch.zeros_like(rows, dtype=wide_dtype(rows)), False

@@ -1,0 +1,101 @@
+"""The products of the linear layers with their collectives, forward and backward, as autograd functions: what overlaps
+what is decided here. The shapes are those of `linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from parallel3d.layers.collectives import (
+    Pending,
+    all_reduce,
+    gather_sequence,
+    reduce_scatter_sequence,
+    start_all_reduce,
+    start_gather_sequence,
+    start_reduce_scatter_sequence,
+)
+from parallel3d.layers.parameter import give_gradient, give_matmul_gradient, give_rows_gradient, local_tensor
+from parallel3d.mesh import Axis
+
+if TYPE_CHECKING:
+    from parallel3d.layers.linear import ColumnParallelLinear
+
+
+def _own(parameter: Tensor, rows: slice | None) -> Tensor:
+    """What this rank computes with of a parameter."""
+    local = local_tensor(parameter)
+    return local if rows is None else local[rows]
+
+
+class ColumnParallelProduct(Function):
+    """`parameters`: every layer's weight, then the biases that there are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Sequence[ColumnParallelLinear], *parameters: Tensor) -> tuple[Tensor, ...]:
+        first = layers[0]
+        ctx.axis, ctx.sequence_parallel, ctx.fused = first.axis, first.sequence_parallel, first.fused_gradients
+        ctx.save_for_backward(x)
+        # Not saved: activation recompute would hand back copies, whose .grad nobody reads.
+        ctx.weights = parameters[: len(layers)]
+        biases = iter(parameters[len(layers) :])
+        ctx.biases = [None if layer.bias is None else next(biases) for layer in layers]
+        ctx.rows = [layer.rows for layer in layers]
+        if ctx.sequence_parallel:
+            x = gather_sequence(x, ctx.axis)
+        return tuple(
+            F.linear(x, _own(weight, rows), None if bias is None else _own(bias, rows))
+            for weight, bias, rows in zip(ctx.weights, ctx.biases, ctx.rows, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        # The input is gathered again while its gradient is computed, and that travels while the weights' are.
+        gathered = start_gather_sequence(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
+        flat = [grad.flatten(0, -2) for grad in grads]  # [tokens, O / n]
+        weights = [_own(weight, rows) for weight, rows in zip(ctx.weights, ctx.rows, strict=True)]
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        travelling = (start_reduce_scatter_sequence if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
+        x = gathered.wait().flatten(0, -2)
+        # Copied parts send their gradients here, and of two collectives under way the first has to end first.
+        arrived = travelling.wait() if any(ctx.rows) else None
+        given = []
+        for weight, rows, grad in zip(ctx.weights, ctx.rows, flat, strict=True):
+            if rows is None:
+                given.append(give_matmul_gradient(weight, grad, x, fused=ctx.fused))
+            else:
+                given.append(give_rows_gradient(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
+        for bias, rows, grad in zip(ctx.biases, ctx.rows, flat, strict=True):
+            if bias is not None and rows is None:
+                given.append(give_gradient(bias, grad.sum(dim=0), fused=ctx.fused))
+            elif bias is not None:
+                given.append(give_rows_gradient(bias, rows, grad.sum(dim=0), ctx.axis, fused=ctx.fused))
+        return travelling.wait() if arrived is None else arrived, None, *given
+
+
+class RowParallelProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        y = F.linear(x, local_tensor(weight))
+        return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if ctx.sequence_parallel:
+            grad = gather_sequence(grad, ctx.axis)
+        grad_x = grad @ local_tensor(weight)
+        grad_weight = give_matmul_gradient(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
+        return grad_x, grad_weight, None, None, None

@@ -1,0 +1,43 @@
+"""Which keys a query may see, as bool tensors that scaled_dot_product_attention takes: True where it may.
+
+Shapes: B batch, S queries, T keys. A mask is [B or 1, 1, S, T] and the same for every head, so that every tp rank uses
+the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead (flex_attention, varlen) run
+on GPUs alone and are not used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def same_document(documents: Tensor) -> Tensor:
+    """Packed sequences: document ids [B, S] -> [B, 1, S, S], True within a document. Make it once a batch, not once a
+    layer. Causality is the attention's own and need not be in it."""
+    return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+
+
+def documents_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
+    """The cumulative lengths of varlen attention, [documents + 1] from 0 to B * seq_len, as document ids [B, seq_len].
+    A document that crosses the end of a sequence goes on in the next one as another."""
+    tokens = int(cu_seqlens[-1])
+    if tokens % seq_len:
+        raise ValueError(f"cu_seqlens: ends at {tokens}, which is no multiple of seq_len = {seq_len}")
+    places = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.bucketize(places, cu_seqlens[1:].to(places.dtype), right=True).view(-1, seq_len)
+
+
+def own_mask(queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask [S, T] of an attention's own settings; None where every query sees every key. With `window` a query sees
+    that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and where it is
+    not causal as many on the other side."""
+    if not causal and window is None:
+        return None
+    # Queries are the last of the keys, as torch's causal_lower_right has them.
+    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= distance.abs() < window
+    return mask

@@ -1,0 +1,150 @@
+"""Where a tensor changes how it lies over the tp axis: six functions, each with the collective that is its conjugate in
+the backward. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g) and sequence parallelism
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2: its g and its conjugate).
+
+Shapes: d is the size of the dim named by `dim`, n = tp. *whole*: the same on every rank. *partial*: a summand on each.
+
+    function                       forward                             backward
+    copy_to_region                 whole x -> x                        partial gradients -> their sum, all-reduced
+    reduce_from_region             partial x -> the sum, all-reduced   whole gradient -> itself
+    scatter_to_region              whole [d] -> own part [d / n]       parts [d / n] -> [d], all-gathered
+    gather_from_region             parts [d / n] -> [d], all-gathered  whole gradient [d] -> own part [d / n]
+    all_gather_to_region           parts [d / n] -> [d], all-gathered  partial [d] -> own part of the sum
+    reduce_scatter_from_region     partial [d] -> own part of the sum  parts [d / n] -> [d], all-gathered
+
+Own part of the sum: by reduce-scatter. `gather_from_region` is for what every rank then computes alike,
+`all_gather_to_region` for what each uses in another way (a column-parallel layer); taking one for the other gives
+gradients n times too large or too small.
+
+An all-reduce sends 2 (n - 1) / n of its tensor per rank, a reduce-scatter (n - 1) / n of its input, an all-gather
+(n - 1) times its input. `tp` may be the mesh, an `Axis` already looked up, or None; with None or one rank nothing is
+sent. Safe under `torch.compile`. The linear layers compute with the same collectives, but hide them behind products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import DeviceMesh
+
+from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, start_gather, start_reduce_scatter
+from parallel3d.mesh import Axis
+
+Tp = DeviceMesh | Axis | None
+
+
+def copy_to_region(x: Tensor, tp: Tp) -> Tensor:
+    """Forward: x, the same on every rank, unchanged. Backward: the gradient, summed over tp (all-reduce)."""
+    return _apply(_Copy, x, tp, 0)
+
+
+def reduce_from_region(x: Tensor, tp: Tp) -> Tensor:
+    """Forward: the sum of x over tp (all-reduce). Backward: the gradient, the same on every rank, unchanged."""
+    return _apply(_Reduce, x, tp, 0)
+
+
+def scatter_to_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
+    """Forward: [..., d, ...], the same on every rank -> this rank's [..., d / n, ...]; nothing is sent. Backward:
+    all-gather. Raises ValueError where tp does not divide d."""
+    return _apply(_Scatter, x, tp, dim, divides=True)
+
+
+def gather_from_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
+    """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradient, which is
+    the same on every rank; nothing is sent."""
+    return _apply(_Gather, x, tp, dim)
+
+
+def all_gather_to_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradients' sum
+    (reduce-scatter). Along the sequence: what enters a column-parallel layer."""
+    return _apply(_AllGather, x, tp, dim)
+
+
+def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Forward: [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp (reduce-scatter). Backward:
+    all-gather. Along the sequence: what leaves a row-parallel layer. Raises ValueError where tp does not divide d."""
+    return _apply(_ReduceScatter, x, tp, dim, divides=True)
+
+
+def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's [..., d / n, ...] of a whole tensor; a view."""
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def _apply(function: type[Function], x: Tensor, tp: Tp, dim: int, *, divides: bool = False) -> Tensor:
+    axis = tp if isinstance(tp, Axis) else Axis.of(tp)
+    if axis.size == 1:
+        return x
+    if divides and x.shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of {list(x.shape)} cannot be split over tp = {axis.size}")
+    y: Tensor = function.apply(x, axis, dim % x.ndim)
+    return y
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduce(grad.clone(), ctx.axis), None, None  # cloned: others may hold the gradient, too
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        return all_reduce(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return own_part(x, axis, dim).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_gather(x, axis, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_gather(x, axis, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_reduce_scatter(grad, ctx.axis, ctx.dim).wait(), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_reduce_scatter(x, axis, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None

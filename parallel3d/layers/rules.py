@@ -1,0 +1,107 @@
+"""How a module is split over tp: a table of name patterns, each with a style, for `layers.convert.tensor_parallelize`.
+
+A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none included:
+`model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a word: "column", "row",
+"vocab", "replicate". The tables are for transformers 5; its models count heads from the projections' outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear layer whose output features are split; what follows works on this rank's.
+
+    `unit` names an attribute of the parent module: how many features stay together (`head_dim`: whole heads).
+    `shared` names one that counts the heads that read one of these (`num_key_value_groups`): where tp is a multiple of
+    the heads, each is computed by several ranks from a weight that all keep, and that count shrinks on each.
+    `packed` matrices of equal size lie side by side in the output features (q, k and v as one).
+    """
+
+    unit: str | None = None
+    shared: str | None = None
+    packed: int = 1
+    gather_output: bool = False  # give every rank all features; tp need not divide them then
+
+
+@dataclass(frozen=True)
+class Row:
+    """A linear layer whose input features are split, as a column-parallel layer left them; its output is summed over
+    tp, and its bias added once."""
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An embedding whose rows are split; tp need not divide them."""
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A module that every rank has whole: what all modules without a rule are, but a linear or an embedding wants to be
+    told. `partial_gradient`: it works on activations that are split over tp (a norm of each head), so its gradient is
+    a sum over tp."""
+
+    partial_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A module inside which column-parallel layers alone read its input (the first argument, or the keyword
+    `argument`): the input's gradient is then summed over tp once, on the way out, and not in each of those layers."""
+
+    argument: str = "hidden_states"
+
+
+@dataclass(frozen=True)
+class Divide:
+    """A module whose forward reads these attributes of its own, counts of what is split: each is divided by tp."""
+
+    attributes: tuple[str, ...]
+
+
+Style = Column | Row | Vocab | Replicate | Enter | Divide
+Word = Literal["column", "row", "vocab", "replicate"]
+Rules = Mapping[str, Style | Word]
+
+WORDS: dict[Word, Style] = {"column": Column(), "row": Row(), "vocab": Vocab(), "replicate": Replicate()}
+
+LLAMA_BLOCKS: dict[str, Style | Word] = {
+    "**.layers.*.self_attn": Enter(),
+    "**.layers.*.self_attn.q_proj": Column(unit="head_dim"),
+    "**.layers.*.self_attn.k_proj": Column(unit="head_dim", shared="num_key_value_groups"),
+    "**.layers.*.self_attn.v_proj": Column(unit="head_dim", shared="num_key_value_groups"),
+    "**.layers.*.self_attn.o_proj": Row(),
+    "**.layers.*.mlp": Enter("x"),
+    "**.layers.*.mlp.gate_proj": Column(),
+    "**.layers.*.mlp.up_proj": Column(),
+    "**.layers.*.mlp.down_proj": Row(),
+}
+LLAMA: dict[str, Style | Word] = {
+    "model.embed_tokens": Vocab(),
+    **LLAMA_BLOCKS,
+    "lm_head": Column(gather_output=True),
+}
+MISTRAL = LLAMA
+QWEN2 = LLAMA  # with biases of q, k and v, which go with their weights
+QWEN3: dict[str, Style | Word] = {
+    **LLAMA,
+    "**.layers.*.self_attn.q_norm": Replicate(partial_gradient=True),  # of this rank's heads
+    "**.layers.*.self_attn.k_norm": Replicate(partial_gradient=True),
+}
+GPT2_BLOCKS: dict[str, Style | Word] = {
+    "**.h.*.attn": Divide(("split_size", "num_heads")),
+    "**.h.*.attn.c_attn": Column(unit="head_dim", packed=3),
+    "**.h.*.attn.c_proj": Row(),
+    "**.h.*.mlp.c_fc": Column(),
+    "**.h.*.mlp.c_proj": Row(),
+}
+GPT2: dict[str, Style | Word] = {
+    "transformer.wte": Vocab(),
+    "transformer.wpe": Replicate(),
+    **GPT2_BLOCKS,
+    "lm_head": Column(gather_output=True),
+}

@@ -1,0 +1,123 @@
+"""Attention over tp against plain torch with the scores written out: every option, dtype and gradient mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.nn import functional as F
+
+from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.mask import same_document
+from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
+from parallel3d.layers.rotary import RotaryEmbedding
+from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
+
+B, S, T, D, H, K = 2, 8, 12, 16, 8, 4
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 6, 6, 6, 6, 6]])
+
+
+def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
+    """x [B, S, H, K], each pair (i, i + K / 2) as a complex number turned."""
+    frequencies = rotary.theta ** (-torch.arange(0, K, 2) / K)
+    magnitude = 1.0
+    if rotary.scaling is not None:
+        frequencies, magnitude = rotary.scaling.scale(frequencies, rotary.theta), rotary.scaling.magnitude
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    cos, sin = ((f(angles) * magnitude).to(x.dtype) for f in (torch.cos, torch.sin))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any) -> Case:
+    packed, cross = options.pop("packed", False), options.get("context_hidden") is not None
+    causal, window = options.get("causal", True), options.get("window")
+    positions = positions_in_documents(DOCUMENTS) if packed else torch.arange(S).expand(B, S)
+
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        return ParallelAttention(
+            D, H, kv_heads, head_dim=K, rotary=rotary, tp=tp, sequence_parallel=sp, dtype=dtype, **options
+        )
+
+    def reference(w: Weights, x: Tensor, context: Tensor | None = None) -> Tensor:
+        def project(part: str, source: Tensor) -> Tensor:
+            y = F.linear(source, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
+            return F.rms_norm(y, (K,), w[f"{part}_norm.weight"], 1e-5) if f"{part}_norm.weight" in w else y
+
+        source = x if context is None else context
+        q, k, v = project("q", x), project("k", source), project("v", source)
+        if rotary is not None:
+            q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(H // kv_heads, dim=1) for part in (k, v))
+        scores = (q @ k.transpose(-1, -2) * options.get("scale", K**-0.5)).to(torch.promote_types(x.dtype, F32))
+        i, j = torch.arange(S).unsqueeze(1), torch.arange(scores.shape[-1])
+        hidden = (j > i) & causal
+        if window is not None:
+            hidden = hidden | ((i - j).abs() >= window)
+        if packed:
+            hidden = hidden | (DOCUMENTS.unsqueeze(2) != DOCUMENTS.unsqueeze(1)).unsqueeze(1)
+        y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(x.dtype) @ v
+        return F.linear(y.transpose(1, 2).flatten(-2), w["o.weight"], w.get("o.bias"))
+
+    arguments = {"mask": same_document(DOCUMENTS), "positions": positions} if packed else {}
+    shapes = ((B, S, D), (B, T, options["context_hidden"])) if cross else ((B, S, D),)
+    return Case(name=name, build=build, reference=reference, shapes=shapes, arguments=arguments)
+
+
+PLAIN = RotaryEmbedding(K, theta=100.0)
+LLAMA = RotaryEmbedding(K, theta=100.0, scaling=Llama3Scaling(original_length=64))
+YARN = RotaryEmbedding(K, theta=100.0, scaling=YarnScaling(factor=4.0, original_length=64))
+CASES = {
+    "heads": [
+        attention("multi-head", 8, rotary=PLAIN),
+        attention("grouped, recomputed, without positions", 4, recompute=True, scale=0.3),
+        attention("two kv heads, q/k norm, biases", 2, rotary=PLAIN, qk_norm=True, bias=True, output_bias=True),
+        attention("multi-query, llama 3's rotary", 1, rotary=LLAMA, bias=True),
+    ],
+    "masks": [
+        attention("sliding window, yarn", 4, rotary=YARN, window=3),
+        attention("packed documents", 2, rotary=PLAIN, packed=True, recompute=True),
+        attention("packed, window, both directions", 8, packed=True, window=3, causal=False),
+        attention("both directions", 4, causal=False, rotary=PLAIN),
+        attention("cross-attention", 2, causal=False, context_hidden=20),
+    ],
+}
+
+
+def check_cases(group: str) -> None:
+    check_all(CASES[group], dtypes=(F64,))
+    tp = tp_mesh()
+    for case in CASES[group]:
+        check(case, tp, F32, True, False)
+        check(case, tp, BF16, False, True)
+
+
+def check_compiled() -> None:
+    check(CASES["heads"][2], tp_mesh(), F64, True, False, "aot_eager")
+
+
+def refuse() -> None:
+    tp = tp_mesh()
+    with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):
+        ParallelAttention(24, 6, 6, tp=tp)
+    with pytest.raises(ValueError, match="heads = 12, kv_heads = 6, tp = 4.* one the other"):
+        ParallelAttention(24, 12, 6, tp=tp)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("group", CASES)
+def test_attention_is_plain_torchs_whatever_tp(world: Callable, size: int, group: str) -> None:
+    world(size).run(check_cases, group)
+
+
+def test_attention_compiles(world: Callable) -> None:
+    world(2).run(check_compiled)
+
+
+def test_heads_that_do_not_spread_are_refused(world: Callable) -> None:
+    world(4).run(refuse)

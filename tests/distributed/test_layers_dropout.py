@@ -1,0 +1,82 @@
+"""Dropout over tp: different elements where activations are split, the same where they are whole, and in mode exact
+those that one process drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, get_rank, get_world_size
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.dropout import Dropout, DropoutKey
+from tests.distributed.layer_cases import F64, draw_weights, load, tp_mesh
+
+B, S, D = 3, 8, 16
+KEY = DropoutKey(seed=5, step=7, samples=(40, 2, 13))
+
+
+def check_masks() -> None:
+    tp, n, rank = tp_mesh(), get_world_size(), get_rank()
+    x = torch.ones(B, S, D)
+    whole = Dropout(0.3, name="a")(x, KEY)
+    for dim in (1, 2, -1):
+        mine = Dropout(0.3, name="a", tp=tp, split_dim=dim)(x.chunk(n, dim)[rank], KEY)
+        assert torch.equal(mine, whole.chunk(n, dim)[rank])
+    assert torch.equal(Dropout(0.3, name="a", tp=tp)(x, KEY), whole)
+    own = x.chunk(n, 1)[rank]
+    for split, agree in ((1, False), (None, True)):
+        dropped = Dropout(0.3, name="a", tp=tp, split_dim=split, mode="fast")(own, KEY)
+        everyone = [torch.empty_like(dropped) for _ in range(n)]
+        torch.distributed.all_gather(everyone, dropped)
+        assert all(torch.equal(each, everyone[0]) == agree for each in everyone[1:])
+
+
+def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
+    module = ParallelAttention(
+        D, 8, 2, tp=tp, sequence_parallel=sp, dropout=0.4, recompute=recompute, name="layers.3", dtype=F64
+    )
+    load(module, draw_weights(module, 0.3, F64))
+    return module
+
+
+def check_attention() -> None:
+    """Split over heads: each head's probabilities are dropped as one process drops them."""
+    tp, n, rank = tp_mesh(), get_world_size(), get_rank()
+    x = torch.randn(B, S, D, dtype=F64, generator=torch.Generator().manual_seed(0))
+    alone = x.clone().requires_grad_()
+    y = attention(None, False, False)(alone, key=KEY)
+    y.square().sum().backward()
+    for sp, recompute in ((False, False), (True, True)):
+        own = (x.chunk(n, 1)[rank] if sp else x).clone().requires_grad_()
+        ours = attention(tp, sp, recompute)(own, key=KEY)
+        ours.square().sum().backward()
+        expected, gradient = (t.chunk(n, 1)[rank] if sp else t for t in (y, alone.grad))
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def check_recompute_without_a_key() -> None:
+    """A key that is drawn is drawn again, whatever was drawn in between."""
+    tp = tp_mesh()
+    drop = Dropout(0.5, name="a", tp=tp, split_dim=1)
+    x = torch.ones(B, S, D, requires_grad=True)
+    torch.manual_seed(3)
+    y = checkpoint(drop, x, use_reentrant=False)
+    torch.rand(5)
+    y.sum().backward()
+    assert torch.equal(y, x.grad)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_dropout_knows_what_is_split(world: Callable, size: int) -> None:
+    pool = world(size)
+    pool.run(check_masks)
+    pool.run(check_attention)
+
+
+def test_dropout_survives_recompute(world: Callable) -> None:
+    world(2).run(check_recompute_without_a_key)

@@ -1,0 +1,136 @@
+"""Linear layers, MLPs, norms and learned positions over tp against plain torch: every option, dtype, gradient mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.nn import functional as F
+
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.mlp import GATED, UNGATED, Activation, ParallelMLP
+from parallel3d.layers.norm import LayerNorm, RMSNorm
+from parallel3d.layers.positions import LearnedPositions
+from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
+
+B, S, D, OUT = 2, 8, 12, 20
+SHAPE = (B, S, D)
+
+
+def linear(weights: Weights, x: Tensor) -> Tensor:
+    return F.linear(x, weights["weight"], weights.get("bias"))
+
+
+def column(bias: bool, gather: bool) -> Case:
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=tp, sequence_parallel=sp, dtype=dtype)
+
+    split = None if gather else -1
+    name = f"column bias={bias} gather={gather}"
+    return Case(name=name, build=build, reference=linear, shapes=(SHAPE,), output_split=split, sp_output_split=split)
+
+
+def row(bias: bool, parallel: bool) -> Case:
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        return RowParallelLinear(
+            D, OUT, bias=bias, input_is_parallel=parallel, tp=tp, sequence_parallel=sp, dtype=dtype
+        )
+
+    split = -1 if parallel else None
+    name = f"row bias={bias} input_is_parallel={parallel}"
+    return Case(name=name, build=build, reference=linear, shapes=(SHAPE,), input_split=split, sp_input_split=split)
+
+
+def mlp(activation: Activation, bias: bool) -> Case:
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=tp, sequence_parallel=sp, dtype=dtype)
+
+    def reference(w: Weights, x: Tensor) -> Tensor:
+        up = F.linear(x, w["up.weight"], w.get("up.bias"))
+        if activation in GATED:
+            inner = GATED[activation](F.linear(x, w["gate.weight"], w.get("gate.bias"))) * up
+        else:
+            inner = UNGATED[activation](up)
+        return F.linear(inner, w["down.weight"], w.get("down.bias"))
+
+    return Case(name=f"{activation} bias={bias}", build=build, reference=reference, shapes=(SHAPE,))
+
+
+def norm(kind: str) -> Case:
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        if kind == "rms":
+            return RMSNorm(D, tp=tp, sequence_parallel=sp, dtype=dtype)
+        return LayerNorm(D, bias=kind == "layer", tp=tp, sequence_parallel=sp, dtype=dtype)
+
+    def reference(w: Weights, x: Tensor) -> Tensor:
+        if kind == "rms":
+            return F.rms_norm(x, (D,), w["weight"], 1e-5)
+        return F.layer_norm(x, (D,), w["weight"], w.get("bias"), 1e-5)
+
+    return Case(name=f"{kind} norm", build=build, reference=reference, shapes=(SHAPE,))
+
+
+def positions(given: bool) -> Case:
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1, 2, 3]])
+
+    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+        return LearnedPositions(S + 3, D, tp=tp, sequence_parallel=sp, dtype=dtype)
+
+    def reference(w: Weights, x: Tensor) -> Tensor:
+        return x + (F.embedding(places, w["weight"]) if given else w["weight"][:S])
+
+    arguments = {"positions": places} if given else {}
+    return Case(name=f"positions given={given}", build=build, reference=reference, shapes=(SHAPE,), arguments=arguments)
+
+
+BOTH = (False, True)
+GROUPS: dict[str, list[Case]] = {
+    "linear": [make(a, b) for make in (column, row) for a in BOTH for b in BOTH],
+    "mlp": [mlp("swiglu", True), mlp("geglu", False), mlp("geglu_tanh", False), mlp("relu", False)]
+    + [mlp(name, bias) for name in ("gelu", "gelu_tanh") for bias in BOTH],
+    "norm": [norm("rms"), norm("layer"), norm("layer without bias"), positions(False), positions(True)],
+}
+
+
+def compiled() -> None:
+    """Traced whole by torch.compile; once through its compiler too."""
+    tp = tp_mesh()
+    check(column(True, True), tp, F64, False, False, "aot_eager")
+    check(row(True, True), tp, F64, True, True, "aot_eager")
+    check(norm("layer"), tp, F64, True, False, "aot_eager")
+    check(mlp("swiglu", False), tp, F32, True, False, "inductor")
+
+
+def refusals() -> None:
+    tp = tp_mesh()
+    with pytest.raises(ValueError, match="async_tp"):
+        ColumnParallelLinear(4, 4, tp=tp, async_tp=True)
+    with pytest.raises(ValueError, match="copies must divide tp"):
+        ColumnParallelLinear(4, 4, tp=tp, copies=3)
+    with pytest.raises(ValueError, match="cannot be split over tp = 2"):
+        RowParallelLinear(4, 4, input_is_parallel=False, tp=tp)(torch.randn(1, 2, 5))
+    with pytest.raises(ValueError, match="activation = silu: try one of swiglu"):
+        ParallelMLP(4, 4, activation="silu", tp=tp)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="9 tokens, and there are 8"):
+        LearnedPositions(8, 4, tp=tp)(torch.zeros(1, 9, 4))
+
+
+def check_group(name: str) -> None:
+    check_all(GROUPS[name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("group", GROUPS)
+def test_layers_are_plain_torchs_whatever_tp(world: Callable, size: int, group: str) -> None:
+    world(size).run(check_group, group)
+
+
+def test_layers_compile(world: Callable) -> None:
+    world(2).run(compiled)
+
+
+def test_what_cannot_be_is_refused(world: Callable) -> None:
+    world(2).run(refusals)

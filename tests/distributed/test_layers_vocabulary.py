@@ -1,0 +1,187 @@
+"""Embedding, head and loss over tp against plain torch, also where tp does not divide the vocabulary; and what then
+stands in a checkpoint, with `fully_shard` on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from parallel3d.layers.embedding import VocabParallelEmbedding
+from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
+from parallel3d.layers.init import initial_weights
+from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
+from parallel3d.mesh import Axis
+from tests.distributed.layer_cases import BF16, F32, F64, assert_near, global_gradient, load, tp_mesh
+
+B, S, D = 2, 8, 6
+
+
+class Ends(nn.Module):
+    """An embedding and a head, tied or not."""
+
+    def __init__(self, vocab: int, tp: DeviceMesh | None, sp: bool, dtype: torch.dtype, tied: bool) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.embed = VocabParallelEmbedding(vocab, D, tp=tp, sequence_parallel=sp, dtype=dtype)
+        self.head = VocabParallelHead(D, vocab, tp=tp, sequence_parallel=sp, dtype=dtype)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor, chunked: bool, smoothing: float, z_loss: float) -> Tensor:
+        x = torch.tanh(self.embed(ids))
+        if chunked:
+            return head_cross_entropy(
+                x, labels, self.head, chunk_tokens=5, label_smoothing=smoothing, z_loss=z_loss, ignore_index=-1
+            )
+        return vocab_parallel_cross_entropy(
+            self.head(x),
+            labels,
+            self.head.tp,
+            vocab=self.vocab,
+            chunk_tokens=7 if smoothing else None,
+            label_smoothing=smoothing,
+            z_loss=z_loss,
+            ignore_index=-1,
+        )
+
+
+def plain_losses(embed: Tensor, head: Tensor, ids: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
+    logits = F.linear(torch.tanh(F.embedding(ids, embed)), head)
+    wide = logits.to(torch.promote_types(logits.dtype, F32)).flatten(0, 1)
+    losses = F.cross_entropy(wide, labels.flatten(), reduction="none", ignore_index=-1, label_smoothing=smoothing)
+    z = z_loss * wide.logsumexp(-1).square() * (labels.flatten() != -1)
+    return (losses + z).view_as(labels)
+
+
+def compare(
+    vocab: int,
+    dtype: torch.dtype,
+    sp: bool,
+    fused: bool,
+    tied: bool,
+    chunked: bool,
+    extras: bool,
+    backend: str = "",
+) -> None:
+    tp = tp_mesh()
+    smoothing, z_loss = (0.1, 1e-2) if extras else (0.0, 0.0)
+    module = Ends(vocab, tp, sp, dtype, tied)
+    set_fused_gradients(module, fused)
+    run = torch.compile(module, backend=backend, fullgraph=not chunked) if backend else module
+    generator = torch.Generator().manual_seed(3)
+    embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
+    embed, head = embed.clone().requires_grad_(), (embed if tied else head).clone().requires_grad_()
+    head = embed if tied else head
+    load(module, {"embed.weight": embed, "head.weight": head})
+    for _ in range(2):
+        ids, labels = torch.randint(0, vocab, (2, B, S), generator=generator)
+        ids[0, :2], labels[0, :3] = vocab - 1, torch.tensor([vocab - 1, 0, -1])
+        weights = torch.rand(B, S, generator=generator)
+        losses = plain_losses(embed, head, ids, labels, smoothing, z_loss)
+        ours = run(ids, labels, chunked, smoothing, z_loss)
+        assert_near(ours, losses, "losses")
+        (losses * weights).sum().backward()
+        (ours * weights).sum().backward()
+    pairs: list[tuple[ParallelModule, Tensor]] = [(module.embed, embed), (module.head, head)]
+    for part, reference in pairs:
+        spec, weight = part.specs["weight"], part.get_parameter("weight")
+        assert weight.shape == (vocab, D)
+        assert_near(global_gradient(weight, spec, fused=fused), reference.grad, "gradient of a weight")
+
+
+def compare_all(vocab: int) -> None:
+    for dtype, sp, fused, chunked in product((F64, F32), (False, True), (False, True), (False, True)):
+        compare(vocab, dtype, sp, fused, tied=sp != fused, chunked=chunked, extras=chunked != fused)
+    for chunked in (False, True):
+        compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=True)
+
+
+def gathered_logits(vocab: int) -> None:
+    """Nothing of the padding is in the gathered logits; a padded one is -inf."""
+    tp = tp_mesh()
+    head = VocabParallelHead(D, vocab, tp=tp, gather_output=True, dtype=F64)
+    weight = torch.randn(vocab, D, dtype=F64, generator=torch.Generator().manual_seed(0))
+    load(head, {"weight": weight})
+    x = torch.randn(B, S, D, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logits = head(x)
+    assert_near(logits, F.linear(x, weight), "gathered logits")
+    (gradient,) = torch.autograd.grad(logits.square().sum(), x)
+    (reference,) = torch.autograd.grad(F.linear(x, weight).square().sum(), x)
+    assert_near(gradient, reference, "input gradient")
+    with pytest.raises(ValueError, match="cannot be split over tp"):
+        VocabParallelEmbedding(5, D, tp=tp)  # 2, 2, 1 and none
+
+
+def sharded_twice(vocab: int, folder: str) -> None:
+    """tp 2 with an uneven vocabulary, its rows cut again over dp_shard 2: trained a step, saved, read by others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = Ends(vocab, mesh["tp"], True, F32, False)
+    whole = initial_weights(module, 0)
+    load(module, whole)
+    for part in (module.embed, module.head):
+        fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
+    for part in (module.embed, module.head):
+        assert isinstance(part.weight, DTensor) and part.weight.shape == (vocab, D)
+    ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=torch.Generator().manual_seed(4))
+    own = mesh["dp"].get_local_rank()
+    x = module.embed(ids[own])
+    loss = vocab_parallel_cross_entropy(module.head(x), labels[own], mesh["tp"], vocab=vocab)
+    loss.mean().backward()
+    embed, head = (whole[f"{name}.weight"].clone().requires_grad_() for name in ("embed", "head"))
+    logits = F.linear(F.embedding(ids.flatten(0, 1), embed), head)
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    axes = [Axis.of(mesh["tp"]), Axis.of(mesh["dp"])]
+    for part, reference in ((module.embed, embed), (module.head, head)):
+        mine = part.specs["weight"].local_part(reference.grad, axes[0])
+        rows = -(-mine.shape[0] // 2)
+        mine = mine[axes[1].rank * rows : (axes[1].rank + 1) * rows]
+        assert_near(part.weight.grad.to_local(), mine, "this rank's part of a gradient")
+    state = {f"{name}.weight": part.weight.detach() for name, part in (("embed", module.embed), ("head", module.head))}
+    dcp.save(state, checkpoint_id=folder)
+    dist.barrier()
+    read = {name: torch.zeros_like(weight) for name, weight in whole.items()}  # by one device
+    dcp.load(read, checkpoint_id=folder)
+    for name, weight in whole.items():
+        assert torch.equal(read[name], weight), f"{name} was changed by being saved"
+    other = Ends(vocab, init_device_mesh("cpu", (4,)), False, F32, False)  # by tp 4
+    state = {f"{name}.weight": part.weight.detach() for name, part in (("embed", other.embed), ("head", other.head))}
+    dcp.load(state, checkpoint_id=folder)
+    for name, weight in whole.items():
+        assert torch.equal(state[name].full_tensor(), weight), f"{name} does not reach another layout"
+
+
+@pytest.mark.parametrize(("size", "vocab"), [(1, 11), (2, 12), (2, 1005), (4, 1005), (4, 50)])
+def test_vocabulary_is_plain_torchs_whatever_tp(world: Callable, size: int, vocab: int) -> None:
+    world(size).run(compare_all, vocab)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpt2s_vocabulary_is_divided_by_no_tp_and_exact(world: Callable, size: int) -> None:
+    world(size).run(compare, 50_257, F64, True, True, True, True, True)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_vocabulary_compiles(world: Callable, chunked: bool) -> None:
+    world(2).run(compare, 11, F64, True, False, True, chunked, True, "aot_eager")
+
+
+def test_padding_of_a_head_does_not_show(world: Callable) -> None:
+    world(4).run(gathered_logits, 50)
+
+
+@pytest.mark.parametrize("vocab", [1005, 50])
+def test_uneven_vocabulary_is_cut_saved_and_read_by_any_layout(world: Callable, vocab: int, tmp_path: Path) -> None:
+    world(4).run(sharded_twice, vocab, str(tmp_path))

@@ -1,0 +1,95 @@
+"""Weight gradients put off: nothing of them before, all of them after, and the inputs' at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.layers.deferral import deferring, make_linears_deferrable
+from parallel3d.layers.linear import ColumnParallelLinear
+from parallel3d.layers.parameter import set_fused_gradients
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 4, bias=False), nn.MultiheadAttention(4, 2)
+    )
+
+
+def run(model: nn.Sequential, x: Tensor) -> Tensor:
+    h = model[:4](x)
+    attended, _ = model[4](h, h, h)
+    loss: Tensor = attended.square().sum()
+    return loss
+
+
+def test_second_half_adds_what_the_first_left_out() -> None:
+    plain, split = make_model(), make_model()
+    make_linears_deferrable(split)
+    assert [name for name, _ in split.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for _ in range(2):  # the second time the gradients add up
+        x_plain, x_split = torch.randn(2, 3, 5, 4)[0].requires_grad_(), None
+        x_split = x_plain.detach().clone().requires_grad_()
+        run(plain, x_plain).backward()
+        before = copy.deepcopy(split[0].weight.grad)
+        with deferring() as works:
+            run(split, x_split).backward()
+        assert len(works) == 2
+        torch.testing.assert_close(x_split.grad, x_plain.grad)
+        assert (before is None) == (split[0].weight.grad is None)
+        with torch.no_grad():
+            for work in works:
+                work()
+    for ours, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_activation_recompute_happens_once() -> None:
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Counted(4, 4))
+    make_linears_deferrable(model)
+    with deferring() as works:
+        checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    for work in works:
+        work()
+    assert len(calls) == 2 and len(works) == 1
+    assert model[0].weight.grad is not None and model[1].weight.grad is not None
+
+
+def test_outside_of_the_first_half_nothing_is_put_off() -> None:
+    model = make_model()
+    make_linears_deferrable(model)
+    with deferring() as works:
+        pass
+    run(model, torch.randn(3, 5, 4)).backward()
+    assert works == [] and model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_layers_put_off_fused_gradients_alone(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel3d.layers.linear.FUSED_FROM_ELEMENTS", 0)
+    layer = ColumnParallelLinear(4, 6)
+    set_fused_gradients(layer, fused)
+    with deferring() as works:
+        layer(torch.ones(1, 2, 4, requires_grad=True)).sum().backward()
+    assert len(works) == fused and (layer.weight.grad is None) == fused
+    for work in works:
+        work()
+    torch.testing.assert_close(layer.weight.grad, torch.full((6, 4), 2.0))
+
+
+def test_a_compiled_module_is_left_alone() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
+    make_linears_deferrable(model)
+    assert "forward" not in vars(model[0]._orig_mod) and "forward" in vars(model[1])

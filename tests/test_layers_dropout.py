@@ -1,0 +1,64 @@
+"""Dropout in one process: how many it drops, what its mask depends on, and the hash behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel3d.layers.dropout import _GOLDEN, Dropout, DropoutKey, _signed, _split_mix
+
+KEY = DropoutKey(seed=0, step=0, samples=(0, 1))
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The first outputs for seed 1234567, as published with the generator (Rosetta Code, "Pseudo-random numbers/
+    Splitmix64")."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    counter = torch.tensor([_signed(1234567 + (i + 1) * _GOLDEN) for i in range(3)])
+    assert [value % 2**64 for value in _split_mix(counter).tolist()] == expected
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_dropout_drops_p_and_keeps_the_mean(p: float, mode: str) -> None:
+    y = Dropout(p, name="a", mode=mode)(torch.ones(2, 200, 300), KEY)  # type: ignore[arg-type]
+    n = y.numel()
+    assert abs((y == 0).double().mean().item() - p) < 5 * (0.25 / n) ** 0.5
+    assert all(value in (0.0, pytest.approx(1 / (1 - p))) for value in y.unique().tolist())
+    for dim in (1, 2):  # neither rows nor columns are alike
+        by_line = (y == 0).double().mean(dim=dim)
+        assert by_line.std().item() < 2 * (p * (1 - p) / y.shape[dim]) ** 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_mask_depends_on_every_part_of_its_key(mode: str) -> None:
+    x = torch.ones(2, 16, 16)
+
+    def mask(key: DropoutKey = KEY, name: str = "a") -> torch.Tensor:
+        return Dropout(0.5, name=name, mode=mode)(x, key)  # type: ignore[arg-type]
+
+    assert torch.equal(mask(), mask())
+    assert not torch.equal(mask()[0], mask()[1])
+    others = [
+        mask(DropoutKey(1, 0, (0, 1))),
+        mask(DropoutKey(0, 1, (0, 1))),
+        mask(DropoutKey(0, 0, (2, 3))),
+        mask(name="b"),
+    ]
+    assert not any(torch.equal(mask(), other) for other in others)
+
+
+def test_exact_masks_go_with_their_samples() -> None:
+    """Whatever microbatch a sample is in, and wherever."""
+    drop = Dropout(0.5, name="a")
+    together = drop(torch.ones(3, 4, 5), DropoutKey(0, 0, (7, 8, 9)))
+    assert torch.equal(drop(torch.ones(1, 4, 5), DropoutKey(0, 0, (8,)))[0], together[1])
+
+
+def test_dropout_does_nothing_in_evaluation_and_refuses_nonsense() -> None:
+    x = torch.randn(2, 3, 4)
+    assert Dropout(0.5, name="a").eval()(x) is x
+    with pytest.raises(ValueError, match="p = 1.0"):
+        Dropout(1.0, name="a")
+    with pytest.raises(ValueError, match="2 samples in the key, 3 in the batch"):
+        Dropout(0.5, name="a")(torch.ones(3, 2), KEY)

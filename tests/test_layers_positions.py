@@ -1,0 +1,65 @@
+"""Positions, their scalings and masks, against transformers and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel3d.layers.mask import documents_from_cu_seqlens, own_mask, same_document
+from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
+from parallel3d.layers.rotary import RotaryEmbedding
+
+KINDS = {
+    "llama3": (
+        Llama3Scaling(factor=8.0, low_factor=1.0, high_factor=4.0, original_length=8192),
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+    "yarn": (
+        YarnScaling(factor=4.0, original_length=4096),
+        {"factor": 4.0, "original_max_position_embeddings": 4096},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_scaled_frequencies_are_transformers(kind: str, head_dim: int) -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling, numbers = KINDS[kind]
+    theta = 500_000.0
+    config = LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **numbers},
+    )
+    expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+    torch.testing.assert_close(scaling.scale(frequencies, theta), expected, rtol=1e-5, atol=1e-9)
+    assert scaling.magnitude == pytest.approx(magnitude)
+    x = torch.randn(1, 5, 2, head_dim)
+    positions = torch.tensor([[0, 1, 2, 3, 4]])
+    rotary = RotaryEmbedding(head_dim, theta=theta, scaling=scaling)
+    assert torch.equal(rotary(x), rotary(x, positions))
+    assert rotary(x).norm().item() == pytest.approx(x.norm().item() * magnitude, rel=1e-5)
+
+
+def test_documents_by_cumulative_lengths_and_their_positions() -> None:
+    documents = documents_from_cu_seqlens(torch.tensor([0, 2, 5, 8, 12]), 6)
+    assert documents.tolist() == [[0, 0, 1, 1, 1, 2], [2, 2, 3, 3, 3, 3]]
+    assert positions_in_documents(documents).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3]]
+    mask = same_document(documents)
+    assert mask.shape == (2, 1, 6, 6) and mask[0, 0, 2].tolist() == [False, False, True, True, True, False]
+    with pytest.raises(ValueError, match="no multiple of seq_len = 5"):
+        documents_from_cu_seqlens(torch.tensor([0, 12]), 5)
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    mask = own_mask(4, 4, causal=True, window=2, device=torch.device("cpu"))
+    assert mask is not None and mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert own_mask(4, 4, causal=False, window=None, device=torch.device("cpu")) is None
+    last = own_mask(2, 4, causal=True, window=None, device=torch.device("cpu"))
+    assert last is not None and last.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
