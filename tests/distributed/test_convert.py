@@ -1,0 +1,253 @@
+"""transformers' own models are the referee: the same logits, loss and gradients before and after `tensor_parallelize`.
+
+Random weights from a small config; no model is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from parallel3d.layers import rules
+from parallel3d.layers.convert import tensor_parallelize
+from parallel3d.layers.rules import Column, Rules
+
+ROOT = Path(__file__).parents[2]
+VOCAB, B, S = 101, 2, 12  # of ids that no tp divides
+TABLES: dict[str, Rules] = {
+    "llama": rules.LLAMA,
+    "qwen2": rules.QWEN2,
+    "qwen3": rules.QWEN3,
+    "mistral": rules.MISTRAL,
+    "gpt2": rules.GPT2,
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def build(kind: str, *, kv_heads: int = 4, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Random weights, biases and norms too; no dropout, which would differ between one process and several."""
+    import transformers as hf
+
+    if kind == "gpt2":
+        config: Any = hf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=8, n_positions=64, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM", tie_word_embeddings=tied,
+        )  # fmt: skip
+        model_class: Any = hf.GPT2LMHeadModel
+    else:
+        classes = {
+            "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"pad_token_id": 3}),
+            "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {}),
+            "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
+            "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 5}),
+        }
+        config_class, model_class, more = classes[kind]
+        config = config_class(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, vocab_size=VOCAB,
+            num_key_value_heads=kv_heads, max_position_embeddings=64, tie_word_embeddings=tied, **more,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def whole(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def compare_with_itself(kind: str, kv_heads: int, tied: bool, dtype: torch.dtype) -> None:
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    alone = build(kind, kv_heads=kv_heads, tied=tied, dtype=dtype)
+    split = tensor_parallelize(copy.deepcopy(alone), tp, TABLES[kind])
+    ids = torch.randint(0, VOCAB, (B, S))
+    reference, ours = alone(ids, labels=ids), split(ids, labels=ids)
+    reference.loss.backward()
+    ours.loss.backward()
+    # Qwen3's norms of the heads compute in float32 whatever the model's type: shared heads then meet a cast.
+    meets_a_cast = kind == "qwen3" and kv_heads < get_world_size()
+    tolerance = max(TOLERANCE[dtype], 1e-6 if meets_a_cast else 0.0)
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(ours.logits, reference.logits, **close)
+    torch.testing.assert_close(ours.loss, reference.loss, **close)
+    named = dict(split.named_parameters())
+    assert list(named) == [name for name, _ in alone.named_parameters()]
+    for name, parameter in alone.named_parameters():
+        assert isinstance(named[name], DTensor) and named[name].shape == parameter.shape
+        assert torch.equal(whole(named[name]), parameter), name
+        torch.testing.assert_close(whole(named[name].grad), parameter.grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+    norms = [nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None]) for m in (split, alone)]
+    torch.testing.assert_close(whole(norms[0]), norms[1], **close)
+
+
+def load_whole_tensors(kind: str) -> None:
+    """A state dict of the plain model, into a tensor-parallel one of other weights."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    wanted = build(kind).state_dict()
+    torch.manual_seed(1)
+    model = build(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    tensor_parallelize(model, tp, TABLES[kind])
+    assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), wanted[name]), name
+
+
+def save_split(kind: str, folder: str) -> None:
+    model = tensor_parallelize(build(kind), init_device_mesh("cpu", (get_world_size(),)), TABLES[kind])
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+
+
+def load_split(kind: str, folder: str) -> None:
+    """At another tp than it was saved at, into another model, and into plain tensors."""
+    wanted, model = build(kind), build(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    plain = {name: torch.zeros_like(value) for name, value in wanted.state_dict().items()}
+    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)), TABLES[kind])
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    dcp.load(plain, checkpoint_id=folder)
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(whole(state[name]), value) and torch.equal(plain[name], value), name
+
+
+def train_with_fully_shard() -> None:
+    """dp_shard 2 x tp 2 of one batch cut in two, a step of AdamW, against one process on the whole batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    alone = build("qwen2", kv_heads=2)
+    model = tensor_parallelize(build("qwen2", kv_heads=2), mesh, rules.QWEN2)
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    ids = torch.randint(0, VOCAB, (4, S))
+    for each, batch in ((alone, ids), (model, ids.chunk(2)[mesh["dp_shard"].get_local_rank()])):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
+        each(batch, labels=batch).loss.backward()
+        nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+        optimizer.step()
+    for (name, ours), parameter in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), parameter, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def keep_logits_split() -> None:
+    """A rule of the table replaced: the head gives this rank's part of the vocabulary."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    table = {**rules.LLAMA, "lm_head": Column()}
+    with pytest.raises(ValueError, match=r"lm_head: 101 output features cannot be split over tp = 2; try tp = 1"):
+        tensor_parallelize(build("llama"), tp, table)
+    table["model.embed_tokens"] = "replicate"
+    model = build("llama")
+    model.resize_token_embeddings(104)  # type: ignore[operator]
+    assert tensor_parallelize(model, tp, table)(torch.zeros(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 52)
+    assert isinstance(model.lm_head.weight, DTensor) and model.lm_head.weight.placements == (Shard(0),)  # type: ignore[union-attr]
+
+
+def use_it_as_transformers_does(kind: str, folder: str) -> None:
+    """Generation with its cache, eager attention, activation checkpointing, and a saved model that opens again."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    alone: Any = build(kind)
+    split: Any = tensor_parallelize(build(kind), tp, TABLES[kind])
+    ids = torch.randint(5, VOCAB, (B, 6))
+    written = [each.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for each in (alone, split)]
+    assert torch.equal(*written)
+    for each in (alone, split):
+        each.set_attn_implementation("eager")
+    split.activation_checkpointing_enable()
+    for each in (alone, split):
+        each.train()(ids, labels=ids).loss.backward()
+    for parameter, ours in zip(alone.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
+    state = {name: whole(value) for name, value in split.state_dict().items()}
+    if torch.distributed.get_rank() == 0:
+        split.save_pretrained(folder, state_dict=state)
+        again = type(alone).from_pretrained(folder)
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True))
+
+
+def refuse_a_patchwork() -> None:
+    """Each rank has drawn its own weights."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    with pytest.raises(ValueError, match=r"0.weight: starts from other values on another tp rank; .*manual_seed"):
+        tensor_parallelize(model, tp, {"0": "column", "1": "row"})
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_model_of_transformers_is_the_same_over_tp(world: Callable, size: int, kind: str, dtype: torch.dtype) -> None:
+    world(size).run(compare_with_itself, kind, 4, kind in ("gpt2", "qwen2"), dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fewer_key_value_heads_than_tp_are_shared(world: Callable, kind: str) -> None:
+    world(4).run(compare_with_itself, kind, 2, False, torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_state_dict_of_whole_tensors_loads(world: Callable, kind: str) -> None:
+    world(2).run(load_whole_tensors, kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(world: Callable, kind: str, tmp_path: Path) -> None:
+    world(4).run(save_split, kind, str(tmp_path))
+    world(2).run(load_split, kind, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: str, tmp_path: Path) -> None:
+    world(2).run(use_it_as_transformers_does, kind, str(tmp_path))
+
+
+def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
+    world(4).run(train_with_fully_shard)
+
+
+def test_the_head_may_keep_its_logits_split(world: Callable) -> None:
+    world(2).run(keep_logits_split)
+
+
+def test_ranks_that_start_from_other_weights_are_refused(world: Callable) -> None:
+    world(2).run(refuse_a_patchwork)
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """(file name, text) of the page's programs."""
+    found = re.findall(r"```python\n(# (\S+)\n.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return [(name, text) for text, name in found]
+
+
+@pytest.mark.parametrize(("name", "text"), blocks_of("layers-in-your-model.md"), ids=lambda value: value.split("\n")[0])
+def test_the_programs_of_the_page_run_as_printed(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", run.stdout)]
+    assert len(losses) == 3 and losses[-1] < 0.1

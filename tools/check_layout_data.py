@@ -1,0 +1,33 @@
+"""What a few steps of training leave behind, as plain arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+Views = dict[str, dict[int, Array]]  # name -> rank -> what that rank sees; ranks that see the same share an array
+
+
+@dataclass
+class StepRecord:
+    """One step of training. `activations` are each rank's own part, of all its microbatches."""
+
+    loss: float
+    grad_norm: float
+    activations: Views
+    gradients: Views
+    parameters: Views  # after the step
+
+
+@dataclass
+class Record:
+    """A run's first weights, as the model was initialised and as they were jittered, and its steps."""
+
+    initial: Views = field(default_factory=dict)
+    start: Views = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    split: dict[str, int | None] = field(default_factory=dict)  # parameter -> the dim split over tp; None: replicated
+    tied: list[str] = field(default_factory=list)  # parameters that the model uses twice
