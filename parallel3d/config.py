@@ -20,7 +20,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.validation import refuse, validate
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
+]
 ShardingName = Literal["FULL_SHARD", "HYBRID_SHARD"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
@@ -74,6 +76,7 @@ class ParallelConfig:
     dp_shard: int = 1
     tp: int = 1
     virtual_stages: int = 1  # stages on each pipeline rank
+    stage_boundaries: tuple[int, ...] | None = None  # first block of each stage but the first; None: balanced by cost
     schedule: ScheduleName = "1f1b"
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
@@ -161,6 +164,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     every: int = 10  # steps
+    timeline: int | None = None  # the step whose actions are recorded on all ranks, into run_dir; None: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,8 @@ def to_yaml(recipe: Recipe) -> str:
     """The whole recipe as YAML that `load_recipe` reads back to the same."""
     tree = asdict(recipe)
     tree["optimizer"]["betas"] = list(recipe.optimizer.betas)
+    if recipe.parallel.stage_boundaries is not None:
+        tree["parallel"]["stage_boundaries"] = list(recipe.parallel.stage_boundaries)
     return dump_yaml(tree)
 
 
@@ -337,7 +343,7 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        return "a list of whole numbers" if ... in get_args(hint) else f"a list of {len(get_args(hint))} numbers"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
     return words[hint]
 

@@ -13,9 +13,13 @@ from parallel3d.config import ModelConfig, Recipe, Recompute
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, local_tensor, set_fused_gradients
 from parallel3d.mesh import Axis
-from parallel3d.pipeline.runtime import Boundary, LossFunction, PipelineRuntime, Stage
-from parallel3d.pipeline.stage import check_nothing_lost, cut, names_of, spread_layers
-from parallel3d.sharding import COMPUTE_DTYPE, reduce_in_last_backward, shard
+from parallel3d.pipeline.balance import balanced_cut, part_costs, sizes_between
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.execution import LossFunction, Stage
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.stage import Span, check_nothing_lost, cut, names_of, spans_of
+from parallel3d.sharding import COMPUTE_DTYPE, reduce_after_weights, reduce_in_last_backward, shard
 
 
 class ModelClass(Protocol):
@@ -62,12 +66,17 @@ class Parallelized:
 
 
 def parallelize(
-    model_class: ModelClass, recipe: Recipe, mesh: DeviceMesh, device: torch.device, loss_fn: LossFunction
+    model_class: ModelClass,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    device: torch.device,
+    schedule: Schedule,
+    loss_fn: LossFunction,
 ) -> Parallelized:
     """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
     them with weights that depend on the seed and their names alone."""
     parallel, model = recipe.parallel, recipe.model
-    spans = spread_layers(model.layers, parallel.stages)
+    spans = stage_spans(recipe, schedule.stages)
 
     def whole() -> nn.Module:
         return model_class(
@@ -84,7 +93,7 @@ def parallelize(
     aliases = tied_names(reference)
 
     stages, parameters = [], []
-    for index in range(mesh["pp"].get_local_rank(), parallel.stages, parallel.pp):
+    for index in schedule.stages_of(mesh["pp"].get_local_rank()):
         module = cut(whole(), spans[index])
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
         set_fused_gradients(module, True)
@@ -93,19 +102,23 @@ def parallelize(
         materialize(module, device)
         owned = own_parameters(module, aliases)
         fill(owned, mesh, recipe.train.seed)
-        stages.append(Stage(index, module, reduce_in_last_backward(module)))
+        before_backward = reduce_in_last_backward(module)
+        stages.append(Stage(module, before_backward, reduce_after_weights(module, before_backward)))
         parameters += owned
 
-    boundary = Boundary(
-        hidden=model.hidden,
-        sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
-        dtype=COMPUTE_DTYPE[recipe.train.precision],
-        device=device,
-    )
+    # "seq" is the local sequence: under sequence parallelism what crosses is split along it (`Trainer`).
+    boundary = TensorSpec(("batch", "seq", model.hidden), COMPUTE_DTYPE[recipe.train.precision])
+    pipeline = PipelineRuntime(stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(
-        stages, parameters, PipelineRuntime(stages, mesh["pp"], boundary, loss_fn), count, frozenset(aliases.values())
-    )
+    return Parallelized(stages, parameters, pipeline, count, frozenset(aliases.values()))
+
+
+def stage_spans(recipe: Recipe, stages: int) -> list[Span]:
+    """The blocks of each stage: where the recipe says, or balanced by cost."""
+    model, boundaries = recipe.model, recipe.parallel.stage_boundaries
+    if boundaries is not None:
+        return spans_of(sizes_between(boundaries, model.layers))
+    return spans_of(balanced_cut(model.layers, stages, part_costs(model, recipe.train.seq_len)))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

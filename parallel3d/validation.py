@@ -12,9 +12,11 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from parallel3d.errors import ConfigError
+from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
+from parallel3d.pipeline.schedules import STAGES_PER_RANK
 
 if TYPE_CHECKING:
-    from parallel3d.config import Recipe
+    from parallel3d.config import ParallelConfig, Recipe
 
 BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
 _MOST_PROBLEMS = 5  # lines of an error; the rest is counted
@@ -138,7 +140,6 @@ def _parallel(recipe: Recipe) -> Iterator[str]:
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
     parallel, layers = recipe.parallel, recipe.model.layers
-    interleaved = parallel.schedule == "interleaved_1f1b"
     if parallel.stages > layers:
         virtual = "" if parallel.virtual_stages == 1 else f" x parallel.virtual_stages {parallel.virtual_stages}"
         pp = max(1, layers // parallel.virtual_stages)
@@ -146,19 +147,40 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
             f"parallel.pp = {parallel.pp}{virtual}: {layers} layers cannot fill {parallel.stages} stages; "
             f"try parallel.pp={pp} or model.layers={parallel.stages}"
         )
-    if parallel.virtual_stages > 1 and not interleaved:
+    elif parallel.stage_boundaries is not None:
+        fault = faults_of_boundaries(parallel.stage_boundaries, layers, parallel.stages)
+        if fault is not None:
+            tries = list(
+                cut_points(balanced_cut(layers, parallel.stages, part_costs(recipe.model, recipe.train.seq_len)))
+            )
+            yield f"parallel.stage_boundaries = {list(parallel.stage_boundaries)}: {fault}; try {tries}"
+    yield from _stages_per_rank(parallel)
+
+
+def _stages_per_rank(parallel: ParallelConfig) -> Iterator[str]:
+    """What each schedule asks of the stages that a rank holds."""
+    name, virtual = parallel.schedule, parallel.virtual_stages
+    wanted = STAGES_PER_RANK[name]
+    if wanted.most == 1 and virtual > 1:
+        many = [other for other, stages in STAGES_PER_RANK.items() if stages.usual > 1 and stages.allow(virtual)]
         yield (
-            f"parallel.virtual_stages = {parallel.virtual_stages}: needs parallel.schedule = interleaved_1f1b, and it "
-            f"is {parallel.schedule}; try parallel.schedule=interleaved_1f1b or parallel.virtual_stages=1"
+            f"parallel.virtual_stages = {virtual}: needs parallel.schedule = {_or(many)}, and it is {name}; "
+            f"try parallel.schedule={many[0]} or parallel.virtual_stages=1"
         )
-    if interleaved and parallel.virtual_stages == 1:
+    elif not wanted.allow(virtual):
         yield (
-            "parallel.schedule = interleaved_1f1b: has nothing to interleave with parallel.virtual_stages = 1; "
-            "try parallel.schedule=1f1b or parallel.virtual_stages=2"
+            f"parallel.virtual_stages = {virtual}: must be {wanted.usual} with parallel.schedule = {name}, whose ranks "
+            f"hold a stage on the way down and one on the way up; try parallel.virtual_stages={wanted.usual}"
         )
-    elif interleaved and parallel.pp == 1:
+    elif wanted.usual > 1 and virtual == 1:
+        plain = {"looped_bfs": "gpipe", "interleaved_zb": "zb_h1"}.get(name, "1f1b")
         yield (
-            "parallel.schedule = interleaved_1f1b: needs a pipeline, and parallel.pp = 1; "
+            f"parallel.schedule = {name}: has nothing to interleave with parallel.virtual_stages = 1; "
+            f"try parallel.schedule={plain} or parallel.virtual_stages=2"
+        )
+    elif wanted.usual > 1 and parallel.pp == 1:
+        yield (
+            f"parallel.schedule = {name}: needs a pipeline, and parallel.pp = 1; "
             "try parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
         )
 
@@ -171,11 +193,6 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     if batch % slice_:
         tries = _multiples_near(batch, slice_)
         yield f"train.global_batch_size = {batch}: must be a multiple of {product}; try {tries}"
-    elif parallel.schedule == "interleaved_1f1b" and recipe.microbatches % parallel.pp:
-        yield (
-            f"train.global_batch_size = {batch}: makes {recipe.microbatches} microbatches, and interleaved_1f1b needs "
-            f"a multiple of parallel.pp = {parallel.pp}; try {_multiples_near(batch, slice_ * parallel.pp)}"
-        )
     if train.eval_every is not None and train.eval_sequences % slice_:
         tries = _multiples_near(train.eval_sequences, slice_)
         yield f"train.eval_sequences = {train.eval_sequences}: must be a multiple of {product}; try {tries}"
@@ -187,6 +204,9 @@ def _others(recipe: Recipe) -> Iterator[str]:
     if optimizer.warmup_steps > last:
         name = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
         yield f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be at most {name} = {last}; try {last // 10}"
+    timeline = recipe.logging.timeline
+    if timeline is not None and timeline > train.steps:
+        yield f"logging.timeline = {timeline}: must be at most train.steps = {train.steps}; try {train.steps}"
     if recipe.data.source == "text" and not recipe.data.path:
         yield "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt"
     if not recipe.checkpoint.resume:
@@ -217,6 +237,6 @@ def _multiples_near(number: int, factor: int) -> str:
     return _or([below, below + factor] if below else [factor])
 
 
-def _or(numbers: Iterable[int]) -> str:
+def _or(numbers: Iterable[object]) -> str:
     *head, last = [str(number) for number in numbers]
     return f"{', '.join(head)} or {last}" if head else last

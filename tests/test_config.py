@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe, to_yaml
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, ScheduleName, TrainConfig, load_recipe, to_yaml
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.recipes import shipped_recipes
@@ -186,9 +187,22 @@ BROKEN = [
         "parallel.pp=2",
     ),
     (
-        ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "train.global_batch_size=12"],
-        "makes 3 microbatches, and interleaved_1f1b needs a multiple of parallel.pp = 2; try 8 or 16",
-        "train.global_batch_size=8",
+        ["parallel.virtual_stages=2", "parallel.schedule=zb_h1"],
+        "needs parallel.schedule = interleaved_1f1b, looped_bfs, interleaved_zb, zb_v or dualpipe_v, and it is zb_h1",
+        "parallel.schedule=interleaved_zb",
+    ),
+    (["parallel.schedule=looped_bfs"], "has nothing to interleave", "parallel.schedule=gpipe"),
+    (["parallel.schedule=interleaved_zb"], "has nothing to interleave", "parallel.schedule=zb_h1"),
+    (["parallel.schedule=zb_v"], "parallel.virtual_stages = 1: must be 2 with", "parallel.virtual_stages=2"),
+    (
+        ["parallel.schedule=dualpipe_v", "parallel.virtual_stages=3", "model.layers=6"],
+        "parallel.virtual_stages = 3: must be 2 with parallel.schedule = dualpipe_v",
+        "parallel.virtual_stages=2",
+    ),
+    (
+        ["parallel.schedule=zb_v", "parallel.virtual_stages=2", "parallel.pp=1"],
+        "needs a pipeline, and parallel.pp = 1; try parallel.pp=2",
+        "parallel.pp=2",
     ),
     (
         ["train.global_batch_size=15"],
@@ -299,7 +313,7 @@ def test_a_decay_that_ends_before_the_run_is_allowed_with_a_warning(load: Load) 
     dp_shard=st.integers(1, 6),
     tp=st.integers(1, 8),
     virtual=st.integers(1, 3),
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]),
+    schedule=st.sampled_from(get_args(ScheduleName)),
     batch=st.integers(1, 64),
     vocab=st.integers(1, 600),
     layers=st.integers(1, 12),
@@ -311,14 +325,14 @@ def test_every_layout_is_accepted_or_refused_in_words(
     dp_shard: int,
     tp: int,
     virtual: int,
-    schedule: str,
+    schedule: ScheduleName,
     batch: int,
     vocab: int,
     layers: int,
     heads: int,
     head_dim: int,
 ) -> None:
-    parallel = ParallelConfig(pp=pp, dp_shard=dp_shard, tp=tp, virtual_stages=virtual, schedule=schedule)  # type: ignore[arg-type]
+    parallel = ParallelConfig(pp=pp, dp_shard=dp_shard, tp=tp, virtual_stages=virtual, schedule=schedule)
     recipe = Recipe(
         model=ModelConfig(layers=layers, hidden=heads * head_dim, heads=heads, ffn_hidden=48, vocab=vocab),
         train=TrainConfig(steps=1, global_batch_size=batch, seq_len=8),

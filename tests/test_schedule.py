@@ -1,49 +1,105 @@
-"""Schedules as data: the builders' orders, what the checker refuses, and what it proves of any size."""
+"""Schedules as data: the builders' orders, and what is proved of all of them at any size."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.config import ScheduleName
 from parallel3d.errors import ScheduleError
-from parallel3d.pipeline.schedule import Action, Kind, Schedule, check_schedule
-from parallel3d.pipeline.schedules import build_schedule, forward_only
+from parallel3d.pipeline.check import slots_needed
+from parallel3d.pipeline.schedule import Action, Kind, Schedule
+from parallel3d.pipeline.schedules import BUILDERS, STAGES_PER_RANK, build_schedule, forward_only, placement
+from parallel3d.pipeline.schedules_classic import groups
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 sizes = st.integers(1, 8)
 
 
+@st.composite
+def built(draw: st.DrawFn) -> Schedule:
+    """Any builder's schedule, for any numbers that it takes."""
+    name: ScheduleName = draw(st.sampled_from(sorted(BUILDERS)))
+    stages = STAGES_PER_RANK[name]
+    virtual_stages = draw(st.integers(stages.least, 4 if stages.most is None else stages.most))
+    return build_schedule(name, pp=draw(sizes), microbatches=draw(st.integers(1, 25)), virtual_stages=virtual_stages)
+
+
+def lines(name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1) -> list[str]:
+    return str(build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)).splitlines()
+
+
+def test_every_name_of_a_recipe_has_a_builder() -> None:
+    assert set(get_args(ScheduleName)) == set(BUILDERS) == set(STAGES_PER_RANK)
+
+
+def test_naive_does_one_microbatch_at_a_time() -> None:
+    assert lines("naive", pp=2, microbatches=2) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
+    assert lines("naive", pp=1, microbatches=1, virtual_stages=2) == ["0F0 1F0 1B0 0B0"]
+
+
 def test_gpipe_does_all_forwards_first() -> None:
-    schedule = build_schedule("gpipe", pp=2, microbatches=3)
-    assert str(schedule).splitlines() == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
-    assert schedule.peak_live_microbatches == (3, 3)
+    assert lines("gpipe", pp=2, microbatches=3) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
 
 
 def test_1f1b_keeps_no_more_than_pp_microbatches_alive() -> None:
-    schedule = build_schedule("1f1b", pp=3, microbatches=5)
-    assert str(schedule).splitlines() == [
+    assert lines("1f1b", pp=3, microbatches=5) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4",
     ]
-    assert schedule.peak_live_microbatches == (3, 2, 1)
+    assert build_schedule("1f1b", pp=3, microbatches=5).peak_live_microbatches == (3, 2, 1)
 
 
 def test_1f1b_on_one_rank_is_gradient_accumulation() -> None:
-    assert str(build_schedule("1f1b", pp=1, microbatches=3)) == "0F0 0B0 0F1 0B1 0F2 0B2"
+    assert lines("1f1b", pp=1, microbatches=3) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
 
 
 def test_interleaved_goes_round_the_ranks() -> None:
     """The order of Megatron's schedule for two ranks, two stages each, four microbatches."""
-    schedule = build_schedule("interleaved_1f1b", pp=2, microbatches=4, virtual_stages=2)
-    assert schedule.placement == (0, 1, 0, 1)
-    assert str(schedule).splitlines() == [
+    assert lines("interleaved_1f1b", pp=2, microbatches=4, virtual_stages=2) == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
+
+
+def test_breadth_first_does_a_stage_for_all_microbatches_before_the_next() -> None:
+    assert lines("looped_bfs", pp=2, microbatches=2, virtual_stages=2) == [
+        "0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0",
+        "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0",
+    ]
+
+
+def test_zb_h1_puts_weights_off_by_as_many_microbatches_as_the_rank() -> None:
+    """Figure 2 of arXiv 2401.10241, for two ranks."""
+    assert lines("zb_h1", pp=2, microbatches=3) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
+
+
+def test_v_schedules_end_where_they_began() -> None:
+    assert placement("zb_v", pp=3, virtual_stages=2) == (0, 1, 2, 2, 1, 0)
+    schedule = build_schedule("zb_v", pp=2, microbatches=3, virtual_stages=2)
+    assert str(schedule).splitlines() == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
+    ]
+    assert (1, 1) not in schedule.transfers
+    assert schedule.transfers[0, 1][:2] == (Action(1, F, 0), Action(1, F, 1))
+
+
+def test_dualpipe_v_mixes_whole_and_split_backwards() -> None:
+    schedule = build_schedule("dualpipe_v", pp=2, microbatches=4, virtual_stages=2)
+    assert str(schedule).splitlines()[0] == (
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3"
+    )
+    assert schedule.splits
+    assert schedule.feeds(Action(1, B, 0)) == Action(0, B, 0)
+    assert schedule.feeds(schedule.backward_of(1, 3)) == Action(0, I, 3)
 
 
 def test_transfers_are_named_by_their_takers_in_the_senders_order() -> None:
@@ -54,24 +110,67 @@ def test_transfers_are_named_by_their_takers_in_the_senders_order() -> None:
     }
 
 
+def test_the_gradient_of_a_split_backward_goes_to_the_half_that_takes_it() -> None:
+    schedule = build_schedule("zb_h1", pp=2, microbatches=2)
+    assert schedule.transfers[1, 0] == (Action(0, I, 0), Action(0, I, 1))
+    assert schedule.feeds(Action(1, W, 0)) is None
+    assert schedule.needs(Action(0, I, 0)) == (Action(0, F, 0), Action(1, I, 0))
+    assert schedule.needs(Action(1, I, 0)) == (Action(1, F, 0),)
+    assert schedule.needs(Action(1, W, 0)) == (Action(1, I, 0),)
+
+
 def test_each_stage_has_one_last_backward() -> None:
     schedule = build_schedule("interleaved_1f1b", pp=2, microbatches=4, virtual_stages=2)
     assert schedule.last_backwards == {Action(stage, B, 3) for stage in range(4)}
+    assert build_schedule("zb_h1", pp=2, microbatches=3).last_backwards == {Action(0, W, 2), Action(1, W, 2)}
 
 
-@given(name=st.sampled_from(["gpipe", "1f1b"]), pp=sizes, microbatches=sizes)
-def test_plain_schedules_take_any_number_of_microbatches(name: str, pp: int, microbatches: int) -> None:
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches)  # type: ignore[arg-type]
-    assert sum(len(actions) for actions in schedule.ranks) == 2 * pp * microbatches
-    if name == "1f1b":
-        assert schedule.peak_live_microbatches == tuple(min(pp - rank, microbatches) for rank in range(pp))
+@settings(deadline=None)
+@given(schedule=built())
+def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
+    """That `build_schedule` returns is the proof of order; here, what is derived from it."""
+    stages, microbatches = schedule.stages, schedule.microbatches
+    actions = {action for rank in schedule.ranks for action in rank}
+    forwards = stages * microbatches
+    assert sum(action.kind is F for action in actions) == forwards
+    assert len(schedule.last_backwards) == stages
+    fed = [schedule.feeds(action) for action in actions]
+    takers = [taker for taker in fed if taker is not None]
+    assert len(takers) == len(set(takers)) == 2 * (stages - 1) * microbatches
+    assert set(takers) <= actions
+    between = sum(one != other for one, other in zip(schedule.placement, schedule.placement[1:], strict=False))
+    assert sum(map(len, schedule.transfers.values())) == 2 * between * microbatches
 
 
-@given(pp=st.integers(2, 6), groups=st.integers(1, 4), virtual_stages=st.integers(2, 4))
-def test_interleaved_is_proved_for_any_size(pp: int, groups: int, virtual_stages: int) -> None:
-    schedule = build_schedule("interleaved_1f1b", pp=pp, microbatches=groups * pp, virtual_stages=virtual_stages)
-    assert schedule.stages == pp * virtual_stages
-    assert all(stage % pp == rank for rank in range(pp) for stage in schedule.stages_of(rank))
+@settings(deadline=None)
+@given(schedule=built())
+def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
+    """The most forwards alive: exactly, or as a bound where there are too few microbatches to come to it."""
+    p, m = len(schedule.ranks), schedule.microbatches
+    v = schedule.stages // p
+    g = groups(p, m)[0]
+    for rank, alive in enumerate(schedule.peak_live_microbatches):
+        most = {
+            "naive": v,
+            "gpipe": m,
+            "1f1b": p - rank,
+            "interleaved_1f1b": 2 * (p - rank - 1) + (v - 1) * g + 1,
+            "looped_bfs": v * m,
+            "zb_h1": p,
+            "interleaved_zb": (v - 1) * g + p,
+            "zb_v": 2 * p,
+            "dualpipe_v": 2 * p + 1,
+        }[schedule.name]
+        assert alive == min(most, v * m) if m >= 2 * p or schedule.name in ("1f1b", "gpipe") else alive <= most
+
+
+@given(pp=sizes, microbatches=st.integers(1, 40))
+def test_groups_are_even_and_none_is_smaller_than_pp(pp: int, microbatches: int) -> None:
+    found = groups(pp, microbatches)
+    assert sum(found) == microbatches
+    assert max(found) - min(found) <= 1
+    assert found == sorted(found, reverse=True)
+    assert min(found) >= min(pp, microbatches)
 
 
 @given(pp=sizes, microbatches=sizes, virtual_stages=st.integers(1, 3))
@@ -80,32 +179,33 @@ def test_forward_only_has_no_backward(pp: int, microbatches: int, virtual_stages
     assert all(action.kind is F for actions in schedule.ranks for action in actions)
 
 
-def test_refuses_microbatches_that_do_not_go_round() -> None:
-    with pytest.raises(ScheduleError, match="5 microbatches are no multiple of pp = 2"):
-        build_schedule("interleaved_1f1b", pp=2, microbatches=5, virtual_stages=2)
+@given(pp=sizes, microbatches=sizes)
+def test_forward_only_follows_the_placement_of_training(pp: int, microbatches: int) -> None:
+    v_shaped = placement("zb_v", pp=pp, virtual_stages=2)
+    schedule = forward_only(pp=pp, microbatches=microbatches, placement=v_shaped)
+    assert schedule.placement == v_shaped
+    assert sum(map(len, schedule.ranks)) == 2 * pp * microbatches
 
 
-def changed(schedule: Schedule, rank: int, *actions: Action) -> Schedule:
-    ranks = list(schedule.ranks)
-    ranks[rank] = actions
-    return replace(schedule, ranks=tuple(ranks))
+@settings(deadline=None)
+@given(schedule=built())
+def test_blocking_sends_do_not_stop_a_schedule_that_lets_a_few_wait(schedule: Schedule) -> None:
+    p, m = len(schedule.ranks), schedule.microbatches
+    most = {"naive": 0, "gpipe": 0, "looped_bfs": m // p}.get(schedule.name, p)
+    assert slots_needed(schedule) <= most
 
 
 @pytest.mark.parametrize(
-    ("second_rank", "message"),
+    ("name", "numbers", "message"),
     [
-        ("1F0 1F1 1B0", "1B1 is never done"),
-        ("1F0 1F0 1F1 1B0 1B1", "1F0 on rank 1 is done twice"),
-        ("1F0 1B0 1F1 0B1", "0B1 stands on rank 1, which has no such stage"),
-        ("1B0 1F0 1F1 1B1", r"rank 1 at 1B0 waits for 1F0"),
-        ("1F1 1B1 1F0 1B0", r"rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"),
+        ("1f1b", {"pp": 2, "microbatches": 2, "virtual_stages": 2}, "schedule 1f1b: 2 stages on each rank; it has 1"),
+        ("zb_v", {"pp": 2, "microbatches": 2, "virtual_stages": 3}, "schedule zb_v: 3 stages on each rank; it has 2"),
+        ("naive", {"pp": 2, "microbatches": 2, "virtual_stages": 0}, "it has at least 1"),
+        ("gpipe", {"pp": 2, "microbatches": 0}, "0 microbatches: each must be at least 1"),
+        ("gpipe", {"pp": 0, "microbatches": 1}, "pp = 0"),
+        ("zb", {"pp": 2, "microbatches": 1}, "schedule zb: unknown; known are gpipe, 1f1b"),
     ],
 )
-def test_checker_names_what_is_wrong(second_rank: str, message: str) -> None:
-    schedule = changed(build_schedule("1f1b", pp=2, microbatches=2), 0, *parse("0F0 0B0 0F1 0B1"))
+def test_refuses_numbers_that_make_no_schedule(name: ScheduleName, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        check_schedule(changed(schedule, 1, *parse(second_rank)))
-
-
-def parse(text: str) -> list[Action]:
-    return [Action(int(word[0]), Kind(word[1]), int(word[2])) for word in text.split()]
+        build_schedule(name, **numbers)  # type: ignore[arg-type]

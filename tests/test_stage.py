@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config import ModelConfig, load_recipe, to_yaml
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.pipeline.stage import check_nothing_lost, cut, names_of, spread_layers
+from parallel3d.pipeline.balance import PartCosts, balanced_cut, cut_points, part_costs, sizes_between
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.stage import (
+    boundaries_of,
+    check_nothing_lost,
+    cut,
+    cut_by_names,
+    cut_sequential,
+    names_of,
+    spans_of,
+    spread_layers,
+)
 
 MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
 
@@ -45,3 +63,116 @@ def test_stages_hold_the_whole_model_under_its_own_names() -> None:
 def test_a_parameter_that_no_stage_would_take_is_refused() -> None:
     with pytest.raises(ValueError, match="position.weight"):
         check_nothing_lost({"embed.weight", "position.weight"}, spread_layers(1, 1))
+
+
+@given(
+    blocks=st.integers(1, 9),
+    stages=st.integers(1, 5),
+    embedding=st.floats(0.0, 0.02),
+    head=st.floats(0.0, 4.0),
+)
+def test_no_cut_has_a_cheaper_costliest_stage(blocks: int, stages: int, embedding: float, head: float) -> None:
+    if stages > blocks:
+        return
+    costs = PartCosts(embedding=embedding, block=1.0, head=head)
+
+    def worst(sizes: list[int]) -> float:
+        return max(n + (embedding if s == 0 else 0) + (head if s == stages - 1 else 0) for s, n in enumerate(sizes))
+
+    sizes = balanced_cut(blocks, stages, costs)
+    every_cut = (sizes_between(points, blocks) for points in combinations(range(1, blocks + 1), stages - 1))
+    assert sum(sizes) == blocks and all(size > 0 for size in sizes[:-1])
+    assert worst(sizes) <= min(worst(other) for other in every_cut) + 0.03
+    assert sizes_between(cut_points(sizes), blocks) == sizes
+
+
+def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
+    model = ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab=128256)  # llama3.2-1b
+    sizes = balanced_cut(16, 4, part_costs(model, 8192))
+    assert sizes[-1] < sizes[0] and sum(sizes) == 16
+
+
+def test_a_head_may_stand_alone() -> None:
+    assert balanced_cut(4, 3, PartCosts(embedding=0.0, block=1.0, head=9.0)) == [2, 2, 0]
+    spans = spans_of([0, 5, 0])
+    names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
+    check_nothing_lost(names, spans)
+    assert names_of(spans[0], names) == {"embed.weight"} and names_of(spans[2], names) == {"norm.weight", "head.weight"}
+
+
+RECIPE = """
+model: {layers: 6, hidden: 32, heads: 4, ffn_hidden: 48, vocab: 512}
+parallel: {pp: 2, virtual_stages: 2, schedule: interleaved_1f1b, stage_boundaries: BOUNDARIES}
+train: {steps: 1, global_batch_size: 8, seq_len: 16}
+"""
+
+
+def write_recipe(tmp_path: Path, boundaries: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("BOUNDARIES", boundaries))
+    return path
+
+
+def test_boundaries_of_a_recipe_are_kept(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, "[0, 2, 6]"), cards=shape_cards())
+    assert recipe.parallel.stage_boundaries == (0, 2, 6)
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(recipe))
+    assert load_recipe(path, cards=shape_cards()).parallel.stage_boundaries == (0, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ("[2, 4]", r"= \[2, 4\]: must be 3 numbers, .*; try \[\d, \d, \d\]"),
+        ("[2, 2, 4]", "must rise from one to the next"),
+        ("[2, 4, 7]", "must lie between 0 and model.layers = 6"),
+        ("[a, b, c]", "must be a list of whole numbers or null"),
+        ("3", "must be a list of whole numbers or null"),
+    ],
+)
+def test_boundaries_that_cut_nothing_are_refused(tmp_path: Path, boundaries: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write_recipe(tmp_path, boundaries), cards=shape_cards())
+
+
+class TwoRoads(nn.Module):
+    """Gives two tensors, and takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), x if skip is None else skip
+
+
+def test_a_sequential_is_cut_into_its_own_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Linear(4, 2))
+    stages = cut_sequential(model, [2, 3])
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+    x = torch.randn(3, 4)
+    y = x
+    for stage in stages:
+        y = stage(y)
+    assert torch.equal(y, model(x))
+    assert boundaries_of(stages, x) == [(TensorSpec((3, 8)),), (TensorSpec((3, 4)),)]
+    with pytest.raises(ValueError, match="leave a stage empty of the 4 modules"):
+        cut_sequential(model, [2, 2])
+
+
+def test_any_model_is_cut_by_the_names_of_its_modules() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([TwoRoads(), TwoRoads()])
+    model.rest = nn.ModuleDict({"last": TwoRoads()})
+    stages = cut_by_names(model, ["blocks.0", "blocks.1", "rest.last"], [1])
+    assert [name for name, _ in stages[1].named_parameters()][0] == "blocks.1.inner.0.weight"
+    x = torch.randn(2, 4)
+    y, skip = stages[1](*stages[0](x))
+    assert torch.equal(skip, x) and y.shape == x.shape
+    assert boundaries_of(stages, x) == [(TensorSpec((2, 4)), TensorSpec((2, 4)))]
+    with pytest.raises(ValueError, match="leave out .*rest.last"):
+        cut_by_names(model, ["blocks.0", "blocks.1"], [1])
+    with pytest.raises(ValueError, match="have twice"):
+        cut_by_names(model, ["blocks.0", "blocks", "rest"], [1])

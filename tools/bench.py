@@ -16,10 +16,26 @@ def _step(options: Options) -> list[Row]:
     return bench_step(options)
 
 
-BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {"step": _step}
+def _layers(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_layers import bench_layers
+
+    return bench_layers(options)
+
+
+def _pipeline(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_pipeline import bench_pipeline
+
+    return bench_pipeline(options)
+
+
+BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {"step": _step, "layers": _layers, "pipeline": _pipeline}
 
 _EPILOG = """\
 benchmarks:
+  layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
+         of the loss at vocabulary 128,256 in chunks, against the whole
+  pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
+         memory of 200 steps
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
 

@@ -1,143 +1,197 @@
-"""Executes a schedule: the one path of a batch, with one pipeline rank as with many."""
+"""Executes a schedule, whatever it is: the one path of a batch, with one pipeline rank as with many.
+
+    specs = TensorSpec(("batch", "seq", 512))
+    runtime = PipelineRuntime([stage], schedule, mesh["pp"], loss_fn, boundaries=specs)
+    loss = runtime.run(inputs, labels, sizes={"batch": 2, "seq": 1024})
+
+Any `nn.Module` is a stage. It takes the tensors that the stage before gives, one or a tuple, and the last one's output
+goes to the loss. What crosses between stages is declared (`boundary`), and checked where it is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.pipeline.schedule import Action, Kind, Schedule
-from parallel3d.pipeline.transport import Links, Transport, open_links
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What crosses from stage to stage for microbatches [batch, seq]: [batch, seq / sequence_parts, hidden]."""
-
-    hidden: int
-    sequence_parts: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def buffer(self, batch: int, seq: int) -> Tensor:
-        return torch.empty((batch, seq // self.sequence_parts, self.hidden), dtype=self.dtype, device=self.device)
+from parallel3d.layers.deferral import make_linears_deferrable
+from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
+from parallel3d.pipeline.check import check_schedule
+from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
+from parallel3d.pipeline.links import Links
+from parallel3d.pipeline.recorder import Recorder
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.schedules import forward_only
+from parallel3d.pipeline.transport import Buffers, Transport
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A slice of the model on this rank. `before_backward(last)` is told before each backward whether it is the last of
-    the step: the data dimension reduces gradients then and not before."""
+class _Shapes:
+    """What crosses for one set of sizes, and the memory that it is received into."""
 
-    index: int
-    module: nn.Module
-    before_backward: Callable[[bool], None] = lambda last: None
+    sizes: dict[str, int]
+    crossings: tuple[Crossing, ...]
+    buffers: Buffers
 
 
 class PipelineRuntime:
     """Runs microbatches through the stages of this rank and its neighbours.
 
-    `stages` are this rank's, in the order of the schedule's placement; `loss_fn(output, labels)` gives the scalar that
-    is differentiated, already divided as the sum over microbatches and data ranks needs it.
+    `stages` are this rank's, in the order of the model (`schedule.stages_of`). `loss_fn(output, labels)` gives the
+    scalar that is differentiated, already divided as the sum over microbatches and data ranks needs it. `boundaries`:
+    what crosses between stages, one for all gaps or a list of them. Built by all ranks of `pp` at once.
+
+    Raises ScheduleError where the schedule cannot be carried out, or the ranks do not have the same one; ValueError
+    where the stages do not suit it.
     """
 
-    def __init__(self, stages: list[Stage], pp: DeviceMesh, boundary: Boundary, loss_fn: LossFunction) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._links: Links = open_links(pp)
-        self._boundary = boundary
-        self._loss_fn = loss_fn
+    def __init__(
+        self,
+        stages: Sequence[nn.Module | Stage],
+        schedule: Schedule,
+        pp: DeviceMesh,
+        loss_fn: LossFunction | None = None,
+        *,
+        boundaries: TensorSpec | Boundary | Sequence[Boundary] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_schedule(schedule)
+        self._check(schedule, stages, pp)
+        self.schedule = schedule
+        self.loss_fn = loss_fn
+        own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
+        self.device = torch.device(device) if device is not None else _device_of(own)
+        self._boundaries = normalized(boundaries, schedule.stages)
+        self.links = Links(pp, schedule, self.device)
+        self.stages = dict(zip(schedule.stages_of(self.links.rank), own, strict=True))
+        self._shapes: _Shapes | None = None
+        self._forward_schedules: dict[int, Schedule] = {}
+        if schedule.splits:
+            for stage in own:
+                make_linears_deferrable(stage.module)
 
-    def run(self, schedule: Schedule, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of a batch (both [microbatches, batch, seq]). Returns the sum of the microbatches'
-        losses on the rank of the last stage and 0 elsewhere; gradients are left in `.grad`."""
-        step = _Run(self, schedule, inputs, labels)
-        step.execute()
-        return step.loss
+    def run(
+        self,
+        inputs: Microbatches | None,
+        labels: Microbatches | None = None,
+        *,
+        sizes: Sizes | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Forward and backward of a batch. `inputs[m]` is a microbatch of the first stage, a tensor or a tuple of them,
+        `labels[m]` what the loss compares the last one's output with; a rank that does not hold the stage may have
+        None. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are
+        left in `.grad`.
+
+        Raises StageError where this rank's part failed and RankError where another's did; the pipeline is then of no
+        more use.
+        """
+        return self._execute(self.schedule, inputs, labels, sizes, recorder).loss
 
     @torch.no_grad()
-    def evaluate(self, schedule: Schedule, inputs: Tensor, labels: Tensor) -> Tensor:
-        """As `run` for a schedule of forwards alone."""
-        step = _Run(self, schedule, inputs, labels)
-        step.execute()
-        return step.loss
+    def evaluate(
+        self,
+        inputs: Microbatches | None,
+        labels: Microbatches | None = None,
+        *,
+        microbatches: int | None = None,
+        sizes: Sizes | None = None,
+    ) -> Tensor:
+        """The sum of losses as `run` gives it, without training. `microbatches`: how many, where that is not the
+        length of `inputs`."""
+        return self._execute(self._forwards(inputs, microbatches), inputs, labels, sizes).loss
 
     @torch.no_grad()
-    def forward(self, schedule: Schedule, inputs: Tensor) -> list[Tensor]:
+    def forward(
+        self, inputs: Microbatches | None, *, microbatches: int | None = None, sizes: Sizes | None = None
+    ) -> list[Any]:
         """The last stage's output for each microbatch, on its rank; an empty list elsewhere."""
-        step = _Run(self, schedule, inputs, labels=None)
-        step.execute()
-        return step.outputs
+        return self._execute(self._forwards(inputs, microbatches), inputs, None, sizes, wants_outputs=True).outputs
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that holds the last stage."""
+        return self.schedule.placement[-1]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so has the loss and the outputs."""
+        return self.schedule.stages - 1 in self.stages
+
+    def _execute(
+        self,
+        schedule: Schedule,
+        inputs: Microbatches | None,
+        labels: Microbatches | None,
+        sizes: Sizes | None,
+        recorder: Recorder | None = None,
+        *,
+        wants_outputs: bool = False,
+    ) -> Execution:
+        self.links.check_open()
+        self._check_batch(schedule, inputs, labels, None if wants_outputs else self.loss_fn)
+        shapes = self._shapes_for(dict(sizes or {}))
+        execution = Execution(
+            schedule,
+            self.stages,
+            shapes.crossings,
+            Transport(self.links, schedule, shapes.crossings, shapes.buffers),
+            inputs=inputs,
+            labels=labels,
+            loss_fn=None if wants_outputs else self.loss_fn,
+            recorder=recorder,
+        )
+        execution.run(self.links)
+        if execution.total is None:
+            execution.total = torch.zeros((), device=self.device)
+        return execution
+
+    def _forwards(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
+        if microbatches is None:
+            microbatches = self.schedule.microbatches if inputs is None else len(inputs)
+        if microbatches not in self._forward_schedules:
+            self._forward_schedules[microbatches] = forward_only(
+                pp=len(self.schedule.ranks), microbatches=microbatches, placement=self.schedule.placement
+            )
+        return self._forward_schedules[microbatches]
+
+    def _shapes_for(self, sizes: dict[str, int]) -> _Shapes:
+        """Those of the last batch again where its sizes were the same: so memory does not grow with their number."""
+        if self._shapes is None or self._shapes.sizes != sizes:
+            crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
+            self._shapes = _Shapes(sizes, crossings, Buffers(self.device))
+        return self._shapes
+
+    def _check_batch(
+        self,
+        schedule: Schedule,
+        inputs: Microbatches | None,
+        labels: Microbatches | None,
+        loss_fn: LossFunction | None,
+    ) -> None:
+        wanted = schedule.microbatches
+        if 0 in self.stages and (inputs is None or len(inputs) != wanted):
+            raise ValueError(f"inputs of {0 if inputs is None else len(inputs)} microbatches, and {wanted} are to run")
+        if self.is_last and schedule.trains and loss_fn is None:
+            raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
+        if self.is_last and labels is not None and len(labels) != wanted:
+            raise ValueError(f"labels of {len(labels)} microbatches, and {wanted} are to run")
+
+    @staticmethod
+    def _check(schedule: Schedule, stages: Sequence[nn.Module | Stage], pp: DeviceMesh) -> None:
+        if len(schedule.ranks) != pp.size():
+            raise ValueError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, the mesh has {pp.size()}")
+        indices = schedule.stages_of(pp.get_local_rank() if pp.size() > 1 else 0)
+        if len(stages) != len(indices):
+            raise ValueError(
+                f"schedule {schedule.name}: this rank holds stages {indices}, and {len(stages)} modules were given"
+            )
 
 
-class _Run:
-    """One execution of a schedule: the activations that are alive, and what it adds up to."""
-
-    def __init__(self, runtime: PipelineRuntime, schedule: Schedule, inputs: Tensor, labels: Tensor | None) -> None:
-        self._runtime = runtime
-        self._schedule = schedule
-        self._inputs = inputs
-        self._labels = labels
-        self._rank = runtime._links.rank
-        batch, seq = inputs.shape[1:]
-        self._transport = Transport(runtime._links, schedule, lambda: runtime._boundary.buffer(batch, seq))
-        self._handed_over: dict[Action, Tensor] = {}  # between two stages of this rank
-        self._alive: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch) -> input, output or loss
-        self.loss = torch.zeros((), device=runtime._boundary.device)
-        self.outputs: list[Tensor] = []
-
-    def execute(self) -> None:
-        for action in self._schedule.ranks[self._rank]:
-            if action.kind is Kind.FORWARD:
-                self._forward(action)
-            else:
-                self._backward(action)
-        self._transport.finish()
-
-    def _forward(self, action: Action) -> None:
-        stage, m = self._runtime._stages[action.stage], action.microbatch
-        x = self._inputs[m] if stage.index == 0 else self._take(action, stage.index - 1)
-        if self._schedule.trains and stage.index > 0:
-            x.requires_grad_()
-        y = stage.module(x)
-        if stage.index == self._schedule.stages - 1:
-            y = self._finish_forward(y, m)
-        else:
-            self._give(action, y.detach())
-        if self._schedule.trains:
-            self._alive[stage.index, m] = (x, y)
-
-    def _finish_forward(self, y: Tensor, microbatch: int) -> Tensor:
-        """The loss of the last stage's output, where there are labels."""
-        if self._labels is None:
-            self.outputs.append(y)
-            return y
-        loss = self._runtime._loss_fn(y, self._labels[microbatch])
-        self.loss += loss.detach()
-        return loss
-
-    def _backward(self, action: Action) -> None:
-        stage, m = self._runtime._stages[action.stage], action.microbatch
-        x, y = self._alive.pop((stage.index, m))
-        grad = None if stage.index == self._schedule.stages - 1 else self._take(action, stage.index + 1)
-        stage.before_backward(action in self._schedule.last_backwards)
-        torch.autograd.backward(y, grad)
-        if stage.index > 0:
-            assert x.grad is not None
-            self._give(action, x.grad)
-
-    def _take(self, action: Action, giver_stage: int) -> Tensor:
-        if self._schedule.placement[giver_stage] == self._rank:
-            return self._handed_over.pop(action)
-        return self._transport.receive(action, giver_stage)
-
-    def _give(self, action: Action, tensor: Tensor) -> None:
-        taker = self._schedule.feeds(action)
-        assert taker is not None
-        if self._schedule.placement[taker.stage] == self._rank:
-            self._handed_over[taker] = tensor
-        else:
-            self._transport.send(tensor, taker)
+def _device_of(stages: Sequence[Stage]) -> torch.device:
+    tensors = (tensor for stage in stages for tensor in (*stage.module.parameters(), *stage.module.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,99 +1,141 @@
-"""The builders of schedules: pure functions of (pipeline ranks, microbatches, stages per rank). No torch here.
+"""The schedules by name. Their builders are pure functions, in the files beside this one; a new one is a new entry.
 
-Stage s stands on rank s mod pp, so that with v virtual stages a microbatch goes round the ranks v times.
+No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from parallel3d.config import ScheduleName
 from parallel3d.errors import ScheduleError
-from parallel3d.pipeline.schedule import Action, Kind, Schedule, check_schedule
+from parallel3d.pipeline.check import check_schedule
+from parallel3d.pipeline.schedule import Action, Kind, Schedule
+from parallel3d.pipeline.schedules_classic import Ranks, gpipe, groups, interleaved_1f1b, looped_bfs, naive, one_f_one_b
+from parallel3d.pipeline.schedules_v import dualpipe_v, zb_v
+from parallel3d.pipeline.schedules_zero_bubble import interleaved_zb, zb_h1
 
-F, B = Kind.FORWARD, Kind.BACKWARD
-
-Ranks = list[list[Action]]
-
-
-def build_schedule(name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The checked schedule of this name. Raises ScheduleError where the numbers do not suit it."""
-    ranks = BUILDERS[name](pp, microbatches, virtual_stages)
-    return _checked(name, pp, microbatches, virtual_stages, ranks, trains=True)
-
-
-def forward_only(*, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """Forwards alone, each as soon as it can be: evaluation and generation."""
-    ranks = [
-        [Action(stage, F, m) for m in range(microbatches) for stage in range(rank, pp * virtual_stages, pp)]
-        for rank in range(pp)
-    ]
-    return _checked("forward_only", pp, microbatches, virtual_stages, ranks, trains=False)
-
-
-def gpipe(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
-    _one_stage_each("gpipe", virtual_stages)
-    forwards = [[Action(rank, F, m) for m in range(microbatches)] for rank in range(pp)]
-    return [done + [Action(a.stage, B, a.microbatch) for a in done] for done in forwards]
-
-
-def one_f_one_b(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
-    """One forward, one backward in turn, once the pipeline is full: no more than pp microbatches alive
-    (Narayanan et al. 2021, arXiv 2006.09503). With one rank it is gradient accumulation."""
-    _one_stage_each("1f1b", virtual_stages)
-    ranks = []
-    for rank in range(pp):
-        forwards = [Action(rank, F, m) for m in range(microbatches)]
-        backwards = [Action(rank, B, m) for m in range(microbatches)]
-        ranks.append(_in_turn(forwards, backwards, warm_up=pp - rank - 1))
-    return ranks
-
-
-def interleaved_1f1b(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
-    """1F1B over virtual stages: a bubble virtual_stages times smaller for as many times the transfers
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Microbatches go in groups of pp."""
-    if microbatches % pp:
-        raise ScheduleError(f"interleaved_1f1b: {microbatches} microbatches are no multiple of pp = {pp}")
-    ranks = []
-    for rank in range(pp):
-        forwards, backwards = [], []
-        for k in range(microbatches * virtual_stages):
-            group, within = divmod(k, pp * virtual_stages)
-            turn, place = divmod(within, pp)
-            microbatch = group * pp + place
-            forwards.append(Action(turn * pp + rank, F, microbatch))
-            backwards.append(Action((virtual_stages - 1 - turn) * pp + rank, B, microbatch))
-        ranks.append(_in_turn(forwards, backwards, warm_up=2 * (pp - rank - 1) + (virtual_stages - 1) * pp))
-    return ranks
-
+if TYPE_CHECKING:
+    from parallel3d.config import ScheduleName
 
 BUILDERS: dict[ScheduleName, Callable[[int, int, int], Ranks]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "naive": naive,
 }
 
 
-def _in_turn(forwards: list[Action], backwards: list[Action], *, warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
-    warm_up = min(warm_up, len(forwards))
-    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
+@dataclass(frozen=True, kw_only=True)
+class StagesPerRank:
+    """How many stages a rank may hold in a schedule, and where they stand."""
+
+    least: int = 1
+    most: int | None = 1  # None: any number
+    usual: int = 1
+    v_shaped: bool = False  # the second half of the stages goes back up the ranks
+
+    def allow(self, virtual_stages: int) -> bool:
+        return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
 
 
-def _one_stage_each(name: str, virtual_stages: int) -> None:
-    if virtual_stages != 1:
-        raise ScheduleError(f"{name} has one stage on each rank, not {virtual_stages}; use interleaved_1f1b")
+_LOOPED = StagesPerRank(most=None, usual=2)
+_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
+
+STAGES_PER_RANK: dict[ScheduleName, StagesPerRank] = {
+    "gpipe": StagesPerRank(),
+    "1f1b": StagesPerRank(),
+    "interleaved_1f1b": _LOOPED,
+    "looped_bfs": _LOOPED,
+    "zb_h1": StagesPerRank(),
+    "interleaved_zb": _LOOPED,
+    "zb_v": _V,
+    "dualpipe_v": _V,
+    "naive": StagesPerRank(most=None),
+}
 
 
-def _checked(name: str, pp: int, microbatches: int, virtual_stages: int, ranks: Ranks, *, trains: bool) -> Schedule:
+def build_schedule(
+    name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
+) -> Schedule:
+    """The schedule of this name. Raises ScheduleError where the numbers do not suit it. Without `check` it is not
+    proved again, which for a builder of this package the tests have done."""
+    _check_numbers(name, pp, microbatches, virtual_stages)
     schedule = Schedule(
         name=name,
-        placement=tuple(stage % pp for stage in range(pp * virtual_stages)),
+        placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(tuple(actions) for actions in ranks),
-        trains=trains,
+        ranks=tuple(map(tuple, BUILDERS[name](pp, microbatches, virtual_stages))),
+    )
+    if check:
+        check_schedule(schedule)
+    return schedule
+
+
+def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage: round and round, or down and up again."""
+    return _down_and_up(pp) if STAGES_PER_RANK[name].v_shaped else _round_and_round(pp, virtual_stages)
+
+
+def forward_only(
+    *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
+) -> Schedule:
+    """Forwards alone: evaluation and generation. `placement` is that of the training schedule where the stages do not
+    go round and round. For at least pp microbatches it takes as few steps as there can be: v m + p - 1, and on a V,
+    where the last one has to come up again, 2 (m + p - 1).
+    """
+    placement = _round_and_round(pp, virtual_stages) if placement is None else placement
+    ranks: Ranks = [[] for _ in range(pp)]
+    for _, stage, m in sorted(_arrivals(placement, pp, microbatches)):
+        ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
+    schedule = Schedule(
+        name="forward_only",
+        placement=placement,
+        microbatches=microbatches,
+        ranks=tuple(map(tuple, ranks)),
+        trains=False,
     )
     check_schedule(schedule)
     return schedule
+
+
+def _round_and_round(pp: int, virtual_stages: int) -> tuple[int, ...]:
+    return tuple(stage % pp for stage in range(pp * virtual_stages))
+
+
+def _down_and_up(pp: int) -> tuple[int, ...]:
+    return (*range(pp), *reversed(range(pp)))
+
+
+def _arrivals(placement: tuple[int, ...], pp: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
+    """(step, stage, microbatch) for all, so that no two meet on a rank where the placement is a known one."""
+    virtual_stages = len(placement) // pp
+    if placement != _round_and_round(pp, virtual_stages):
+        # On a V a rank's two stages are an odd number of steps apart, so every second step is free for the other.
+        pace = 2 if placement == _down_and_up(pp) else 1
+        yield from ((pace * m + stage, stage, m) for m in range(microbatches) for stage in range(len(placement)))
+        return
+    first = 0
+    for size in groups(pp, microbatches):
+        for stage in range(len(placement)):
+            turn, rank = divmod(stage, pp)
+            start = first * virtual_stages + turn * size + rank
+            yield from ((start + place, stage, first + place) for place in range(size))
+        first += size
+
+
+def _check_numbers(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> None:
+    if name not in BUILDERS:
+        raise ScheduleError(f"schedule {name}: unknown; known are {', '.join(BUILDERS)}")
+    if pp < 1 or microbatches < 1:
+        raise ScheduleError(f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1")
+    stages = STAGES_PER_RANK[name]
+    if not stages.allow(virtual_stages):
+        least = "at least " if stages.most is None else ""
+        raise ScheduleError(f"schedule {name}: {virtual_stages} stages on each rank; it has {least}{stages.least}")

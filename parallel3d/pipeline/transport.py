@@ -1,114 +1,181 @@
-"""Sends and receives between pipeline ranks, posted ahead of their use so that they overlap compute.
+"""One run's transfers between pipeline ranks: sends that do not block, receives posted ahead of their use.
 
 Between two ranks things travel in the order in which the sender makes them, which the receiver knows from the schedule:
-no tags, no shapes on the wire. One process group carries what goes to a higher rank and another what goes to a lower
-one, because a GPU's group works off its queue in order: in a single queue two ranks that each send first would wait for
-each other for ever.
+no tags, no shapes on the wire. Small messages between CPUs of one host go through `shared_link`, others by the backend.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
 
-from parallel3d.pipeline.schedule import Action, Schedule
+from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
+from parallel3d.pipeline.links import Links
+from parallel3d.pipeline.schedule import Action, Kind, Schedule
+from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, PeerLostError
 
 AHEAD = 2  # receives posted beyond the one waited for, from each rank
 IN_FLIGHT = 4  # sends to each rank before the oldest is waited for; its receive is always posted, so none blocks
 
 
-@dataclass(frozen=True)
-class Links:
-    """The two process groups over one pipeline, and this rank's place in it."""
+class Buffers:
+    """Memory that is received into, used again as soon as nothing but this pool refers to it: autograd may keep a
+    received tensor, or a view of it, for longer than the runtime does."""
 
-    ascending: dist.ProcessGroup | None
-    descending: dist.ProcessGroup | None
-    rank: int
-    size: int
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: defaultdict[TensorSpec, deque[tuple[Tensor, torch.UntypedStorage]]] = defaultdict(deque)
 
-    def group(self, source: int, target: int) -> dist.ProcessGroup:
-        group = self.ascending if source < target else self.descending
-        assert group is not None
-        return group
-
-
-def open_links(pp: DeviceMesh) -> Links:
-    """The groups of this rank's pipeline; the second is made here, by the pipeline's ranks alone."""
-    rank, size = pp.get_local_rank(), pp.size()
-    if size == 1:
-        return Links(None, None, 0, 1)
-    ascending = pp.get_group()
-    descending = dist.new_group(
-        dist.get_process_group_ranks(ascending), use_local_synchronization=True, group_desc="pipeline_descending"
-    )
-    return Links(ascending, descending, rank, size)
+    def take(self, spec: TensorSpec) -> Tensor:
+        pool = self._pools[spec]
+        for _ in range(len(pool)):
+            tensor, storage = pool[0]
+            pool.rotate(-1)
+            if _uses(storage) == 2:  # the two in the pool
+                return tensor.detach()
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)  # type: ignore[arg-type]
+        pool.append((tensor, tensor.untyped_storage()))
+        return tensor.detach()
 
 
 class Transport:
-    """One run's transfers: `send` hands over what an action on another rank takes, `receive` gets what one here does.
+    """`send` hands over what an action on another rank takes, `receive` gets what one here does. `crossings[s]` is what
+    goes between stages s and s + 1."""
 
-    `buffer` makes an empty tensor of the shape that crosses between stages.
-    """
-
-    def __init__(self, links: Links, schedule: Schedule, buffer: Callable[[], Tensor]) -> None:
+    def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers) -> None:
         self._links = links
-        self._schedule = schedule
-        self._inboxes = {
-            source: Inbox(links, source, takers, buffer)
-            for (source, target), takers in schedule.transfers.items()
-            if target == links.rank
-        }
+        self._placement = schedule.placement
+        self._crossings = crossings
+        self._buffers = buffers
+        self._arrived: dict[Action, tuple[Tensor, ...]] = {}
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self._inboxes: dict[int, _Inbox] = {}
+        if not all(self._is_shared(way, crossing) for way, crossing in self._ways()):
+            self._post_receives(schedule)
 
-    def send(self, tensor: Tensor, taker: Action) -> None:
-        target = self._schedule.placement[taker.stage]
+    def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
+        message = self._message(taker)
+        if not message.specs:
+            return
+        target = self._placement[taker.stage]
+        link = self._links.outgoing.get(target)
+        if link is not None and message.nbytes <= LARGEST_BYTES:
+            link.send(taker, message, tensors)
+            return
         outbox = self._outboxes[target]
-        while len(outbox) >= IN_FLIGHT:
-            outbox.popleft()[0].wait()
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._links.group(self._links.rank, target), group_dst=target)
-        assert work is not None
-        outbox.append((work, tensor))  # the tensor must live until it is sent
+        for tensor in tensors:
+            while len(outbox) >= IN_FLIGHT:
+                _wait(outbox.popleft()[0], target)
+            tensor = tensor.contiguous()
+            work = dist.isend(tensor, group=self._links.group(self._links.rank, target), group_dst=target)
+            assert work is not None
+            outbox.append((work, tensor))  # the tensor must live until it is sent
 
-    def receive(self, taker: Action, giver_stage: int) -> Tensor:
-        return self._inboxes[self._schedule.placement[giver_stage]].take(taker)
+    def receive(self, taker: Action) -> tuple[Tensor, ...]:
+        message = self._message(taker)
+        if not message.specs:
+            return ()
+        source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
+        link = self._links.incoming.get(source)
+        if link is None or message.nbytes > LARGEST_BYTES:
+            return self._inboxes[source].take(taker)
+        while taker not in self._arrived:
+            self._read(link)
+        return self._arrived.pop(taker)
 
     def finish(self) -> None:
-        """Waits for the sends that are left."""
-        for outbox in self._outboxes.values():
+        """Waits until all that was sent is on its way."""
+        self._links.wait_until_sent()
+        for target, outbox in self._outboxes.items():
             while outbox:
-                outbox.popleft()[0].wait()
+                _wait(outbox.popleft()[0], target)
+
+    def _read(self, link: Incoming) -> None:
+        """The next message of a link. What was sent before the one that is wanted is kept for its own taker."""
+        header = self._links.wait(link)
+        message = self._message(header.taker)
+        if header.digest != message.digest:
+            raise ValueError(
+                f"{header.taker} takes {message} ({message.nbytes} bytes), and pipeline rank {link.peer} has sent "
+                f"something else ({header.nbytes} bytes): the ranks have declared other shapes or sizes"
+            )
+        tensors = tuple(self._buffers.take(spec) for spec in message.specs)
+        link.read(header, message, tensors)
+        self._arrived[header.taker] = tensors
+
+    def _message(self, taker: Action) -> Message:
+        if taker.kind is Kind.FORWARD:
+            return self._crossings[taker.stage - 1].forward
+        return self._crossings[taker.stage].backward
+
+    def _ways(self) -> list[tuple[tuple[int, int], Crossing]]:
+        """(ranks, crossing) of each boundary that lies between two ranks."""
+        pairs = zip(self._placement[:-1], self._placement[1:], strict=True)
+        return [(pair, c) for pair, c in zip(pairs, self._crossings, strict=True) if pair[0] != pair[1]]
+
+    def _is_shared(self, way: tuple[int, int], crossing: Crossing) -> bool:
+        return way in self._links.shared and crossing.forward.nbytes <= LARGEST_BYTES
+
+    def _post_receives(self, schedule: Schedule) -> None:
+        self._links.open_groups()
+        for (source, target), takers in schedule.transfers.items():
+            if target == self._links.rank:
+                link = self._links.incoming.get(source)
+                expected = [
+                    (taker, message.specs)
+                    for taker in takers
+                    if (message := self._message(taker)).specs and (link is None or message.nbytes > LARGEST_BYTES)
+                ]
+                self._inboxes[source] = _Inbox(self._links.group(source, target), source, expected, self._buffers.take)
 
 
-class Inbox:
-    """What one rank sends here, in its order."""
+class _Inbox:
+    """What one rank sends here by the backend, in its order."""
 
-    def __init__(self, links: Links, source: int, expected: Sequence[Action], buffer: Callable[[], Tensor]) -> None:
-        self._links = links
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        expected: Sequence[tuple[Action, tuple[TensorSpec, ...]]],
+        buffer: Callable[[TensorSpec], Tensor],
+    ) -> None:
+        self._group = group
         self._source = source
         self._unposted = deque(expected)
-        self._posted: deque[tuple[Action, dist.Work, Tensor]] = deque()
-        self._arrived: dict[Action, Tensor] = {}
+        self._posted: deque[tuple[Action, list[dist.Work], tuple[Tensor, ...]]] = deque()
+        self._arrived: dict[Action, tuple[Tensor, ...]] = {}
         self._buffer = buffer
         self._post()
 
-    def take(self, action: Action) -> Tensor:
+    def take(self, action: Action) -> tuple[Tensor, ...]:
         """Waits for what `action` takes. What was sent before it is kept for its own taker."""
         while action not in self._arrived:
-            arriving, work, tensor = self._posted.popleft()
+            arriving, works, tensors = self._posted.popleft()
             self._post()
-            work.wait()
-            self._arrived[arriving] = tensor
+            for work in works:
+                _wait(work, self._source)
+            self._arrived[arriving] = tensors
         return self._arrived.pop(action)
 
     def _post(self) -> None:
         while self._unposted and len(self._posted) <= AHEAD:
-            tensor = self._buffer()
-            work = dist.irecv(tensor, group=self._links.group(self._source, self._links.rank), group_src=self._source)
-            assert work is not None
-            self._posted.append((self._unposted.popleft(), work, tensor))
+            taker, specs = self._unposted.popleft()
+            tensors = tuple(self._buffer(spec) for spec in specs)
+            works = [dist.irecv(tensor, group=self._group, group_src=self._source) for tensor in tensors]
+            self._posted.append((taker, [work for work in works if work is not None], tensors))
+
+
+def _wait(work: dist.Work, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    """References to a storage. torch has no public way to ask; its own CUDA graph trees ask so."""
+    return torch._C._storage_Use_Count(storage._cdata)

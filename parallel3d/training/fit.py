@@ -14,6 +14,7 @@ from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_toke
 from parallel3d.training.progress import Progress
 from parallel3d.training.state import save_trainer
 from parallel3d.training.stopwatch import Stopwatch
+from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import StepResult, Trainer
 
 
@@ -34,9 +35,16 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
     watch = Stopwatch()
     for step in range(trainer.step + 1, recipe.train.steps + 1):
         last = step == recipe.train.steps
+        report = None
         with watch.timing():
-            result = trainer.train_step(loaders.train.batch(step - 1))
+            batch = loaders.train.batch(step - 1)
+            if step == recipe.logging.timeline:
+                result, report = traced_step(trainer, batch, checkpoints.parent)
+            else:
+                result = trainer.train_step(batch)
         progress.step_done(step)
+        if report is not None:
+            progress.say(str(report))
         val_loss = None
         if _due(recipe.train.eval_every, step, last):
             val_loss = trainer.evaluate(loaders.validation.batch(0))

@@ -27,7 +27,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int
         logits = None
         if outputs:  # ids beyond the tokenizer's are there to make the vocabulary divisible, and mean nothing
             logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"])[: tokenizer.vocab_size]
-        ids.append(_choose(logits, top_k, generator, trainer.axes["pp"], trainer.device))
+        ids.append(_choose(logits, top_k, generator, trainer.axes["pp"], trainer.pipeline.last_rank, trainer.device))
         if ids[-1] == tokenizer.end_of_text:
             break
     return prompt + tokenizer.decode(np.array(ids[prompt_length:]))
@@ -42,12 +42,14 @@ def _whole_vocabulary(logits: Tensor, tp: Axis) -> Tensor:
     return torch.cat(parts)
 
 
-def _choose(logits: Tensor | None, top_k: int, generator: torch.Generator, pp: Axis, device: torch.device) -> int:
+def _choose(
+    logits: Tensor | None, top_k: int, generator: torch.Generator, pp: Axis, last_rank: int, device: torch.device
+) -> int:
     """The next token, chosen where the last stage is and told to the pipeline's other ranks."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     if logits is not None:
         likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
         token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
     if pp.size > 1:
-        dist.broadcast(token, group=pp.group, group_src=pp.size - 1)
+        dist.broadcast(token, group=pp.group, group_src=last_rank)
     return int(token.item())

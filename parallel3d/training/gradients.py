@@ -43,12 +43,18 @@ def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]
 class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
-    def __init__(self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str]) -> None:
-        """`tied`: the names of the parameters that the model uses twice."""
+    def __init__(
+        self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
+    ) -> None:
+        """`tied`: the names of the parameters that the model uses twice; `ends`: the pipeline ranks that hold the first
+        and the last stage."""
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.own.spec.partial_gradient and self._tp.size > 1]
-        self._ends = _pipeline_ends(mesh["pp"]) if tied else None
+        self._ends = _pipeline_ends(mesh["pp"], ends) if tied else None
         self._tied = [p for p in parameters if p.own.name in tied] if self._ends else []
+        # Where both ends are one rank, as in a V, it has the weight twice; a single stage has it once.
+        is_one_rank = ends[0] == ends[1]
+        self._pairs = [pair for name in tied if len(pair := _named(parameters, name)) == 2] if is_one_rank else []
 
     def complete(self) -> None:
         """Sends one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each tied weight
@@ -60,6 +66,8 @@ class GradientSync:
                 gradient.copy_(total.view_as(gradient))
         for parameter in self._tied:
             dist.all_reduce(_gradient(parameter), group=self._ends)
+        for first, second in self._pairs:
+            _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
 
 
 def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
@@ -90,12 +98,15 @@ def _gradient(parameter: LocalParameter) -> Tensor:
     return gradient
 
 
-def _pipeline_ends(pp: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of the first and the last rank of this pipeline, on those two; None elsewhere or where they are one."""
-    place, size = pp.get_local_rank(), pp.size()
-    if size == 1 or 0 < place < size - 1:
+def _named(parameters: Sequence[LocalParameter], name: str) -> list[LocalParameter]:
+    return [parameter for parameter in parameters if parameter.own.name == name]
+
+
+def _pipeline_ends(pp: DeviceMesh, ends: tuple[int, int]) -> dist.ProcessGroup | None:
+    """The group of the ranks of this pipeline's ends, on those two; None elsewhere or where they are one."""
+    if ends[0] == ends[1] or pp.get_local_rank() not in ends:
         return None
     ranks = dist.get_process_group_ranks(pp.get_group())
-    group = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True, group_desc="pipeline_ends")
+    group = dist.new_group([ranks[end] for end in ends], use_local_synchronization=True, group_desc="pipeline_ends")
     assert isinstance(group, dist.ProcessGroup)
     return group

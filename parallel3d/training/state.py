@@ -47,6 +47,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
         then, now = getattr(progress, key), getattr(train, key)
         if then != now:
             raise CheckpointError(f"{path}: was trained with train.{key} = {then}, not {now}; resume with {key}={then}")
+    _copy_to_twins(trainer.parameters, trainer.optimizer)
     for parameter in trainer.parameters:
         trainer.optimizer.state[parameter.local]["step"].fill_(float(progress.step))
     trainer.step = progress.step
@@ -56,6 +57,8 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Opti
     """Name -> tensor that shares the memory of the model's and the optimizer's. A tied parameter is there once."""
     state: dict[str, Tensor] = {}
     for parameter in parameters:
+        if f"model.{parameter.own.name}" in state:  # a V has both ends of the pipeline, and a tied weight twice, alike
+            continue
         tensor = parameter.own.tensor.detach()
         assert local_tensor(tensor).shape == parameter.local.shape, f"{parameter.own.name} is not sharded as at rest"
         state[f"model.{parameter.own.name}"] = tensor
@@ -63,6 +66,18 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Opti
             local = optimizer.state[parameter.local][moment]
             state[f"optimizer.{moment}.{parameter.own.name}"] = like_parameter(tensor, local)
     return state
+
+
+@torch.no_grad()
+def _copy_to_twins(parameters: Sequence[LocalParameter], optimizer: torch.optim.Optimizer) -> None:
+    """What was loaded into the first of two parameters of one name, into the second."""
+    first: dict[str, LocalParameter] = {}
+    for parameter in parameters:
+        twin = first.setdefault(parameter.own.name, parameter)
+        if twin is not parameter:
+            parameter.local.copy_(twin.local)
+            for moment in MOMENTS:
+                optimizer.state[parameter.local][moment].copy_(optimizer.state[twin.local][moment])
 
 
 def start_moments(parameters: Sequence[LocalParameter], optimizer: torch.optim.Optimizer) -> None:

@@ -16,8 +16,8 @@ from parallel3d.errors import NonFiniteError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.schedules import build_schedule, forward_only
+from parallel3d.pipeline.recorder import Recorder
+from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.sharding import free_gathered
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
 from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -43,24 +43,26 @@ class Trainer:
         self.step = 0  # steps done
         tokens = recipe.train.global_batch_size * recipe.train.seq_len
         loss_fn = partial(_share_of_mean_loss, tp=mesh["tp"], tokens=tokens)
-        parts = parallelize(model_class, recipe, mesh, device, loss_fn)
-        self.parameter_count = parts.parameter_count
-        self.pipeline = parts.pipeline
-        self.stages = parts.stages
-        self.parameters = local_parameters(parts.parameters)
-        self._gradients = GradientSync(self.parameters, mesh, parts.tied)
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
-        self._schedule = build_schedule(
+        schedule = build_schedule(
             recipe.parallel.schedule,
             pp=recipe.parallel.pp,
             microbatches=recipe.microbatches,
             virtual_stages=recipe.parallel.virtual_stages,
         )
+        parts = parallelize(model_class, recipe, mesh, device, schedule, loss_fn)
+        self.parameter_count = parts.parameter_count
+        self.pipeline = parts.pipeline
+        self.stages = parts.stages
+        self.parameters = local_parameters(parts.parameters)
+        ends = schedule.placement[0], schedule.placement[-1]
+        self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
 
-    def train_step(self, batch: Batch) -> StepResult:
-        """One step on this data rank's share of a global batch. Raises NonFiniteError, with nothing changed, where the
-        loss or the gradient is not finite."""
-        loss = self.pipeline.run(self._schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
+    def train_step(self, batch: Batch, recorder: Recorder | None = None) -> StepResult:
+        """One step on this data rank's share of a global batch; `recorder` is told of each action. Raises
+        NonFiniteError, with nothing changed, where the loss or the gradient is not finite."""
+        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        loss = self.pipeline.run(inputs, labels, sizes=self._sizes(inputs), recorder=recorder)
         for parameter in self.parameters:
             parameter.refresh()
         self._gradients.complete()
@@ -77,8 +79,8 @@ class Trainer:
     def evaluate(self, batch: Batch) -> float:
         """The mean loss over the tokens of a global batch of any size, of which `batch` is this data rank's share,
         without training on it; the same on every rank."""
-        schedule = self._forward_schedule(batch.inputs.shape[0])
-        loss = self.pipeline.evaluate(schedule, batch.inputs.to(self.device), batch.labels.to(self.device))
+        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
         self._free_gathered()
         as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
         tokens = batch.inputs.numel() * self.recipe.parallel.dp
@@ -88,13 +90,14 @@ class Trainer:
     def logits(self, ids: Tensor) -> list[Tensor]:
         """This tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch, seq] on the
         ranks of the last stage; an empty list elsewhere."""
-        outputs = self.pipeline.forward(self._forward_schedule(ids.shape[0]), ids.to(self.device))
+        outputs = self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
         self._free_gathered()
         return outputs
 
-    def _forward_schedule(self, microbatches: int) -> Schedule:
-        parallel = self.recipe.parallel
-        return forward_only(pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages)
+    def _sizes(self, ids: Tensor) -> dict[str, int]:
+        """Of what crosses between stages, for ids [microbatches, batch, seq]."""
+        parts = self.axes["tp"].size if self.recipe.parallel.sequence_parallel else 1
+        return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 
     def _free_gathered(self) -> None:
         """Parameters are sharded between steps: what saves or steps them relies on it."""

@@ -1,0 +1,114 @@
+"""What crosses from one stage to the next, declared before anything runs: no shape is ever sent or negotiated."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes, of each tensor in a message
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor between two stages. Its shape is of numbers, and of names for sizes that differ from batch to batch:
+    `TensorSpec(("batch", "seq", 512))`, to be run with `sizes={"batch": 2, "seq": 1024}`.
+
+    `requires_grad`: a gradient of the same shape comes back for it. Never for whole numbers and bools.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> TensorSpec:
+        """As a tensor is: for boundaries taken from an example."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @cached_property
+    def has_gradient(self) -> bool:
+        return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    def with_sizes(self, sizes: Sizes) -> TensorSpec:
+        """All numbers. Raises ValueError where a name has no size."""
+        unknown = [size for size in self.shape if isinstance(size, str) and size not in sizes]
+        if unknown:
+            raise ValueError(f"{self}: no size given for {', '.join(map(str, unknown))}; given are {dict(sizes)}")
+        return replace(self, shape=tuple(sizes[size] if isinstance(size, str) else size for size in self.shape))
+
+    def fits(self, tensor: Tensor) -> bool:
+        return tensor.dtype is self.dtype and tuple(tensor.shape) == self.shape
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of a spec of numbers."""
+        return math.prod(size for size in self.shape if isinstance(size, int)) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}]"
+
+
+Boundary = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """The tensors that one transfer carries, of known shapes: a stage's outputs, or the gradients of them."""
+
+    specs: Boundary
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor starts where they lie in one piece of memory, in bytes."""
+        ends = [0]
+        for spec in self.specs:
+            ends.append(ends[-1] + -(-spec.nbytes // ALIGNMENT) * ALIGNMENT)
+        return tuple(ends[:-1])
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
+
+    @cached_property
+    def digest(self) -> int:
+        """Equal on two ranks that have declared the same."""
+        return zlib.crc32(str(self).encode())
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.specs))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The messages over one boundary for one microbatch: outputs down the model, their gradients back up."""
+
+    forward: Message
+    backward: Message
+
+    @classmethod
+    def of(cls, boundary: Boundary, sizes: Sizes) -> Crossing:
+        specs = tuple(spec.with_sizes(sizes) for spec in boundary)
+        return cls(Message(specs), Message(tuple(spec for spec in specs if spec.has_gradient)))
+
+
+def normalized(boundaries: TensorSpec | Boundary | Sequence[Boundary], stages: int) -> tuple[Boundary, ...]:
+    """One boundary for each gap between stages, from one that all share or a list. Raises ValueError."""
+    if isinstance(boundaries, TensorSpec):
+        boundaries = (boundaries,)
+    if boundaries and all(isinstance(spec, TensorSpec) for spec in boundaries):
+        return (tuple(spec for spec in boundaries if isinstance(spec, TensorSpec)),) * (stages - 1)
+    listed = tuple(tuple(each) for each in boundaries if not isinstance(each, TensorSpec))
+    if len(listed) != stages - 1:
+        raise ValueError(
+            f"{len(listed)} boundaries for {stages} stages: declare the tensors that cross, "
+            f"once for all {stages - 1} gaps or for each, such as boundaries=TensorSpec((batch, seq, hidden))"
+        )
+    return listed

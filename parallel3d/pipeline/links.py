@@ -1,0 +1,185 @@
+"""How the ranks of one pipeline reach each other: shared memory, process groups, and word of a failure.
+
+A process group carries what goes to a higher rank and another what goes to a lower one, because a GPU's group works off
+its queue in order: in a single queue two ranks that each send first would wait for each other for ever. They are made
+when the first message needs them: on one host without GPUs, none may.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import shutil
+import socket
+import tempfile
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
+
+from parallel3d.errors import RankError, ScheduleError
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.shared_link import Header, Incoming, Outgoing, PeerLostError, prepare
+
+_MEMORY_FOLDER = Path("/dev/shm")
+
+Way = tuple[int, int]  # source rank, target rank
+
+
+class Links:
+    """Between the ranks of a pipeline along one placement of stages; made by all of them at once.
+
+    Raises ScheduleError, on all ranks, where their schedules differ.
+    """
+
+    def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
+        self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
+        self.incoming: dict[int, Incoming] = {}
+        self.outgoing: dict[int, Outgoing] = {}
+        self.shared: frozenset[Way] = frozenset()  # the ways of shared memory, of all ranks
+        self._pipeline = pp.get_group() if self.size > 1 else None
+        self._groups: dict[bool, dist.ProcessGroup] = {}  # by whether it is for what goes to a higher rank
+        self._is_closed = False
+        self._failure_key = ""
+        if self.size > 1:
+            self._timeout_ms = _timeout_s(pp.get_group(), device) * 1000
+            self._meet(pp.get_group(), schedule, device)
+
+    def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
+        """Every target makes its links' memory, tells all where it is, and both ends open it."""
+        is_possible = device.type == "cpu" and _MEMORY_FOLDER.is_dir()
+        folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=_MEMORY_FOLDER if is_possible else None))
+        try:
+            mine = _make_links(folder, [way for way in _ways(schedule) if way[1] == self.rank]) if is_possible else {}
+            self.incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
+            digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
+            offers: list[_Offer] = [_Offer("", folder, 0, {})] * self.size
+            dist.all_gather_object(offers, _Offer(socket.gethostname(), folder, digest, mine), group=pipeline)
+            if len({offer.digest for offer in offers}) > 1:
+                raise ScheduleError(f"schedule {schedule.name}: the ranks of the pipeline do not have the same one")
+            self._failure_key = f"parallel3d/{offers[0].host}{offers[0].folder}"
+            for source, target in _ways(schedule):
+                path = offers[target].links.get((source, target))
+                if path is None or offers[source].host != offers[target].host:
+                    continue
+                self.shared |= {(source, target)}
+                if source == self.rank:
+                    self.outgoing[target] = Outgoing(path, target)
+            self.incoming = {
+                source: link for source, link in self.incoming.items() if (source, self.rank) in self.shared
+            }
+            dist.barrier(pipeline)  # all have opened what is to be removed
+        finally:
+            shutil.rmtree(folder)  # what is open stays; nothing is left behind, however the processes end
+
+    def open_groups(self) -> None:
+        """The backend's groups, made when all ranks of the pipeline come to need them."""
+        if not self._groups:
+            for ascending in (True, False):
+                assert self._pipeline is not None
+                ranks = dist.get_process_group_ranks(self._pipeline)
+                group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"pipeline_{ascending}")
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[ascending] = group
+            # A rank that failed at once would close its end while another still connects, which then waits for ever.
+            dist.barrier(self._pipeline)
+
+    def group(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._groups[source < target]
+
+    def wait(self, link: Incoming) -> Header:
+        """The next header of a link. Meanwhile what waits to be sent goes out as room for it comes free.
+
+        Raises PeerLostError where the other end has gone or stays silent.
+        """
+        header = link.poll()
+        while header is None:
+            self._sleep([link.headers])
+            header = link.poll()
+        return header
+
+    def wait_until_sent(self) -> None:
+        for link in self.outgoing.values():
+            while link.is_waiting:
+                self._sleep([])
+
+    def _sleep(self, pipes: list[int]) -> None:
+        """Until one of `pipes` can be read, or something was sent that had to wait."""
+        sleeper = select.poll()
+        for pipe in pipes:
+            sleeper.register(pipe, select.POLLIN)
+        waiting = [link for link in self.outgoing.values() if link.is_waiting]
+        for link in waiting:
+            sleeper.register(link.credits, select.POLLIN)
+        if not sleeper.poll(self._timeout_ms):
+            raise PeerLostError(f"no answer within {self._timeout_ms / 1000:.0f} s")
+        for link in waiting:
+            link.flush()
+
+    def check_open(self) -> None:
+        """Raises RankError where an earlier run has failed, here or on another rank."""
+        if self._is_closed:
+            raise RankError(f"this pipeline has failed: {self.told() or 'see the first error'}")
+
+    def fail(self, message: str) -> None:
+        """Tells the others: leaves a message for whoever asks, then closes everything that they may wait for."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.size > 1 and self.told() is None:
+            _store().set(self._failure_key, message)
+        for link in (*self.incoming.values(), *self.outgoing.values()):
+            link.close()
+        for group in self._groups.values():
+            if dist.get_backend(group) == "gloo":  # NCCL's would wait for its peers: there the launcher ends them
+                dist.destroy_process_group(group)
+
+    def told(self) -> str | None:
+        """What the first rank that failed has said."""
+        if self.size == 1 or not _store().check([self._failure_key]):
+            return None
+        return str(_store().get(self._failure_key).decode())
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others when they meet."""
+
+    host: str
+    folder: Path
+    digest: int  # of its schedule
+    links: dict[Way, Path]  # that end at this rank
+
+
+def _ways(schedule: Schedule) -> list[Way]:
+    """Both ways between the ranks of each two stages in a row."""
+    stages = schedule.placement
+    pairs = {pair for pair in zip(stages[:-1], stages[1:], strict=True) if pair[0] != pair[1]}
+    return sorted(pairs | {(target, source) for source, target in pairs})
+
+
+def _make_links(folder: Path, ways: list[Way]) -> dict[Way, Path]:
+    """Those of the ways that there is room for."""
+    made = {}
+    for source, target in ways:
+        path = folder / f"{source}-{target}"
+        with suppress(OSError):
+            prepare(path)
+            made[source, target] = path
+    return made
+
+
+def _store() -> dist.Store:
+    # torch has no public way to ask for the store that its processes met at.
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    # Nor for a group's timeout.
+    timeout = group._get_backend(device).options._timeout
+    return math.ceil(timeout.total_seconds())

@@ -1,0 +1,115 @@
+"""A measured timeline: what every pipeline rank did in one step of training, and when, beside its simulation."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import torch.distributed as dist
+
+from parallel3d.data.loader import Batch
+from parallel3d.pipeline.draw_trace import draw_trace
+from parallel3d.pipeline.recorder import Recorder
+from parallel3d.pipeline.schedule import Kind, Schedule
+from parallel3d.pipeline.simulate import Costs, StageTimes, simulate
+from parallel3d.pipeline.timeline import Span, Timeline
+from parallel3d.training.trainer import StepResult, Trainer
+
+
+@dataclass(frozen=True)
+class TimelineReport:
+    """The share of rank-time in which a rank of the pipeline computed nothing, as it was and as the schedule has it."""
+
+    path: Path
+    measured_bubble: float
+    simulated_bubble: float
+
+    def __str__(self) -> str:
+        return (
+            f"timeline: bubble {self.measured_bubble:.1%} measured, {self.simulated_bubble:.1%} simulated from the "
+            f"actions' own times; {self.path}"
+        )
+
+
+def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResult, TimelineReport | None]:
+    """A step of training whose actions are recorded on all ranks, as a trace that Perfetto opens:
+    `folder/timeline_step_00000007.json` holds the pipeline of each data and tensor rank, and the simulated one last.
+
+    Every rank calls it; rank 0 writes the file and has the report.
+    """
+    dist.barrier()
+    start_s = time.perf_counter()
+    recorder = Recorder(trainer.device)
+    result = trainer.train_step(batch, recorder)
+    place = trainer.recipe.parallel.coordinates(dist.get_rank())
+    pipeline = f"dp_replicate {place.dp_replicate}, dp_shard {place.dp_shard}, tp {place.tp}"
+    told = _Told(socket.gethostname(), start_s, pipeline, recorder.spans(place.pp))
+    everyone: list[_Told] | None = [told] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(told, everyone)
+    if everyone is None:
+        return result, None
+    schedule = trainer.pipeline.schedule
+    measured = _timelines(everyone, schedule)
+    simulated = simulate(schedule, measured_costs(schedule, [span for timeline in measured for span in timeline.spans]))
+    path = folder / f"timeline_step_{trainer.step:08d}.json"
+    path.write_text(draw_trace(*measured, simulated))
+    bubble = mean(timeline.bubble_fraction for timeline in measured)
+    return result, TimelineReport(path, bubble, simulated.bubble_fraction)
+
+
+def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> Costs:
+    """The median time of each kind of action on each stage; transfers cost nothing, which the difference then shows."""
+    times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in spans:
+        times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+
+    def usual(stage: int, kind: Kind) -> float:
+        return median(times[stage, kind]) if (stage, kind) in times else 0.0
+
+    stages = [
+        StageTimes(
+            forward=usual(stage, Kind.FORWARD),
+            input=usual(stage, Kind.INPUT),
+            weight=usual(stage, Kind.WEIGHT),
+            full_backward=usual(stage, Kind.BACKWARD),
+        )
+        for stage in range(schedule.stages)
+    ]
+    return Costs(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells of its step."""
+
+    host: str
+    start_s: float  # on its host's clock
+    pipeline: str  # which of the mesh's pipelines it is in
+    spans: list[Span]
+
+
+def _timelines(everyone: Sequence[_Told], schedule: Schedule) -> list[Timeline]:
+    """One for each pipeline. On one host all clocks are the same; else each starts where the ranks last met."""
+    is_one_host = len({told.host for told in everyone}) == 1
+    spans: dict[str, list[Span]] = {}
+    for told in everyone:
+        start_s = everyone[0].start_s if is_one_host else told.start_s
+        spans.setdefault(told.pipeline, []).extend(_shifted(told.spans, start_s))
+    return [
+        Timeline(
+            name=f"{schedule.name}, measured, {pipeline}",
+            ranks=len(schedule.ranks),
+            stages=schedule.stages,
+            spans=tuple(found),
+        )
+        for pipeline, found in spans.items()
+    ]
+
+
+def _shifted(spans: Iterable[Span], start_s: float) -> list[Span]:
+    return [span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]

@@ -1,0 +1,156 @@
+"""The runtime with stages of plain torch: every schedule computes the loss and the gradients of the unsplit model."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.config import ScheduleName
+from parallel3d.pipeline import transport
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.pipeline.schedules import STAGES_PER_RANK, build_schedule
+from tests.distributed.pipeline_cases import Pipeline
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+PEERS = {
+    "gpipe": (pipelining.ScheduleGPipe, 1),
+    "1f1b": (pipelining.Schedule1F1B, 1),
+    "interleaved_1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
+    "looped_bfs": (pipelining.ScheduleLoopedBFS, 2),
+    "interleaved_zb": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    "zb_v": (pipelining.ScheduleZBVZeroBubble, 2),
+    "dualpipe_v": (pipelining.ScheduleDualPipeV, 2),
+}
+
+
+def virtual_stages_of(name: ScheduleName) -> list[int]:
+    stages = STAGES_PER_RANK[name]
+    return [v for v in (1, 2, 3) if stages.allow(v) and (v > 1 or stages.usual == 1)]
+
+
+def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:
+    """(schedule, virtual stages, microbatches), the last drawn: one small, one around the pipeline's size, one odd."""
+    drawn = random.Random(size)
+    return [
+        (name, v, microbatches)
+        for name in SCHEDULES
+        for v in virtual_stages_of(name)
+        for microbatches in (drawn.randint(1, size), drawn.choice((size, 2 * size)), 2 * drawn.randint(size, 5) + 1)
+    ]
+
+
+@contextmanager
+def without_shared_memory(off: bool) -> Iterator[None]:
+    """Every message then goes by the backend, as between hosts."""
+    largest = transport.LARGEST_BYTES
+    transport.LARGEST_BYTES = -1 if off else largest
+    try:
+        yield
+    finally:
+        transport.LARGEST_BYTES = largest
+
+
+def check_cases(cases: list[tuple[ScheduleName, int, int]], through_backend: bool) -> None:
+    with without_shared_memory(through_backend):
+        for name, virtual_stages, microbatches in cases:
+            schedule = build_schedule(
+                name, pp=dist.get_world_size(), microbatches=microbatches, virtual_stages=virtual_stages
+            )
+            pipeline = Pipeline.of(schedule)
+            try:
+                pipeline.check_step(seq=4)
+                pipeline.check_step(seq=3)  # another length, and gradients that add up
+                pipeline.check_evaluation(microbatches=drawn_count(microbatches), seq=2)
+            except Exception as error:
+                raise AssertionError(f"{name}, v {virtual_stages}, {microbatches} microbatches: {error}") from error
+
+
+def drawn_count(microbatches: int) -> int:
+    return microbatches % 3 + 1
+
+
+def compare_with_torch(name: ScheduleName, microbatches: int) -> None:
+    """Same stages, same schedule: torch's runtime leaves the same gradients."""
+    torch.manual_seed(0)
+    peer_class, virtual_stages = PEERS[name]
+    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    schedule = build_schedule(name, pp=pp.size(), microbatches=microbatches, virtual_stages=virtual_stages)
+    batch, width = 2, 8
+
+    def own_stages() -> dict[int, nn.Module]:
+        torch.manual_seed(1)
+        whole = [nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)) for _ in range(schedule.stages)]
+        return {stage: whole[stage] for stage in schedule.stages_of(pp.get_local_rank())}
+
+    def loss_fn(y: Tensor, label: Tensor) -> Tensor:
+        return (y - label).square().sum()
+
+    inputs, labels = torch.randn(2, microbatches, batch, width)
+    ours, theirs = own_stages(), own_stages()
+    runtime = PipelineRuntime(list(ours.values()), schedule, pp, loss_fn, boundaries=TensorSpec((batch, width)))
+    loss = runtime.run(inputs, labels)
+    stages = [
+        pipelining.PipelineStage(
+            module,
+            stage,
+            schedule.stages,
+            torch.device("cpu"),
+            input_args=torch.empty(batch, width),
+            group=pp.get_group(),
+        )
+        for stage, module in theirs.items()
+    ]
+    is_single = virtual_stages == 1
+    peer = peer_class(stages[0] if is_single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    losses: list[Tensor] = []
+    first = (inputs.flatten(0, 1),) if 0 in theirs else ()
+    peer.step(*first, target=labels.flatten(0, 1) if runtime.is_last else None, losses=losses)
+    if runtime.is_last:
+        torch.testing.assert_close(loss, torch.stack([each.detach() for each in losses]).sum())
+    for stage, module in ours.items():
+        for mine, other in zip(module.parameters(), theirs[stage].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+def memory_of_many_steps(steps: int) -> tuple[int, int]:
+    """Tensors alive after a few steps, and after many more."""
+    pipeline = Pipeline.of(build_schedule("zb_h1", pp=dist.get_world_size(), microbatches=5))
+    counts = []
+    for _ in range(2):
+        for _ in range(steps):
+            pipeline.check_step(seq=3)
+        gc.collect()
+        counts.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_schedule_trains_as_the_unsplit_model(world: Callable, size: int) -> None:
+    cases = [case for case in draw_cases(size) if size > 1 or case[1] == 1 or case[0] == "zb_v"]
+    world(size).run(check_cases, cases, False)
+
+
+def test_schedules_by_the_backend_alone(world: Callable) -> None:
+    cases = [("1f1b", 1, 5), ("interleaved_1f1b", 2, 4), ("zb_h1", 1, 3), ("zb_v", 2, 5)]
+    world(2).run(check_cases, cases, True)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_gradients_are_those_of_torch_pipelining(world: Callable, name: ScheduleName) -> None:
+    world(2).run(compare_with_torch, name, 4)
+
+
+def test_nothing_piles_up_over_steps(world: Callable) -> None:
+    for early, late in world(2).run(memory_of_many_steps, 5):
+        assert late <= early + 2

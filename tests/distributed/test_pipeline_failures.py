@@ -1,0 +1,135 @@
+"""What goes wrong in a pipeline is told on every rank within seconds, with the rank, stage, microbatch and action."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.schedules import build_schedule
+from tests.distributed.test_pipeline import without_shared_memory
+
+WIDTH, MICROBATCHES = 4, 6
+
+
+class Fragile(nn.Module):
+    """Fails in its forward or its backward of the third microbatch, or gives what it did not declare."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        if self.calls == 3:
+            if self.fault == "forward":
+                raise FloatingPointError("out of luck")
+            if self.fault == "backward":
+                y.register_hook(fail)
+            if self.fault == "shape":
+                return y[:, 1:]
+            if self.fault == "dtype":
+                return y.double()
+        return y
+
+
+def fail(grad: Tensor) -> None:
+    raise FloatingPointError("out of luck")
+
+
+def pipeline_mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+
+
+def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tuple[str, float, str]:
+    """The error of this rank, how long it took, and the error of another run after it."""
+    schedule = build_schedule("1f1b", pp=dist.get_world_size(), microbatches=MICROBATCHES)
+    rank = dist.get_rank()
+    stage = Fragile(fault if rank == at_stage else "none")
+    width = ("batch", "width")
+    with without_shared_memory(through_backend):
+        runtime = PipelineRuntime(
+            [stage], schedule, pipeline_mesh(), lambda y, label: y.sum(), boundaries=TensorSpec(width)
+        )
+        sizes = {"batch": 3 if fault == "sizes" and rank == at_stage else 2, "width": WIDTH}
+        start = time.monotonic()
+        errors = []
+        for _ in range(2):
+            try:
+                runtime.run(torch.ones(MICROBATCHES, sizes["batch"], WIDTH), sizes=sizes)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors[0], time.monotonic() - start, errors[1]
+
+
+def refusals_of(schedule: Schedule) -> str:
+    try:
+        PipelineRuntime([Fragile("none")], schedule, pipeline_mesh(), boundaries=TensorSpec((2, WIDTH)))
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def refuse_other_schedule_than_others() -> None:
+    name = "1f1b" if dist.get_rank() == 0 else "gpipe"
+    schedule = build_schedule(name, pp=2, microbatches=MICROBATCHES)
+    assert "do not have the same one" in refusals_of(schedule)
+
+
+@pytest.mark.parametrize("through_backend", [False, True], ids=["shared_memory", "backend"])
+@pytest.mark.parametrize(
+    ("fault", "at_stage", "told"),
+    [
+        ("forward", 2, r"rank 2 .*, stage 2, microbatch 2, forward \(2F2, action 4 of 12\): .*out of luck"),
+        ("backward", 3, r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\): .*out of luck"),
+        ("shape", 1, r"1F2, .*output 0 is float32 \[2, 3\], and its boundary declares float32 \[2, 4\]"),
+        ("dtype", 0, r"0F2, .*the stage's output 0 is float64 \[2, 4\], and its boundary declares float32 \[2, 4\]"),
+    ],
+)
+def test_a_stage_that_fails_is_named_on_every_rank(
+    world: Callable, fault: str, at_stage: int, told: str, through_backend: bool
+) -> None:
+    answers = world(4).run(message_of_failure, fault, at_stage, through_backend)
+    for rank, (message, seconds, second) in enumerate(answers):
+        assert re.search(told, message), (rank, message)
+        assert message.startswith("StageError" if rank == at_stage else "RankError")
+        assert seconds < 20
+        assert second.startswith("RankError: this pipeline has failed: rank")
+
+
+def test_sizes_that_differ_between_ranks_are_refused(world: Callable) -> None:
+    for message, seconds, _ in world(2).run(message_of_failure, "sizes", 1, False):
+        assert re.search(r"takes float32 \[., 4\] \(.. bytes\), and pipeline rank . has sent something else", message)
+        assert seconds < 20
+
+
+def test_a_schedule_that_lacks_an_action_is_refused_on_every_rank(world: Callable) -> None:
+    schedule = build_schedule("1f1b", pp=2, microbatches=2)
+    short = replace(schedule, ranks=(schedule.ranks[0], schedule.ranks[1][:-1]))
+    assert all("rank 1" in message and "1B1 is never done" in message for message in world(2).run(refusals_of, short))
+
+
+def test_a_cyclic_schedule_is_refused_on_every_rank(world: Callable) -> None:
+    schedule = build_schedule("1f1b", pp=2, microbatches=1)
+    (forward, backward), other = schedule.ranks
+    cyclic = replace(schedule, ranks=((backward, forward), other))
+    assert all("rank 0 at 0B0 waits for" in message for message in world(2).run(refusals_of, cyclic))
+
+
+def test_ranks_with_different_schedules_are_refused(world: Callable) -> None:
+    world(2).run(refuse_other_schedule_than_others)

@@ -1,0 +1,101 @@
+"""Pipelines of the project's own model, through the trainer: split backwards and V shapes with tensor parallelism,
+sharded parameters, recompute, tied embeddings and uneven stages, against the same model in one process.
+
+The schedules' own correctness is test_pipeline.py's; here is what the trainer adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.layers import linear
+from parallel3d.layers.init import initial_weights
+from parallel3d.models.llama import Llama
+from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.training.state import load_trainer, save_trainer
+from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+
+STEPS = 4
+Curve = list[tuple[float, float]]
+
+
+@cache
+def referee_curve(model: ModelConfig) -> Curve:
+    recipe = make_recipe(model, ParallelConfig())
+    referee = PlainStack(recipe, initial_weights(Llama(model, device="meta"), recipe.train.seed))
+    return [referee.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
+
+
+def run_layout(model: ModelConfig, parallel: ParallelConfig, precision: str) -> tuple[Curve, float]:
+    """The steps' losses and norms, and the loss of evaluating the first batch of all after them."""
+    linear.FUSED_FROM_ELEMENTS = 0  # so that even these small weights' gradients are put off
+    trainer = make_trainer(make_recipe(model, parallel, precision=precision))
+    curve = train(trainer, STEPS)
+    return curve, trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+
+
+def resume_layout(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tuple[Curve, Curve]:
+    """The last two steps of an uninterrupted run, and of one that was resumed before them."""
+    recipe = make_recipe(model, parallel)
+    trainer = make_trainer(recipe)
+    train(trainer, STEPS - 2)
+    save_trainer(trainer, folder / "checkpoint")
+    resumed = make_trainer(recipe)
+    load_trainer(resumed, folder / "checkpoint")
+    return train(trainer, 2), train(resumed, 2)
+
+
+LAYOUTS: list[tuple[int, ModelConfig, dict[str, Any]]] = [
+    (1, GROUPED, {"schedule": "zb_h1"}),
+    (2, TIED, {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}),
+    (2, GROUPED, {"pp": 2, "schedule": "zb_h1", "recompute": "full"}),
+    (2, GROUPED, {"pp": 2, "stage_boundaries": (0,), "microbatch_size": 2}),
+    (2, TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "stage_boundaries": (1, 3, 6)}),
+    (4, TIED, {"pp": 2, "tp": 2, "schedule": "zb_v", "virtual_stages": 2, "sequence_parallel": True}),
+    (4, GROUPED, {"pp": 2, "tp": 2, "schedule": "zb_h1", "sequence_parallel": True}),
+    (4, GROUPED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_zb", "virtual_stages": 2}),
+    (4, TIED, {"pp": 2, "dp_shard": 2, "schedule": "dualpipe_v", "virtual_stages": 2}),
+    (4, TIED, {"pp": 2, "dp_replicate": 2, "schedule": "zb_h1", "microbatch_size": 2}),
+]
+CASES = [(size, model, ParallelConfig(**settings)) for size, model, settings in LAYOUTS]
+
+
+def label(case: tuple[int, ModelConfig, ParallelConfig]) -> str:
+    _, model, parallel = case
+    axes = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
+    uneven = ["uneven"] if parallel.stage_boundaries else []
+    return "-".join([*axes, parallel.schedule, *uneven, *["tied"] * model.tied_embeddings])
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_layout_trains_as_plain_torch_does(world: Callable, case: tuple[int, ModelConfig, ParallelConfig]) -> None:
+    size, model, parallel = case
+    answers = world(size).run(run_layout, model, parallel, "fp32")
+    assert all(answer == answers[0] for answer in answers), "the ranks do not agree on what they did"
+    curve, _ = answers[0]
+    referee = referee_curve(model)
+    assert curve[0] == pytest.approx(referee[0], rel=1e-6)
+    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in referee], rel=1e-5)
+
+
+def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Callable) -> None:
+    """bf16 parameters whose gradients are kept in float32 between microbatches."""
+    split, full = (
+        world(4).run(run_layout, GROUPED, ParallelConfig(pp=2, dp_shard=2, schedule=schedule), "bf16")[0]
+        for schedule in ("zb_h1", "1f1b")
+    )
+    assert split[0][0] == pytest.approx(full[0][0], rel=1e-3)
+    assert [norm for _, norm in split[0]] == pytest.approx([norm for _, norm in full[0]], rel=1e-2)
+
+
+def test_a_tied_weight_that_one_rank_has_twice_is_resumed_bitwise(world: Callable, tmp_path: Path) -> None:
+    parallel = ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)
+    for through, resumed in world(2).run(resume_layout, TIED, parallel, tmp_path):
+        assert through == resumed

@@ -1,0 +1,60 @@
+"""Measured timelines: every action of a step on every rank, beside the simulation, in one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.config import ParallelConfig
+from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.pipeline.simulate import StageTimes
+from parallel3d.pipeline.timeline import Span
+from parallel3d.training.timeline import TimelineReport, measured_costs, traced_step
+from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
+
+PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
+
+
+def trace(folder: Path) -> tuple[TimelineReport | None, list[float], list[float]]:
+    """The report, and the losses of three steps of which the second is traced, and of three of which none is."""
+    traced, plain = (make_trainer(make_recipe(GROUPED, PARALLEL)) for _ in range(2))
+    losses = [loss for loss, _ in train(traced, 1)]
+    batch = make_loader(traced.recipe, dist.get_rank()).batch(traced.step)
+    result, report = traced_step(traced, batch, folder)
+    losses += [result.loss, *(loss for loss, _ in train(traced, 1))]
+    return report, losses, [loss for loss, _ in train(plain, 3)]
+
+
+def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path: Path) -> None:
+    answers = world(4).run(trace, tmp_path)
+    assert all(traced == plain for _, traced, plain in answers)
+    report = answers[0][0]
+    assert report is not None and all(other is None for other, _, _ in answers[1:])
+    assert report.path == tmp_path / "timeline_step_00000002.json"
+    assert 0 <= report.measured_bubble < 1 and 0 < report.simulated_bubble < 1
+    events = json.loads(report.path.read_text())["traceEvents"]
+    schedule = build_schedule("zb_h1", pp=2, microbatches=4)
+    expected = sorted(str(action) for actions in schedule.ranks for action in actions)
+    for process in range(3):  # the pipelines of two tensor ranks, and the simulation
+        names = sorted(event["name"] for event in events if event["ph"] == "X" and event["pid"] == process)
+        assert names == expected
+    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert "measured, dp_replicate 0, dp_shard 0, tp 1" in titles[1] and "measured" not in titles[2]
+
+
+def test_costs_are_the_medians_of_what_was_measured() -> None:
+    schedule = build_schedule("gpipe", pp=2, microbatches=3)
+    spans = [
+        Span(stage, Action(stage, kind, m), 0.0, (stage + 1) * length + 10 * (m == 2))
+        for stage in range(2)
+        for kind, length in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
+        for m in range(3)
+    ]
+    costs = measured_costs(schedule, spans)
+    assert costs.stages[1] == StageTimes(forward=2.0, input=0.0, weight=0.0, full_backward=4.0)
+    assert costs.stages[0].backward == pytest.approx(2.0)

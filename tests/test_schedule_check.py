@@ -1,0 +1,120 @@
+"""What the checker refuses, and what it says: rank, action, reason."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.check import blocks, check_schedule, in_order, slots_needed
+from parallel3d.pipeline.schedule import Action, Kind, Schedule
+from parallel3d.pipeline.schedules import build_schedule
+
+
+def parse(text: str) -> tuple[Action, ...]:
+    return tuple(Action(int(word[0]), Kind(word[1]), int(word[2])) for word in text.split())
+
+
+def two_ranks(first: str, second: str, *, trains: bool = True) -> Schedule:
+    return Schedule(name="mine", placement=(0, 1), microbatches=2, ranks=(parse(first), parse(second)), trains=trains)
+
+
+@pytest.mark.parametrize(
+    ("second_rank", "message"),
+    [
+        ("1F0 1F1 1B0", "schedule mine: rank 1, 1B1 is never done"),
+        ("1F0 1B0 1B1", "rank 1, 1F1 is never done"),
+        ("1F0 1F0 1F1 1B0 1B1", "rank 1, 1F0: is done twice"),
+        ("1F0 1B0 1F1 0B1", "rank 1, 0B1: this rank holds no such stage"),
+        ("1F0 1B0 1F1 1B1 1F2", "rank 1, 1F2: is not asked for"),
+        ("1F0 1B0 1F1 1B1 2F0", "rank 1, 2F0: this rank holds no such stage"),
+        ("1F0 1B0 1F1 1I1", "rank 1, 1W1 is never done"),
+        ("1F0 1B0 1F1 1W1", "rank 1, 1I1 is never done"),
+        ("1F0 1B0 1F1 1B1 1W1", "rank 1, 1W1: the full backward 1B1 is there too"),
+        ("1B0 1F0 1F1 1B1", "rank 1 at 1B0 waits for 1F0"),
+        ("1F0 1W0 1I0 1F1 1B1", "rank 1 at 1W0 waits for 1I0"),
+        ("1F1 1B1 1F0 1B0", "stops before its end: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"),
+        ("1F1 1I1 1F0 1I0 1W0 1W1", "rank 0 at 0B0 waits for 1I0; rank 1 at 1F1 waits for 0F1"),
+    ],
+)
+def test_checker_names_what_is_wrong(second_rank: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule(two_ranks("0F0 0B0 0F1 0B1", second_rank))
+
+
+def test_checker_refuses_backwards_where_none_are_asked_for() -> None:
+    check_schedule(two_ranks("0F0 0F1", "1F0 1F1", trains=False))
+    with pytest.raises(ScheduleError, match="rank 0, 0B0: is not asked for"):
+        check_schedule(two_ranks("0F0 0F1 0B0", "1F0 1F1", trains=False))
+
+
+def test_checker_refuses_a_stage_on_a_rank_that_is_not_there() -> None:
+    with pytest.raises(ScheduleError, match="has 1 ranks, and a stage on another"):
+        check_schedule(replace(two_ranks("0F0 0B0 0F1 0B1", ""), ranks=(parse("0F0 0B0 0F1 0B1"),)))
+
+
+@given(data=st.data())
+def test_a_schedule_without_one_of_its_actions_is_refused_by_name(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["1f1b", "zb_h1", "gpipe"]))
+    schedule = build_schedule(name, pp=3, microbatches=4)
+    rank = data.draw(st.integers(0, 2))
+    actions = list(schedule.ranks[rank])
+    gone = actions.pop(data.draw(st.integers(0, len(actions) - 1)))
+    ranks = (*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :])
+    with pytest.raises(ScheduleError, match=f"rank {rank}, {gone} is never done"):
+        check_schedule(replace(schedule, ranks=ranks))
+
+
+@given(data=st.data())
+def test_a_shuffled_schedule_is_refused_or_has_an_order_that_keeps_every_need(data: st.DataObject) -> None:
+    schedule = build_schedule("zb_v", pp=2, microbatches=3, virtual_stages=2)
+    actions = list(schedule.ranks[0])
+    one, other = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
+    actions[one], actions[other] = actions[other], actions[one]
+    shuffled = replace(schedule, ranks=(tuple(actions), schedule.ranks[1]))
+    try:
+        check_schedule(shuffled)
+    except ScheduleError as error:
+        assert "waits for" in str(error)
+        return
+    done: set[Action] = set()
+    for _, action in in_order(shuffled):
+        assert done.issuperset(shuffled.needs(action))
+        done.add(action)
+
+
+def test_blocking_sends_that_meet_stop_1f1b() -> None:
+    schedule = build_schedule("1f1b", pp=2, microbatches=3)
+    assert blocks(schedule) == "rank 0 sends what 0F1 made to rank 1; rank 1 sends what 1B0 made to rank 0"
+    assert blocks(schedule, slots=1) is None
+
+
+def test_blocking_sends_wait_for_the_receiver_to_want_them() -> None:
+    """Between two ranks, 3 more messages are sent than the receiver came to want."""
+    schedule = Schedule(
+        name="mine",
+        placement=(0, 1, 0),
+        microbatches=4,
+        ranks=(parse("0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3"), parse("1F0 1F1 1F2 1F3")),
+        trains=False,
+    )
+    assert blocks(schedule, slots=1) == ("rank 0 sends what 0F3 made to rank 1; rank 1 sends what 1F1 made to rank 0")
+    assert slots_needed(schedule) == 2
+
+
+@pytest.mark.parametrize(("name", "slots"), [("naive", 0), ("gpipe", 0), ("1f1b", 1), ("zb_h1", 1), ("looped_bfs", 8)])
+def test_slots_that_a_transport_needs(name: str, slots: int) -> None:
+    virtual_stages = 2 if name == "looped_bfs" else 1
+    schedule = build_schedule(name, pp=4, microbatches=32, virtual_stages=virtual_stages)  # type: ignore[arg-type]
+    assert slots_needed(schedule) == slots
+
+
+def test_half_a_million_actions_are_built_and_proved_in_seconds() -> None:
+    begin = time.process_time()
+    schedule = build_schedule("interleaved_1f1b", pp=64, microbatches=1024, virtual_stages=4)
+    assert sum(map(len, schedule.ranks)) == 524_288
+    assert time.process_time() - begin < 5

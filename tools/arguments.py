@@ -1,0 +1,44 @@
+"""What the commands' argument parsers share: one-line errors, and checked numbers. Imports next to nothing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+from parallel3d.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose usage errors are ConfigErrors: one line, which says where to read on."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def whole(text: str) -> int:
+    """The type of an option that counts something, from one on."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return number
+
+
+def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
+    """The type of an option that measures something: finite, and not below zero."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
+            least = "at least 0" if zero else "above 0"
+            raise argparse.ArgumentTypeError(f"{text!r} must be {what}, {least} and finite")
+        return number
+
+    return parse
