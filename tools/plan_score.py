@@ -4,36 +4,59 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import ConfigError
 from parallel3d.planner.cases import read_cases
 from parallel3d.planner.score import Errors, Score, score
+from parallel3d.tools.arguments import Parser
+from parallel3d.tools.plan_accuracy import accuracy_of, record
 
 HARDWARE = Path(__file__).parent / "hardware"
-_HELP = "Predicts measured cases (the format of tools/cases/README.md) and prints the errors."
+_HELP = "Predicts measured runs (the format of tools/cases/README.md) and prints how far off that is."
+_EPILOG = """\
+examples:
+  parallel3d-plan score tools/cases/published.json
+  parallel3d-plan score mine.json --hardware my-clusters/ --json
+
+exit status: 0 done, 2 a file that is none
+docs/planner.md says how each figure is predicted, docs/plan.md lists the keys of --json
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="parallel3d-plan score", description=_HELP)
-    parser.add_argument("cases", type=Path, help="a file of cases, such as tools/cases/published.json")
+    parser = Parser(
+        prog="parallel3d-plan score",
+        description=_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("cases", metavar="CASES.json", type=Path, help="a file of measured runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, every case in it")
-    parser.add_argument("--hardware", type=Path, help="a folder of hardware files beside the shipped ones")
+    parser.add_argument("--hardware", metavar="FOLDER", type=Path, help="of hardware files beside the shipped ones")
+    parser.add_argument(
+        "--record", metavar="F", type=Path, help="write the figures that plans quote (tools/accuracy.json)"
+    )
     asked = parser.parse_args(arguments)
-    try:
-        result = score_file(asked.cases, asked.hardware)
-    except Parallel3dError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if asked.hardware is not None and not asked.hardware.is_dir():
+        raise ConfigError(f"--hardware {asked.hardware}: must be a folder of hardware files")
+    file = read_cases(asked.cases, _folders(asked.hardware))
+    result = score(file)
+    if asked.record is not None:
+        record(accuracy_of(result, file), asked.record)
     print(json.dumps(result.to_json()) if asked.json else page(result))
     return 0
 
 
+def _folders(hardware: Path | None) -> list[Path]:
+    return [HARDWARE, *([hardware] if hardware else [])]
+
+
 def score_file(cases: Path, hardware: Path | None = None) -> Score:
     """The score of a file of cases."""
-    return score(read_cases(cases, [HARDWARE, *([hardware] if hardware else [])]))
+    return score(read_cases(cases, _folders(hardware)))
 
 
 def page(result: Score) -> str:

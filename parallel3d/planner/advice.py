@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.search import Answer, Question, Strategy, search
+from parallel3d.planner.search import Answer, Question, Strategy, search, strategy
 
 _MOST_DOUBLINGS = 16
 _SECONDS_PER_DAY = 86_400
@@ -78,7 +78,7 @@ def reasons(question: Question, answer: Answer) -> Iterator[str]:
     best = answer.strategies[0]
     parallel, parts, step = best.parallel, best.cost.parts, best.cost.step_time_s
     if parallel.tp == parallel.pp == 1:
-        yield f"data parallel alone: the model fits at {best.memory.total / 2**30:.0f} GiB a device without tp or pp"
+        yield f"data parallel alone: the model fits at {best.memory.total / 2**30:.1f} GiB a device without tp or pp"
     if parallel.tp > 1:
         where = "within a node" if parallel.tp <= question.cluster.gpus_per_node else "across nodes"
         yield f"tp {parallel.tp} {where}: its traffic takes {parts.tp / step:.0%} of the step"
@@ -88,7 +88,9 @@ def reasons(question: Question, answer: Answer) -> Iterator[str]:
     if parallel.dp > 1:
         yield f"data parallel over {parallel.dp}: {parts.dp / step:.0%} of the step is traffic that nothing hides"
     if parallel.recompute != "none":
-        yield f"recompute {parallel.recompute}: {parts.recompute / step:.0%} of the step, without which it does not fit"
+        without = strategy(question, replace(parallel, recompute="none")).memory.total - question.usable_bytes
+        why = f"without it {without / 2**30:.1f} GiB are missing" if without > 0 else "it would fit without, and faster"
+        yield f"recompute {parallel.recompute}: {parts.recompute / step:.0%} of the step; {why}"
 
 
 def _whole_nodes(node: int, most: int) -> Iterator[int]:

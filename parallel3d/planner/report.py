@@ -1,0 +1,243 @@
+"""A plan as a page for people: what to use, what it needs and takes, what was rejected, and how sure that is.
+
+Plain ASCII and at most 100 columns, whatever it is printed on; `bold` marks the winner on a terminal. Pure functions of
+a `Plan`, so the page is tested as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from parallel3d.config import ParallelConfig
+from parallel3d.planner.advice import RunLength, reasons, run_length
+from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
+from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
+from parallel3d.planner.search import Answer, Question, Strategy, strategy
+from parallel3d.planner.shapes import padded, total_parameters
+
+_GIB = 2**30
+_MOST_REJECTED = 3
+_MOST_SHOWN = 5
+_RANKED = {
+    "throughput": "ranked by tokens per second, ties by memory",
+    "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
+    "cost": "ranked by GPU-hours a token, halves of the cluster among them",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """What `parallel3d-plan score` found, on the day it was recorded; errors in per cent."""
+
+    date: str
+    throughput_runs: int
+    throughput_median: float
+    throughput_p90: float
+    memory_runs: int
+    memory_median: float
+    memory_p90: float
+    fit_accuracy: float
+    runs_by_hardware: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A question, its answer, and what was asked beside it."""
+
+    question: Question
+    answer: Answer
+    objective: Objective = "throughput"
+    seconds: float = 0.0
+    top: int | None = None  # lines of the table; None: the best of each tp and pp
+    tokens: float | None = None
+    why: Why | None = None
+    remedies: tuple[str, ...] = ()
+    accuracy: Accuracy | None = None
+    commands: tuple[str, ...] = ()  # what to type next
+
+    @property
+    def best(self) -> Strategy | None:
+        return self.answer.strategies[0] if self.answer.strategies else None
+
+    def length(self, found: Strategy) -> RunLength | None:
+        return None if self.tokens is None else run_length(at_size(self.question, found), found, self.tokens)
+
+
+def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
+    """The whole page, which ends with a newline."""
+    lines = [*_header(plan), ""]
+    best = plan.best
+    if best is None:
+        lines += _nothing_fits(plan)
+    else:
+        lines += [*_table(plan, bold), *_rejected_lines(plan), "", *wrapped("searched", _searched(plan))]
+        lines += _winner(plan, best)
+    if plan.why is not None:
+        lines += wrapped("why not", _why_not(plan, plan.why))
+    lines += wrapped("how sure", _how_sure(plan))
+    lines += [part for command in plan.commands for part in _command(command)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    q = plan.question
+    shape, cluster = q.shape, q.cluster
+    batch = f"batch {q.global_batch_size} = {si(q.global_batch_size * q.seq_len)} tokens"
+    numbers = f"{si(total_parameters(shape))} parameters, {shape.layers} layers"
+    yield from wrapped("model", f"{shape.name}, {numbers}  sequence {q.seq_len}  {batch}  {q.precision}")
+    nodes = -(-q.gpus // cluster.gpus_per_node)
+    links = f"{cluster.node.bandwidth / 1e9:g} GB/s within, {cluster.network.bandwidth / 1e9:g} GB/s between nodes"
+    size = f"{nodes} node{'s' * (nodes > 1)} of {cluster.gpus_per_node}"
+    yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links}")
+
+
+def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
+    sizes = _sizes_differ(plan)
+    head = "  #" + " gpus" * sizes + "  tp  pp  vs  dp s x r  mb recompute"
+    head += f"{f'GiB of {plan.question.usable_bytes / _GIB:.1f}':>17}       tok/s/gpu    MFU" + " step s" * (not sizes)
+    if plan.tokens is not None:
+        head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
+    yield head
+    for number, each in _shown(plan):
+        line = f"{'>' if number == 1 else ' '}{number:>2}{_row(plan, each, sizes)}"
+        yield bold(line) if number == 1 else line
+
+
+def _row(plan: Plan, found: Strategy, sizes: bool) -> str:
+    total, usable = found.memory.total, plan.question.usable_bytes
+    text = f"{found.parallel.world_size:>5}" if sizes else ""
+    text += f"{_layout_columns(found.parallel)}{total / _GIB:>7.1f} {bar(total / usable)} {total / usable:>4.0%}"
+    text += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
+    text += "" if sizes else f"{found.cost.step_time_s:>7.3g}"
+    length = plan.length(found)
+    if length is not None:
+        text += f"{length.days:>7.3g}" if length.days < 1000 else f"{length.days:>7,.0f}"
+        text += f" {money(length.price):>6}" if length.price is not None else ""
+    return text
+
+
+def _layout_columns(parallel: ParallelConfig) -> str:
+    stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
+    data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
+    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{data:>10}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
+
+
+def _rejected_lines(plan: Plan) -> Iterator[str]:
+    gap = " " * 5 if _sizes_differ(plan) else ""
+    for each in plan.answer.rejected[:_MOST_REJECTED]:
+        reason = each.reason.replace("pipeline rank", "rank").replace("most of all for", "most for")
+        yield f"  -{gap}{_layout_columns(each.parallel)}  {reason}"
+
+
+def _sizes_differ(plan: Plan) -> bool:
+    return len({each.parallel.world_size for each in plan.answer.strategies}) > 1
+
+
+def _shown(plan: Plan) -> list[tuple[int, Strategy]]:
+    """The strategies of the table, with their places: as many as asked for, or else the best of each tp and pp."""
+    numbered = list(enumerate(plan.answer.strategies, 1))
+    if plan.top is not None:
+        return numbered[: plan.top]
+    first: dict[tuple[int, int, int], tuple[int, Strategy]] = {}
+    for number, each in numbered:
+        first.setdefault((each.parallel.world_size, each.parallel.tp, each.parallel.pp), (number, each))
+    return list(first.values())[:_MOST_SHOWN]
+
+
+def _searched(plan: Plan) -> str:
+    answer = plan.answer
+    more = len(answer.rejected) - _MOST_REJECTED
+    rest = f"; {more} more tp x pp have no layout that fits" if more > 0 else ""
+    return f"{answer.considered:,} layouts weighed, {answer.fitting:,} fit; {_RANKED[plan.objective]}{rest}"
+
+
+def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
+    q = at_size(plan.question, best)
+    microbatches = q.global_batch_size // (best.parallel.dp * best.parallel.microbatch_size)
+    yield from wrapped(
+        "layout 1", f"{layout_text(best.parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
+    )
+    vocab = padded(q.shape, best.parallel.tp).vocab
+    if vocab != q.shape.vocab:
+        yield from wrapped("", f"with the vocabulary padded from {q.shape.vocab} to {vocab}, which tp divides")
+    for number, line in enumerate(reasons(q, replace(plan.answer, strategies=(best,)))):
+        yield from wrapped("" if number else "because", line)
+    yield from wrapped("memory", f"GiB on pipeline rank {best.memory.rank}, the fullest: {memory_text(best.memory)}")
+    yield from wrapped("time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}")
+    yield from wrapped("run", _run_text(plan, best))
+    yield from wrapped("limits", "; ".join(limits(q, best)))
+
+
+def _run_text(plan: Plan, best: Strategy) -> str:
+    tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
+    text = f"{si(tokens)} tokens/s, {best.cost.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device"
+    length = plan.length(best)
+    if length is None or plan.tokens is None:
+        return f"{text}; --tokens 2T --price 2.5 would say days and price"
+    price = f", {money(length.price)}" if length.price is not None else "; --price 2.5 would say what it costs"
+    return f"{text}; {si(plan.tokens)} tokens: {length.days:,.1f} days, {length.gpu_hours:,.0f} GPU-hours{price}"
+
+
+def limits(question: Question, best: Strategy) -> Iterator[str]:
+    """What breaks first: how much memory is left, and what twice as long or as many sequences would need."""
+    left = question.usable_bytes - best.memory.total
+    yield f"{left / _GIB:.1f} GiB are left under --mem-fraction {question.memory_fraction:g}"
+    longer = strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
+    yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
+    twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
+    if question.global_batch_size % (twice.dp * twice.microbatch_size) == 0:
+        more = strategy(question, twice).memory.total
+        yield f"microbatches of {twice.microbatch_size} {_fits(more - question.usable_bytes)}"
+
+
+def _fits(short: float) -> str:
+    return f"need {short / _GIB:.1f} GiB more" if short > 0 else "fit too"
+
+
+def _nothing_fits(plan: Plan) -> Iterator[str]:
+    q, rejected = plan.question, plan.answer.rejected
+    nearest = rejected[0]
+    share = nearest.short_bytes / q.usable_bytes
+    yield f"nothing fits: needs {share:.0%} more memory than the {q.usable_bytes / _GIB:.1f} GiB that a device may use"
+    yield from wrapped("nearest", f"{layout_text(nearest.parallel)}: {nearest.reason}")
+    for each in rejected[1:_MOST_REJECTED]:
+        yield from wrapped("then", f"{layout_text(each.parallel)}: {each.reason}")
+    for number, line in enumerate(plan.remedies or ("nothing that was tried: more devices, shorter sequences",)):
+        yield from wrapped("" if number else "would do", line)
+
+
+def _why_not(plan: Plan, why: Why) -> str:
+    best, found = plan.best, why.found
+    if why.refused:
+        return f"{why.asked}: no such layout: {why.refused}"
+    if why.rejected is not None:
+        return f"{why.asked}: does not fit: at its leanest ({layout_text(why.rejected.parallel)}) {why.rejected.reason}"
+    if found is None or best is None:
+        return f"{why.asked}: fits where what is fixed does not"
+    if found.parallel == best.parallel:
+        return f"{why.asked}: it is layout 1"
+    ratio = found.cost.tokens_per_s_per_gpu / best.cost.tokens_per_s_per_gpu - 1
+    parts = [f"{name} {seconds:+.2g} s" for name, seconds in slower_by(best, found)[:3] if abs(seconds) > 5e-3]
+    causes = f" ({', '.join(parts)} a step)" if parts else ""
+    speed = f"{-ratio:.1%} fewer" if ratio < 0 else f"{ratio:.1%} more"
+    memory = f"{found.memory.total / _GIB:.1f} GiB"
+    return f"{why.asked}: at its best {layout_text(found.parallel)}: {speed} tokens/s than layout 1{causes}, {memory}"
+
+
+def _how_sure(plan: Plan) -> str:
+    known = plan.accuracy
+    if known is None:
+        return "no score is recorded; see parallel3d-plan score"
+    runs = known.runs_by_hardware.get(plan.question.cluster.name, 0)
+    here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
+    return (
+        f"median error {known.throughput_median:.1f}% of speed ({known.throughput_runs} published runs of other "
+        f"programs, 90% within {known.throughput_p90:.0f}%) and {known.memory_median:.1f}% of memory "
+        f"({known.memory_runs} runs), {here}; scored {known.date}"
+    )
+
+
+def _command(command: str) -> Iterator[str]:
+    """Not wrapped, since it is copied."""
+    yield f"next      {command}"

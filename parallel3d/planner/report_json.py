@@ -1,0 +1,149 @@
+"""A plan as one JSON object; docs/plan.md lists its keys. Floats are rounded to five digits, memory is in GiB."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from parallel3d.config import ParallelConfig
+from parallel3d.planner.advice import reasons
+from parallel3d.planner.hardware import Cluster
+from parallel3d.planner.memory import RankMemory
+from parallel3d.planner.ranking import Why, at_size
+from parallel3d.planner.report import Plan, limits
+from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
+from parallel3d.planner.search import Question, Rejected, Strategy
+from parallel3d.planner.shapes import ModelShape, padded, total_parameters
+
+SCHEMA = "parallel3d.plan/1"
+_GIB = 2**30
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    best = plan.best
+    tree = {
+        "schema": SCHEMA,
+        "input": _input(plan),
+        "strategies": [_strategy(plan, each) for each in plan.answer.strategies],
+        "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
+        "search": {
+            "considered": plan.answer.considered,
+            "fitting": plan.answer.fitting,
+            "seconds": plan.seconds,
+        },
+        "advice": {
+            "reasons": list(reasons(at_size(plan.question, best), plan.answer)) if best else [],
+            "limits": list(limits(at_size(plan.question, best), best)) if best else [],
+            "remedies": list(plan.remedies),
+        },
+        "why": _why(plan, plan.why) if plan.why else None,
+        "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
+    }
+    rounded_tree = rounded(tree)
+    assert isinstance(rounded_tree, dict)
+    return rounded_tree
+
+
+def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
+    """A recipe's `parallel` section, with the strategy of sharding spelt out."""
+    tree = asdict(replace(parallel, sharding=sharding_of(parallel)))
+    if parallel.stage_boundaries is None:
+        del tree["stage_boundaries"]
+    return tree
+
+
+def sharding_of(parallel: ParallelConfig) -> Any:
+    """What `sharding: null` stands for."""
+    return parallel.sharding or ("HYBRID_SHARD" if parallel.dp_replicate > 1 else "FULL_SHARD")
+
+
+def memory_tree(memory: RankMemory) -> dict[str, float]:
+    """By kind in GiB; the kinds add up to the total."""
+    return {"total": memory.total / _GIB, **{kind: getattr(memory, kind) / _GIB for kind in MEMORY_KINDS}}
+
+
+def model_tree(shape: ModelShape) -> dict[str, Any]:
+    return {**asdict(shape), "parameters": total_parameters(shape)}
+
+
+def hardware_tree(cluster: Cluster) -> dict[str, Any]:
+    device = cluster.device
+    return {
+        "name": cluster.name,
+        "device": device.name,
+        "peak_tflops": {precision: flops / 1e12 for precision, flops in device.peak_flops.items()},
+        "memory_gib": device.memory_bytes / _GIB,
+        "memory_gb_per_s": device.memory_bandwidth / 1e9,
+        "gpus_per_node": cluster.gpus_per_node,
+        "node_gb_per_s": cluster.node.bandwidth / 1e9,
+        "network_gb_per_s": cluster.network.bandwidth / 1e9,
+        "price_per_hour": device.price_per_hour,
+    }
+
+
+def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:
+    return {
+        "parallel": parallel_tree(rejected.parallel),
+        "reason": rejected.reason,
+        "short_gib": rejected.short_bytes / _GIB,
+        "short_pct": 100 * rejected.short_bytes / question.usable_bytes,
+    }
+
+
+def rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value
+
+
+def _input(plan: Plan) -> dict[str, Any]:
+    question = plan.question
+    return {
+        "model": model_tree(question.shape),
+        "hardware": hardware_tree(question.cluster),
+        "gpus": question.gpus,
+        "seq_len": question.seq_len,
+        "global_batch_size": question.global_batch_size,
+        "precision": question.precision,
+        "memory_fraction": question.memory_fraction,
+        "usable_gib": question.usable_bytes / _GIB,
+        "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
+        "schedules": list(question.schedules),
+        "objective": plan.objective,
+        "tokens": plan.tokens,
+    }
+
+
+def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
+    question, parallel, cost = plan.question, found.parallel, found.cost
+    length = plan.length(found)
+    vocab = padded(question.shape, parallel.tp).vocab
+    return {
+        "parallel": parallel_tree(parallel),
+        "gpus": parallel.world_size,
+        "microbatches": question.global_batch_size // (parallel.dp * parallel.microbatch_size),
+        "padded_vocab": vocab if vocab != question.shape.vocab else None,
+        "fits": found.memory.total <= question.usable_bytes,
+        "memory_gib": memory_tree(found.memory),
+        "worst_rank": found.memory.rank,
+        "step_time_s": cost.step_time_s,
+        "time_s": {kind: getattr(cost.parts, kind) for kind in TIME_KINDS},
+        "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
+        "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
+        "mfu": cost.mfu,
+        "run": asdict(length) if length else None,
+    }
+
+
+def _why(plan: Plan, why: Why) -> dict[str, Any]:
+    return {
+        "asked": why.asked,
+        "strategy": _strategy(plan, why.found) if why.found else None,
+        "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
+        "refused": why.refused or None,
+        "layout": layout_text(why.found.parallel) if why.found else None,
+    }

@@ -1,0 +1,62 @@
+"""How a plan's figures are written: bars, layouts, memory by kind, time by cause, amounts, and lines of a page."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, fields
+
+from parallel3d.config import ParallelConfig
+from parallel3d.planner.cost import TimeParts
+from parallel3d.planner.memory import RankMemory
+
+WIDTH = 100
+MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name != "rank")
+TIME_KINDS = tuple(f.name for f in fields(TimeParts))
+_BAR = 8  # characters
+_GIB = 2**30
+_LEAST_SHOWN = 0.002  # of a step
+
+
+def bar(share: float) -> str:
+    """How full, of a device: [########--]."""
+    full = min(_BAR, max(0, round(share * _BAR)))
+    return f"[{'#' * full}{'-' * (_BAR - full)}]"
+
+
+def layout_text(parallel: ParallelConfig) -> str:
+    """A layout as overrides of a recipe would say it, without what is at its default."""
+    plain = asdict(ParallelConfig())
+    said = {key: value for key, value in asdict(parallel).items() if value != plain[key]}
+    words = {True: "true", False: "false"}
+    text = (f"{key}={words[value] if isinstance(value, bool) else value}" for key, value in said.items())
+    return " ".join(text) or "one device, nothing parallel"
+
+
+def memory_text(memory: RankMemory) -> str:
+    parts = sorted(((getattr(memory, kind), kind) for kind in MEMORY_KINDS), reverse=True)
+    shown = ", ".join(f"{kind} {bytes_ / _GIB:.1f}" for bytes_, kind in parts if bytes_ >= 0.05 * _GIB)
+    return f"{shown}; {memory.total / _GIB:.1f} in all"
+
+
+def time_text(parts: TimeParts) -> str:
+    by_size = sorted(((getattr(parts, kind), kind) for kind in TIME_KINDS), reverse=True)
+    return ", ".join(f"{kind} {s / parts.total:.1%}" for s, kind in by_size if s / parts.total >= _LEAST_SHOWN)
+
+
+def si(number: float) -> str:
+    """8.03B: three digits and a letter."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            return f"{number / limit:.3g}{letter}" if number < limit * 999.5 else f"{number / limit:.0f}{letter}"
+    return f"{number:.3g}"
+
+
+def money(dollars: float | None) -> str:
+    return "-" if dollars is None else f"${si(dollars)}"
+
+
+def wrapped(name: str, text: str) -> list[str]:
+    """A line of the page, its name in the margin; what is longer goes on below it."""
+    return textwrap.wrap(
+        f"{name:<10}{text}", WIDTH, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,121 @@
+"""`parallel3d-plan memory`, `hardware`, `models` and `score`: what they print; and the accuracy that plans quote."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.models import shape_cards
+from parallel3d.planner.cases import read_cases
+from parallel3d.planner.score import score
+from parallel3d.tools import plan, plan_accuracy, plan_score
+from parallel3d.tools.plan_devices import device_files
+
+Said = pytest.CaptureFixture[str]
+CASES = Path(plan_score.__file__).with_name("cases") / "published.json"
+LAYOUT = "memory --model llama3-8b --gpu h100 --layout tp=4,pp=4,dp_shard=2 --seq-len 8192 --global-batch 64"
+
+
+def said(arguments: str, capsys: Said, *, status: int = 0) -> str:
+    assert plan.main(shlex.split(arguments)) == status
+    return capsys.readouterr().out
+
+
+def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
+    (line,) = said(f"{arguments} --json", capsys, status=status).splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_memory_has_every_rank_and_the_worst_is_named(capsys: Said) -> None:
+    found = tree(LAYOUT, capsys)
+    totals = [rank["memory_gib"]["total"] for rank in found["ranks"]]
+    assert len(totals) == 4 and sum(rank["layers"] for rank in found["ranks"]) == 32
+    assert found["memory_gib"]["total"] == max(totals) == totals[found["worst_rank"]]
+    assert found["fits"] is True
+    explained = sum(line["gib"] for line in found["explain"])
+    assert explained == pytest.approx(found["memory_gib"]["total"], rel=1e-3)
+
+
+def test_memory_explains_each_line(capsys: Said) -> None:
+    page = said(f"{LAYOUT} --explain", capsys)
+    assert page.isascii() and max(map(len, page.splitlines())) <= 100
+    for words in ("parameters (8 layers + embedding, over tp 4) x 4 bytes / 2", "4 live x 8 layers x", "fits: "):
+        assert words in page
+
+
+def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu h100 --seq-len 8192 --global-batch 64"
+    (best, *_) = tree(f"{asked} --gpus 32", capsys)["strategies"]
+    words = {True: "true", False: "false"}
+    keys = [key for key in best["parallel"] if key != "sharding"]
+    layout = ",".join(
+        f"{key}={words.get(best['parallel'][key], best['parallel'][key])}" for key in keys if best["parallel"][key] != 1
+    )
+    assert tree(f"memory {asked} --layout {layout}", capsys)["memory_gib"] == best["memory_gib"]
+
+
+def test_a_layout_that_does_not_fit_ends_with_3(capsys: Said) -> None:
+    arguments = "memory --model llama3-70b --gpu h100 --layout tp=8 --seq-len 8192 --global-batch 8"
+    assert "does not fit: " in said(arguments, capsys, status=3)
+    assert tree(arguments, capsys, status=3)["fits"] is False
+
+
+def test_a_recipe_is_its_own_layout(capsys: Said) -> None:
+    assert tree("memory --model quickstart --gpu cpu", capsys)["parallel"]["tp"] == 2
+
+
+def test_many_ranks_are_shown_by_those_that_differ(capsys: Said) -> None:
+    arguments = "memory --model llama3-70b --gpu h100 --layout pp=40,tp=8 --seq-len 8192 --global-batch 80"
+    page = said(arguments, capsys)
+    assert "(of 40 pipeline ranks those that may differ most)" in page and len(page.splitlines()) < 20
+
+
+def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) -> None:
+    listed = said("hardware", capsys)
+    assert all(f"\n{name} " in listed for name in device_files())
+    assert said("hardware h100", capsys) == device_files()["h100-80gb"].read_text()
+    assert {each["name"] for each in tree("hardware", capsys)["hardware"]} == set(device_files())
+    assert tree("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
+
+
+def test_a_shown_file_is_one_that_can_be_used(tmp_path: Path, capsys: Said) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(said("hardware h200", capsys))
+    assert tree(f"hardware {mine}", capsys)["memory_gib"] == tree("hardware h200", capsys)["memory_gib"]
+
+
+def test_models_are_counted(capsys: Said) -> None:
+    listed = said("models", capsys)
+    assert "124,439,808" in listed and all(f"\n{name} " in listed for name in shape_cards())
+    assert "8,030,261,248 parameters" in said("models llama3-8b", capsys)
+    assert tree("models gpt3-175b", capsys)["parameters"] == 174_604_259_328
+    assert len(tree("models", capsys)["models"]) > 40
+
+
+def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> None:
+    some = tmp_path / "some.json"
+    some.write_text(json.dumps(json.loads(CASES.read_text())[:20]))
+    found = tree(f"score {some}", capsys)
+    assert {"cases", "median_abs_error_pct", "worst_abs_error_pct"} <= set(found)
+    wanted = {"parameters", "fits", "memory_gib", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"}
+    for case in found["cases"]:
+        assert {"id", "predicted", "measured", "error_pct"} <= set(case) and wanted <= set(case["predicted"])
+
+
+def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
+    file = read_cases(CASES, [plan_score.HARDWARE])
+    today, recorded = plan_accuracy.accuracy_of(score(file), file), plan_accuracy.recorded_accuracy()
+    near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/accuracy.json"
+    assert today.throughput_median == pytest.approx(recorded.throughput_median, abs=0.2), near
+    assert today.memory_median == pytest.approx(recorded.memory_median, abs=0.2), near
+    assert today.runs_by_hardware == recorded.runs_by_hardware, near
+    path = tmp_path / "accuracy.json"
+    some = tmp_path / "some.json"
+    some.write_text(json.dumps(json.loads(CASES.read_text())[:20]))
+    assert plan.main(["score", str(some), "--record", str(path)]) == 0
+    assert json.loads(path.read_text())["throughput_runs"] == 20

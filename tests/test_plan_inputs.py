@@ -1,0 +1,164 @@
+"""What the plan commands are told: units, models, layouts; and what they refuse, in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallel3d.planner.shapes import total_parameters
+from parallel3d.tools import plan
+from parallel3d.tools.plan_devices import device_files, file_of, find_cluster
+from parallel3d.tools.plan_question import read_layout, read_parallel
+from parallel3d.tools.plan_shape import read_model
+from parallel3d.tools.plan_units import bytes_per_s, dollars, fraction, memory_bytes, tokens
+
+Said = pytest.CaptureFixture[str]
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "rope_theta": 500000.0,
+}
+ON = "--gpu h100 --gpus 16 --seq-len 4096 --global-batch 128"
+ASKED = f"--model llama3-8b {ON}"
+BATCH = "--gpus 8 --seq-len 512 --global-batch 8"
+
+BAD_INPUTS = [
+    (ON, "--model: required; try --model llama3-8b"),
+    (f"--model llama3-9b {ON}", "--model llama3-9b: unknown; did you mean llama3-8b"),
+    (f"--model nonesuch {ON}", "--model nonesuch: unknown; see parallel3d-plan models"),
+    (f"--model llama3-8b --gpu h1000 {BATCH}", "hardware h1000: unknown; did you mean h100-80gb"),
+    (f"--model llama3-8b {BATCH}", "--gpu: required, or --hardware FILE; try --gpu h100"),
+    (f"--model llama3-8b --gpu h100 --hardware x.yaml {BATCH}", "--gpu and --hardware: give one of the two"),
+    (f"--model llama3-8b --hardware x.yaml {BATCH}", "hardware x.yaml: no such file; shipped are"),
+    (f"--model llama3-8b --hardware list.yaml {BATCH}", "must hold the sections device, node and network"),
+    (f"--model llama3-8b --hardware negative.yaml {BATCH}", "device.memory_gib must be above 0 and finite"),
+    (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50.0: must be a share"),
+    ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
+    ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
+    (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),
+    ("--model llama3-8b --gpu h100 --gpus 37 --seq-len 512 --global-batch 8", "no layout of 37 devices divides"),
+    (f"{ASKED} --fix tp=7", "tp = 7: must divide heads 32, kv_heads 8, ffn_hidden 14336 and gpus 16; try 1, 2, 4 or 8"),
+    (f"{ASKED} --fix pp=64", "pp = 64: 32 layers cannot fill 64 stages; try 32"),
+    (f"{ASKED} --fix tp=8 --max-tp 4", "tp = 8: more than --max-tp 4"),
+    (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
+    (f"{ASKED} --fix tp=2,pp=2,dp_shard=2,dp_replicate=1", "dp_shard 2 x tp 2 = 8: must be gpus = 16"),
+    (f"{ASKED} --fix tp=1 pp=1 mb=3", "microbatch_size = 3: global batch 128 over 16 data ranks leaves 8 sequences"),
+    (f"{ASKED} --fix schedule=1f1b vpp=2", "virtual_stages = 2: 1f1b holds 1 on each rank"),
+    (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
+    (f"{ASKED} --fix tpp=8", "--fix tpp=8: write key=value with a key of pp,"),
+    (f"{ASKED} --fix tp=8 tp=4", "--fix tp=4: tp is given twice"),
+    (f"{ASKED} --fix tp=-1", "--fix tp=-1: must be a whole number from 1 on"),
+    (f"{ASKED} --fix recompute=some", "--fix recompute=some: must be one of none, selective, full"),
+    (f"{ASKED} --why sp=maybe", "--why sequence_parallel=maybe: must be one of true, false"),
+    (f"{ASKED} --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
+    (f"{ASKED} --mem-fraction 1.5", "--mem-fraction: '1.5' must be a share above 0 and at most 1"),
+    (f"{ASKED} --tokens lots", "--tokens: 'lots' must be a number of tokens, such as 300B, 2T or 1e12"),
+    (f"{ASKED} --gpu-memory 80", "--gpu-memory: '80' must be an amount of memory with its unit, such as 80GB"),
+    (f"{ASKED} --price free", "--price: 'free' must be US dollars per GPU-hour"),
+    (f"{ASKED} --network-gb-per-s fast", "--network-gb-per-s: 'fast' must be GB/s, such as 50, 50GB/s or 400Gbps"),
+    (f"{ASKED} --frobnicate", "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help"),
+    (f"{ASKED} --layers 3", "--layers: does not go with --model llama3-8b"),
+    (f"--layers 3 {ON}", "--hidden, --heads, --vocab: required where there is no --model"),
+    (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", "model by hand: heads = 7: must divide hidden = 100"),
+    (f"--model uneven.json {ON}", "uneven.json: heads = 7: must divide hidden = 256"),
+    (f"--model bert.json {ON}", "bert.json: model_type = bert: must be one of gpt2, llama"),
+    (f"--model missing.json {ON}", "missing.json: misses or misspells 'hidden_size'"),
+    (f"--model none.json {ON}", "none.json: cannot be read as JSON"),
+    (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
+    (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
+    (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", "--emit-launch pbs: must be one of torchrun, slurm"),
+    (f"{ASKED} --emit-recipe no/such/x.yaml", "--emit-recipe no/such/x.yaml: cannot be written"),
+    (f"{ASKED} --precision fp16 --emit-recipe x.yaml", "--emit-recipe: the trainer has no fp16"),
+    ("memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8", "--layout: required; try --layout tp=8"),
+    ("memory --model llama3-8b --gpu h100 --layout tp=3 --seq-len 512 --global-batch 8", "parallel.tp = 3: must"),
+    ("hardware h3000", "hardware h3000: unknown; did you mean"),
+    ("models llama9", "--model llama9: unknown; did you mean"),
+    ("score none.json", "none.json: cannot be read as JSON"),
+    (f"recomend {ASKED}", "recomend: no such command; did you mean recommend?"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("uneven.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 7}))
+    Path("bert.json").write_text('{"model_type": "bert"}')
+    Path("missing.json").write_text(json.dumps({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}))
+    cpu = device_files()["cpu"].read_text()
+    Path("list.yaml").write_text("- 1\n")
+    Path("negative.yaml").write_text(cpu.replace("memory_gib: 4", "memory_gib: -4"))
+    Path("share.yaml").write_text(cpu.replace("efficiency: 0.5 ", "efficiency: 50 "))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUTS)
+def test_a_bad_input_is_one_line_and_status_2(arguments: str, message: str, files: Path, capsys: Said) -> None:
+    assert plan.main(shlex.split(arguments)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (tokens, "2T", 2e12),
+        (tokens, "300B", 3e11),
+        (tokens, "1e12", 1e12),
+        (tokens, "1_000_000", 1e6),
+        (memory_bytes, "80GB", 80e9),
+        (memory_bytes, "75.5 GiB", 75.5 * 2**30),
+        (bytes_per_s, "50", 50e9),
+        (bytes_per_s, "50GB/s", 50e9),
+        (bytes_per_s, "400Gbps", 50e9),
+        (dollars, "$2.50", 2.5),
+        (dollars, "2.5/gpu-h", 2.5),
+        (fraction, "0.92", 0.92),
+        (fraction, "92%", 0.92),
+    ],
+)
+def test_amounts_are_read_with_their_units(parse: Callable[[str], float], text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "-1T", "0", "nan", "inf", "2Q", "T"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        tokens(text)
+
+
+def test_a_layout_takes_the_names_of_others() -> None:
+    assert read_layout(["tp=8,pp=2", "vpp=4", "mbs=2"], "--fix") == {
+        "tp": 8,
+        "pp": 2,
+        "virtual_stages": 4,
+        "microbatch_size": 2,
+    }
+    parallel = read_parallel(["tp=2,pp=2,vpp=2"], "--layout")
+    assert (parallel.schedule, parallel.sequence_parallel) == ("interleaved_1f1b", True)
+
+
+def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    by_file, by_folder = read_model(str(tmp_path / "config.json")), read_model(str(tmp_path))
+    assert by_file.shape == by_folder.shape and by_file.shape.kv_heads == 4
+    assert read_model("quickstart").recipe is not None
+    assert read_model("Llama3_8B").shape == read_model("llama3-8b").shape
+    assert total_parameters(read_model("gpt2").shape) == 124_439_808
+
+
+def test_common_names_of_devices_are_known() -> None:
+    assert file_of("H100") == file_of("h100-sxm") == file_of("NVIDIA H100 SXM") == "h100-80gb"
+    assert {file_of(name) for name in ("a100", "v100", "4090")} <= set(device_files())
+    assert find_cluster("A100-40GB").device.memory_bytes < find_cluster("a100").device.memory_bytes

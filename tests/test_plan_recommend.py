@@ -1,0 +1,242 @@
+"""`parallel3d-plan recommend`: its page, its JSON, and what it does where nothing fits.
+
+The pages in tests/golden/plan are compared as text. After a change of the engine look at what
+`PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes in them, and commit it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from parallel3d.config import ParallelConfig, ScheduleName
+from parallel3d.planner.ranking import Objective
+from parallel3d.planner.report import Accuracy
+from parallel3d.tools import plan, plan_answer, plan_recommend
+
+Said = pytest.CaptureFixture[str]
+GOLDEN = Path(__file__).parent / "golden" / "plan"
+SMALL = "--model llama3.2-1b --gpu a100 --gpus 8 --seq-len 2048 --global-batch 64"
+TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 512"
+PAGES = {
+    "llama3_70b_h100": "--model llama3-70b --gpu h100 --gpus 512 --seq-len 8192 --global-batch 1024 --tokens 2T "
+    "--price 2.5 --why tp=8,pp=2",
+    "gpt2_padded_cost": "--model gpt2-large --gpu a100 --gpus 16 --seq-len 1024 --global-batch 256 --fix tp=4 "
+    "--objective cost --why tp=3",
+    "nothing_fits": TOO_LARGE,
+    "recompute_memory": "--model llama3-8b --gpu a100-40gb --gpus 16 --seq-len 4096 --global-batch 128 "
+    "--objective memory",
+    "explained": SMALL + " --fix pp=2 --explain --tokens 300B",
+    "recipe_on_cpu": "--model quickstart --gpu cpu --why pp=2,tp=2",
+}
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "temporary",
+    "fragmentation",
+    "context",
+)
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = Accuracy(
+        date="2026-01-02",
+        throughput_runs=400,
+        throughput_median=4.0,
+        throughput_p90=12.0,
+        memory_runs=100,
+        memory_median=3.0,
+        memory_p90=10.0,
+        fit_accuracy=98.0,
+        runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
+    )
+    monkeypatch.setattr(plan_answer, "recorded_accuracy", lambda: accuracy)
+
+
+def run(arguments: str) -> int:
+    return plan.main(shlex.split(arguments))
+
+
+def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
+    assert run(f"{arguments} --json") == status
+    said = capsys.readouterr()
+    assert said.err == ""
+    (line,) = said.out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
+    status = run(PAGES[name])
+    said = capsys.readouterr()
+    assert (status, said.err) == (3 if name == "nothing_fits" else 0, "")
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(said.out)
+    assert said.out == file.read_text()
+    assert said.out.isascii()
+    lines = said.out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("next ")) <= 100  # what is copied is not wrapped
+    assert "--explain" in PAGES[name] or len(lines) <= 40
+
+
+def test_recommend_is_the_default(capsys: Said) -> None:
+    assert run(SMALL) == 0
+    short = capsys.readouterr().out
+    assert run(f"recommend {SMALL}") == 0
+    assert capsys.readouterr().out == short
+
+
+def test_a_terminal_shows_the_winner_in_bold_unless_colours_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run(SMALL) == 0
+    assert "\033[1m> 1" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(SMALL) == 0
+    assert "\033" not in capsys.readouterr().out
+
+
+def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
+    said = answer(f"{SMALL} --fix tp=2 --max-pp 4 --tokens 300B --price 2 --gpu-memory 80GB", capsys)
+    asked = said["input"]
+    assert said["schema"] == "parallel3d.plan/1"
+    assert asked["model"]["name"] == "llama3.2-1b" and asked["model"]["parameters"] == 1_235_814_400
+    assert asked["fixed"] == {"tp": 2, "max_pp": 4}
+    assert (asked["precision"], asked["memory_fraction"], asked["objective"]) == ("bf16", 0.95, "throughput")
+    assert asked["tokens"] == 3e11 and asked["hardware"]["price_per_hour"] == 2
+    assert asked["hardware"]["memory_gib"] == pytest.approx(80e9 / 2**30, rel=1e-4)
+
+
+def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
+    said = answer(f"{SMALL} --tokens 300B --price 2 --top 7", capsys)
+    assert len(said["strategies"]) == 7
+    times = [each["step_time_s"] for each in said["strategies"]]
+    assert times[0] <= min(times) * 1.001
+    for each in said["strategies"]:
+        memory, parts = each["memory_gib"], each["time_s"]
+        assert memory["total"] == pytest.approx(sum(memory[kind] for kind in KINDS), rel=1e-3)
+        assert set(memory) == {"total", *KINDS}
+        assert each["step_time_s"] == pytest.approx(sum(parts.values()), rel=1e-3)
+        assert {"compute", "recompute", "tp", "pp_bubble", "pp_p2p", "dp", "optimizer"} <= set(parts)
+        tokens = each["tokens_per_s_per_gpu"] * 8
+        assert tokens == pytest.approx(64 * 2048 / each["step_time_s"], rel=1e-3)
+        assert each["mfu"] == pytest.approx(each["tflops_per_gpu"] / 312, rel=1e-3)
+        assert each["run"]["price"] == pytest.approx(2 * each["run"]["gpu_hours"], rel=1e-3)
+        assert each["fits"] is True and 0 <= each["worst_rank"] < each["parallel"]["pp"]
+        assert ParallelConfig(**each["parallel"]).world_size == each["gpus"] == 8
+
+
+def test_json_has_what_was_rejected_and_why(capsys: Said) -> None:
+    rejected = answer(PAGES["llama3_70b_h100"], capsys)["rejected"]
+    assert all(each["short_gib"] > 0 and "GiB more" in each["reason"] for each in rejected)
+    assert [each["short_gib"] for each in rejected] == sorted(each["short_gib"] for each in rejected)
+
+
+def test_where_nothing_fits_it_says_what_would_and_ends_with_3(capsys: Said) -> None:
+    said = answer(TOO_LARGE, capsys, status=3)
+    assert said["strategies"] == []
+    assert said["rejected"][0]["short_pct"] > 0
+    assert "24 devices instead of 16" in said["advice"]["remedies"]
+    larger = TOO_LARGE.replace("--gpus 16", "--gpus 24").replace("512", "528")
+    assert answer(larger, capsys)["strategies"]
+    assert any("h200" in line for line in said["advice"]["remedies"])
+
+
+def test_less_recompute_than_fits_is_told_that_more_would(capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu a100-40gb --gpus 8 --seq-len 32768 --global-batch 64 --fix recompute=none tp=8"
+    said = answer(asked, capsys, status=3)
+    assert said["advice"]["remedies"][0].startswith("recompute=full")
+
+
+@pytest.mark.parametrize("objective", ["memory", "cost"])
+def test_an_objective_changes_the_order(objective: str, capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu h100 --gpus 32 --seq-len 4096 --global-batch 128"
+    usual = answer(asked, capsys)["strategies"]
+    other = answer(f"{asked} --objective {objective}", capsys)["strategies"]
+    if objective == "memory":
+        sizes = [each["memory_gib"]["total"] for each in other]
+        assert sizes == sorted(sizes) and sizes[0] < min(each["memory_gib"]["total"] for each in usual)
+    else:
+        speeds = [each["tokens_per_s_per_gpu"] for each in other]
+        assert speeds == sorted(speeds, reverse=True) and other[0]["gpus"] < 32
+        assert speeds[0] > usual[0]["tokens_per_s_per_gpu"]
+
+
+def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128"
+    slower = answer(f"{asked} --why tp=8,pp=2", capsys)
+    assert slower["why"]["strategy"]["step_time_s"] > slower["strategies"][0]["step_time_s"]
+    assert answer(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith("tp = 5: must divide heads 32")
+    assert answer(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"]["short_gib"] > 0
+    best = slower["strategies"][0]["parallel"]
+    assert run(f"{asked} --why tp={best['tp']} pp={best['pp']} dp_shard={best['dp_shard']}") == 0
+    assert "it is layout 1" in capsys.readouterr().out
+
+
+def test_a_recipe_gives_what_is_not_said(capsys: Said) -> None:
+    asked = answer("--model quickstart --gpu cpu", capsys)["input"]
+    assert (asked["gpus"], asked["seq_len"], asked["global_batch_size"], asked["precision"]) == (8, 128, 16, "fp32")
+    assert run("--model quickstart --gpu cpu --gpus 2 --seq-len 64") == 0
+    assert "train.seq_len=64" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_links_and_nodes_are_the_users(capsys: Said) -> None:
+    slow = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 4096 --global-batch 64 --fix dp_shard=16"
+    fast, slowly = answer(slow, capsys), answer(f"{slow} --network-gb-per-s 10Gbps", capsys)
+    assert slowly["input"]["hardware"]["network_gb_per_s"] == 1.25
+    assert slowly["strategies"][0]["step_time_s"] > 2 * fast["strategies"][0]["step_time_s"]
+    assert answer(f"{slow} --gpus-per-node 4", capsys)["input"]["hardware"]["gpus_per_node"] == 4
+
+
+def test_it_answers_without_torch_or_numpy() -> None:
+    program = (
+        "import resource, sys\n"
+        "from parallel3d.tools.plan import main\n"
+        f"status = main('{SMALL}'.split())\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 2, 'seconds of this process alone'\n"
+        "sys.exit(status)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_options_list_every_choice() -> None:
+    assert get_args(Objective) == plan_recommend.OBJECTIVES
+    assert tuple(get_args(ScheduleName)) == plan_recommend.SCHEDULES
+
+
+def test_help_is_quick() -> None:
+    program = (
+        "import resource, sys\n"
+        "from parallel3d.tools.plan import main\n"
+        "try:\n    main(['recommend', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 0.3\n"
+        "assert not {'omegaconf', 'yaml', 'torch'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_pages_example_is_what_is_printed() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    printed = (GOLDEN / "llama3_70b_h100.txt").read_text()
+    shown, _, _ = printed.partition("how sure")  # its figures are of the day
+    assert shown in page

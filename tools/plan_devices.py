@@ -1,0 +1,81 @@
+"""Which hardware file a name means."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware import Cluster, load_cluster
+
+FOLDER = Path(__file__).parent / "hardware"
+# The common name of what has several files: the one that most clusters have.
+_USUAL = {
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h100-sxm": "h100-80gb",
+    "v100": "v100-32gb",
+    "rtx-4090": "rtx4090",
+    "4090": "rtx4090",
+    "tpu": "tpu-v5p",
+}
+
+
+def device_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def file_of(name: str) -> str:
+    """The name of a file (or a path, as it is) that a person's name for a device stands for."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return name
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    return _USUAL.get(plain, plain)
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of a shipped name or of a file. Raises ConfigError with the nearest names."""
+    found = file_of(name)
+    if found == name and Path(name).suffix in (".yaml", ".yml") and not Path(name).is_file():
+        raise ConfigError(f"hardware {name}: no such file; shipped are {', '.join(device_files())}")
+    try:
+        cluster = load_cluster(found, [FOLDER])
+    except TypeError as problem:  # YAML that is no mapping
+        raise ConfigError(f"hardware {name}: must hold the sections device, node and network") from problem
+    _check(cluster, name)
+    return cluster
+
+
+def _check(cluster: Cluster, name: str) -> None:
+    """Figures that a user's own file may have wrong, which would give nonsense and no error."""
+    device = cluster.device
+    figures = {
+        "device.memory_gib": device.memory_bytes,
+        "device.memory_gb_per_s": device.memory_bandwidth,
+        "device.processors": device.processors,
+        "node.gpus": cluster.gpus_per_node,
+        "node.gb_per_s": cluster.node.bandwidth,
+        "network.gb_per_s": cluster.network.bandwidth,
+        **{f"device.peak_tflops.{precision}": flops for precision, flops in device.peak_flops.items()},
+    }
+    for key, value in figures.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"hardware {name}: {key} must be above 0 and finite")
+    shares = {
+        "device.matmul_efficiency": device.matmul_efficiency,
+        "device.memory_efficiency": device.memory_efficiency,
+        "node.efficiency": cluster.node.efficiency,
+        "network.efficiency": cluster.network.efficiency,
+    }
+    for key, value in shares.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"hardware {name}: {key} = {value}: must be a share above 0 and at most 1")
+    if "bf16" not in device.peak_flops:
+        raise ConfigError(f"hardware {name}: device.peak_tflops must have bf16, the precision that others fall back to")
+
+
+def larger_devices(needed_bytes: float) -> list[str]:
+    """Shipped devices whose memory would hold so much, the smallest first."""
+    sizes = {name: find_cluster(name).device.memory_bytes for name in device_files() if name != "cpu"}
+    return sorted((name for name, size in sizes.items() if size >= needed_bytes), key=lambda name: sizes[name])

@@ -1,0 +1,171 @@
+"""`parallel3d-plan memory`: what each device of one layout holds, pipeline rank by rank and line by line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.planner.explain import explain
+from parallel3d.planner.memory import memory_by_rank
+from parallel3d.planner.report import limits
+from parallel3d.planner.report_json import (
+    hardware_tree,
+    memory_tree,
+    model_tree,
+    parallel_tree,
+    rounded,
+)
+from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si
+from parallel3d.planner.search import Question, job_of, strategy
+from parallel3d.planner.shapes import padded, stage_parameters, total_parameters
+from parallel3d.tools.arguments import Parser
+from parallel3d.tools.plan_options import add_options
+from parallel3d.tools.plan_question import read_parallel, read_question
+from parallel3d.validation import validate
+
+_GIB = 2**30
+_MOST_RANKS = 8  # shown one by one; of more, those that differ
+_EPILOG = """\
+examples:
+  parallel3d-plan memory --model llama3-70b --gpu h100 --layout tp=8,pp=4,dp_shard=16 --seq-len 8192 --global-batch 1024
+  parallel3d-plan memory --model my.yaml --gpu a100 --explain
+
+GiB on each device at its peak. recompute=, microbatch_size=, virtual_stages= and schedule= are keys of --layout too.
+exit status: 0 it fits, 2 a bad input, 3 it does not fit
+"""
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
+    size = asked_parallel.world_size if asked_parallel else None
+    asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
+    parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
+    question = replace(asked.question, gpus=parallel.world_size)
+    _validate(question, parallel)
+    fits = strategy(question, parallel).memory.total <= question.usable_bytes
+    if options.json:
+        print(json.dumps(_tree(question, parallel, fits)))
+    else:
+        print("\n".join(_page(question, parallel, whole=options.explain)))
+    return 0 if fits else 3
+
+
+def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
+    """A line for each pipeline rank; `whole`: then every kind of the fullest, with the product that it is."""
+    job = job_of(question, parallel)
+    ranks = memory_by_rank(job)
+    worst = max(ranks, key=lambda memory: memory.total)
+    last = len(ranks) - 1
+    shown = [m for m in ranks if last < _MOST_RANKS or m.rank in (0, 1, last // 2, last - 1, last, worst.rank)]
+    yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in _columns()) + f"{'GiB':>8}"
+    for memory in shown:
+        cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in _columns())
+        share = memory.total / question.usable_bytes
+        mark = "  <" if memory is worst else ""
+        layers = job.ranks[memory.rank].layers
+        yield f"{memory.rank:<5}{layers:>6}{cells}{memory.total / _GIB:>8.1f} {bar(share)}{mark}"
+    if len(shown) < len(ranks):
+        yield f"(of {len(ranks)} pipeline ranks those that may differ most)"
+    if not whole:
+        return
+    yield ""
+    yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
+    for kind, bytes_, text in explain(job, worst):
+        lead = f"  {kind:<14}{bytes_ / _GIB:>7.2f}  "
+        yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
+    yield f"  {'total':<14}{worst.total / _GIB:>7.2f}  of {question.usable_bytes / _GIB:.2f} usable"
+
+
+def _columns() -> tuple[str, ...]:
+    """The kinds that a column is worth; the others are in --explain and in the total."""
+    return tuple(kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context"))
+
+
+def _cell(bytes_: float) -> str:
+    return f"{bytes_ / _GIB:.2f}" if bytes_ else "-"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="parallel3d-plan memory",
+        usage="parallel3d-plan memory --model X --gpu NAME [--layout tp=8,pp=2] --seq-len N --global-batch N [options]",
+        description="The memory of one layout: every pipeline rank, by kind.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--layout", metavar="KEY=VALUE", nargs="+", help="the axes: tp=8,pp=2 (a recipe's by default)")
+    parser.add_argument("--explain", action="store_true", help="how each figure of the fullest rank comes about")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    add_options(parser, gpus=False)
+    return parser
+
+
+def _validate(question: Question, parallel: ParallelConfig) -> None:
+    """Refuses what the trainer would, in its words."""
+    shape = padded(question.shape, parallel.tp)
+    model = ModelConfig(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_hidden=shape.ffn_hidden,
+        vocab=max(shape.vocab, 512 * parallel.tp),  # the rule of the byte tokenizer is none of the layout's
+    )
+    train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
+    validate(Recipe(model=model, train=train, parallel=parallel, data=DataConfig(), run_dir="runs/plan"))
+
+
+def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
+    shape, device = question.shape, question.cluster.device
+    found = strategy(question, parallel)
+    yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
+    yield f"layout    {layout_text(parallel)}"
+    yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / _GIB:.1f} GiB each"
+    yield ""
+    yield from explained(question, parallel, whole=whole)
+    yield ""
+    short = found.memory.total - question.usable_bytes
+    usable = f"{question.usable_bytes / _GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
+    if short > 0:
+        yield f"does not fit: {short / _GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
+    else:
+        yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
+        yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
+
+
+def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> object:
+    job = job_of(question, parallel)
+    ranks = memory_by_rank(job)
+    worst = max(ranks, key=lambda memory: memory.total)
+    tree = {
+        "schema": "parallel3d.memory/1",
+        "model": model_tree(question.shape),
+        "hardware": hardware_tree(question.cluster),
+        "parallel": parallel_tree(parallel),
+        "seq_len": question.seq_len,
+        "global_batch_size": question.global_batch_size,
+        "precision": question.precision,
+        "usable_gib": question.usable_bytes / _GIB,
+        "fits": fits,
+        "worst_rank": worst.rank,
+        "memory_gib": memory_tree(worst),
+        "ranks": [
+            {
+                "rank": memory.rank,
+                "layers": job.ranks[memory.rank].layers,
+                "parameters": stage_parameters(job.shape, job.ranks[memory.rank], parallel.tp),
+                "memory_gib": memory_tree(memory),
+            }
+            for memory in ranks
+        ],
+        "explain": [
+            {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(job, worst)
+        ],
+    }
+    return rounded(tree)

@@ -1,0 +1,135 @@
+"""From the options of the plan commands to a `Question`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+from parallel3d.config import ParallelConfig, Recompute, ScheduleName
+from parallel3d.errors import ConfigError
+from parallel3d.planner.constraints import check_fixed
+from parallel3d.planner.hardware import Cluster, with_links
+from parallel3d.planner.search import Fixed, Question
+from parallel3d.tools.plan_devices import find_cluster
+from parallel3d.tools.plan_shape import Model, find_model
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+_RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+# What people call a key of `parallel:` elsewhere.
+_ALIASES = {
+    "vpp": "virtual_stages",
+    "vp": "virtual_stages",
+    "mb": "microbatch_size",
+    "mbs": "microbatch_size",
+    "micro_batch": "microbatch_size",
+    "micro_batch_size": "microbatch_size",
+    "microbatch": "microbatch_size",
+    "ac": "recompute",
+    "sp": "sequence_parallel",
+    "rep": "dp_replicate",
+    "shard": "dp_shard",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+}
+_FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question, and where its model came from."""
+
+    question: Question
+    model: Model
+
+
+def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> Asked:
+    """The question without what is fixed; `asks` says how the devices are given. Raises ConfigError for what is missing
+    or contradicts itself."""
+    model = find_model(options)
+    train = model.recipe.train if model.recipe else None
+    devices = gpus or (model.recipe.parallel.world_size if model.recipe else None)
+    seq_len = options.seq_len or (train.seq_len if train else None)
+    batch = options.global_batch or (train.global_batch_size if train else None)
+    if devices is None or seq_len is None or batch is None:
+        needed = {asks.partition(" ")[0]: devices, "--seq-len": seq_len, "--global-batch": batch}
+        missing = ", ".join(name for name, value in needed.items() if value is None)
+        raise ConfigError(f"{missing}: required; try {asks} --seq-len 4096 --global-batch 1024")
+    if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
+        rows = model.shape.position_rows
+        raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
+    cluster = _cluster(options)
+    question = Question(
+        shape=model.shape,
+        cluster=cluster,
+        gpus=devices,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=options.precision or (train.precision if train else "bf16"),
+        memory_fraction=options.mem_fraction,
+    )
+    return Asked(question=question, model=model)
+
+
+def with_fixed(question: Question, fixed: Fixed) -> Question:
+    """The question with this fixed. Raises ConfigError with the rule that a value breaks, and values that would do."""
+    fixed_question = replace(question, fixed=fixed)
+    check_fixed(fixed_question)
+    return fixed_question
+
+
+def read_layout(texts: list[str], option: str) -> dict[str, Any]:
+    """`tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values."""
+    found: dict[str, Any] = {}
+    for text in (part.strip() for whole_text in texts for part in whole_text.split(",")):
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_").lower()
+        name = _ALIASES.get(key, key)
+        if not equals or name not in _FIXABLE:
+            raise ConfigError(f"{option} {text}: write key=value with a key of {', '.join(_FIXABLE)}; try tp=8")
+        if name in found:
+            raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
+        found[name] = _value(option, name, value.strip())
+    return found
+
+
+def read_parallel(texts: list[str], option: str) -> ParallelConfig:
+    """A whole layout, the rest at its default; virtual stages imply interleaving, tp its sequence parallelism."""
+    said = read_layout(texts, option)
+    if said.get("virtual_stages", 1) > 1:
+        said = {"schedule": "interleaved_1f1b", **said}
+    return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
+
+
+def _value(option: str, name: str, text: str) -> object:
+    words = {"schedule": SCHEDULES, "recompute": _RECOMPUTE, "sequence_parallel": ("true", "false")}
+    if name in words:
+        if text not in words[name]:
+            raise ConfigError(f"{option} {name}={text}: must be one of {', '.join(words[name])}")
+        return text == "true" if name == "sequence_parallel" else text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{option} {name}={text}: must be a whole number from 1 on")
+    return int(text)
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    if options.gpu and options.hardware:
+        raise ConfigError("--gpu and --hardware: give one of the two")
+    name = options.hardware or options.gpu
+    if name is None:
+        raise ConfigError("--gpu: required, or --hardware FILE; try --gpu h100")
+    cluster = find_cluster(name)
+    network, node = options.network_gb_per_s, options.node_gb_per_s
+    cluster = with_links(
+        cluster,
+        network_gb_per_s=None if network is None else network / 1e9,
+        node_gb_per_s=None if node is None else node / 1e9,
+        gpus_per_node=options.gpus_per_node,
+    )
+    device = cluster.device
+    device = replace(
+        device,
+        memory_bytes=options.gpu_memory or device.memory_bytes,
+        price_per_hour=options.price or device.price_per_hour,
+    )
+    return replace(cluster, device=device)

@@ -1,0 +1,81 @@
+"""`parallel3d-plan recommend`, the default: its options. The work is in `plan_answer`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parallel3d.errors import ConfigError
+from parallel3d.pipeline.schedules import STAGES_PER_RANK
+from parallel3d.tools.arguments import Parser, whole
+from parallel3d.tools.plan_launch import LAUNCHERS
+from parallel3d.tools.plan_options import add_options
+from parallel3d.tools.plan_units import tokens
+
+OBJECTIVES = ("throughput", "memory", "cost")  # `ranking.Objective`
+SCHEDULES = tuple(STAGES_PER_RANK)
+_EPILOG = """\
+examples:
+  parallel3d-plan --model llama3-70b --gpu h100 --gpus 512 --seq-len 8192 --global-batch 1024
+  parallel3d-plan --model config.json --gpu a100 --gpus 64 --seq-len 4096 --global-batch 512 --why tp=8,pp=2
+  parallel3d-plan --model my.yaml --gpu h100 --network-gb-per-s 400Gbps --tokens 2T --price 2.5
+  parallel3d-plan --model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 512 \\
+      --emit-recipe plan.yaml --emit-launch slurm
+
+columns: vs stages on each rank, dp s x r data ranks (sharded x replicated), mb microbatch
+exit status: 0 done, 2 a bad input, 3 nothing fits (the page then says what would)
+docs/plan.md lists the keys of --json and explains the columns
+"""
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    _check_files(options)
+    from parallel3d.tools.plan_answer import answer  # the planner, which --help and a mistyped option need not wait for
+
+    return answer(options)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="parallel3d-plan recommend",
+        usage="parallel3d-plan recommend --model X --gpu NAME --gpus N --seq-len N --global-batch N [options]",
+        description="The best layouts for a model on a cluster: what fits, how fast, how long, how much, and why. "
+        "`recommend` may be left out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    which = parser.add_argument_group("the choice")
+    which.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="what is best (throughput)")
+    which.add_argument("--fix", metavar="KEY=VALUE", nargs="+", default=[], help="a recipe's parallel keys: tp=8 pp=4")
+    which.add_argument("--max-tp", metavar="N", type=whole)
+    which.add_argument("--max-pp", metavar="N", type=whole)
+    which.add_argument("--schedule", choices=SCHEDULES, metavar="S", help=f"one of {', '.join(SCHEDULES)}")
+    which.add_argument("--why", metavar="KEY=VALUE", nargs="+", default=[], help="why not this layout? tp=8,pp=2")
+    out = parser.add_argument_group("the answer")
+    out.add_argument(
+        "--top", metavar="K", type=whole, help="strategies (10; the page shows the best of each tp and pp)"
+    )
+    out.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run, such as 2T: days and price")
+    out.add_argument("--explain", action="store_true", help="the winner's memory line by line, every stage")
+    out.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    out.add_argument("--emit-recipe", metavar="F", type=Path, help="write the best as a recipe for parallel3d-train")
+    out.add_argument(
+        "--emit-launch", metavar=("KIND", "F"), nargs="+", help=f"and its launcher: {', '.join(LAUNCHERS)}"
+    )
+    return parser
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """What can be refused before the search is."""
+    launch = options.emit_launch
+    if launch is None:
+        return
+    if launch[0] not in LAUNCHERS or len(launch) > 2:
+        raise ConfigError(
+            f"--emit-launch {' '.join(launch)}: must be one of {', '.join(LAUNCHERS)}, then a file or none"
+        )
+    if options.emit_recipe is None:
+        raise ConfigError("--emit-launch: starts a recipe; add --emit-recipe plan.yaml")

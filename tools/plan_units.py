@@ -1,0 +1,52 @@
+"""Amounts as people write them on a command line: 2T tokens, 80GB, 400Gbps, $2.50."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
+_RATES = {"": 1e9, "gb/s": 1e9, "gbyte/s": 1e9, "mb/s": 1e6, "tb/s": 1e12, "gbps": 1e9 / 8, "gb/s/gpu": 1e9}
+_NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
+
+
+def tokens(text: str) -> float:
+    """A count: 2T, 300B, 1e12."""
+    return _amount(text, _COUNTS, "a number of tokens, such as 300B, 2T or 1e12")
+
+
+def memory_bytes(text: str) -> float:
+    """Bytes of 80GB (powers of ten) or 80GiB (of two)."""
+    return _amount(text, _BYTES, "an amount of memory with its unit, such as 80GB or 75GiB")
+
+
+def bytes_per_s(text: str) -> float:
+    """Bytes per second of 50 or 50GB/s (bytes) or 400Gbps (bits)."""
+    return _amount(text, _RATES, "GB/s, such as 50, 50GB/s or 400Gbps")
+
+
+def dollars(text: str) -> float:
+    """US dollars: 2.5, $2.5 or 2.5/gpu-h."""
+    bare = text.strip().removeprefix("$").lower()
+    for per in ("/gpu-hour", "/gpu-h", "/gpu/h", "/hour", "/h"):
+        bare = bare.removesuffix(per)
+    return _amount(bare, {"": 1.0}, "US dollars per GPU-hour, such as 2.5", said=text)
+
+
+def fraction(text: str) -> float:
+    """A share above 0 and at most 1: 0.9 or 90%."""
+    share = _amount(text, {"": 1.0, "%": 0.01}, "a share above 0 and at most 1, such as 0.92")
+    if share > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a share above 0 and at most 1, such as 0.92")
+    return share
+
+
+def _amount(text: str, units: dict[str, float], what: str, *, said: str | None = None) -> float:
+    found = _NUMBER.fullmatch(text.strip())
+    unit = found[2].strip().lower() if found else ""
+    number = float(re.sub("[_,]", "", found[1])) if found else math.nan
+    if unit not in units or not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")
+    return number * units[unit]
