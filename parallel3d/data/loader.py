@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
@@ -79,7 +80,8 @@ class BatchLoader:
         drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
         # The whole global batch, not this rank's share: all ranks then stop at once, with one message, and none hangs.
         _check_ids(drawn, first, self.vocab)
-        share = drawn.reshape(self.dp_size, self.microbatches, self.microbatch_size, self.seq_len + 1)[self.dp_rank]
+        by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
+        share = by_rank[self.dp_rank]
         tokens = torch.from_numpy(share.astype(np.int64))
         return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
 
