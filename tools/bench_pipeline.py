@@ -20,7 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from parallel3d.config import ScheduleName
 from parallel3d.errors import ConfigError, RankError
@@ -74,7 +79,16 @@ class Case:
 
 OVERHEAD = Size(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
 COMPUTE = Size(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
-SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved_1f1b", 2))
+SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_zb", 2),
+)
+PEERS: dict[ScheduleName, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+}
 CASES = [
     Case(size=size, schedule=schedule, pp=pp, virtual_stages=virtual_stages)
     for size in (OVERHEAD, COMPUTE)
@@ -157,12 +171,8 @@ def build_peer(case: Case) -> tuple[Step, list[nn.Module]]:
         )
         for index, module in zip(schedule.stages_of(rank), modules, strict=True)
     ]
-    if case.virtual_stages == 1:
-        peer: Schedule1F1B | ScheduleInterleaved1F1B = Schedule1F1B(
-            stages[0], case.size.microbatches, loss_fn=_loss, scale_grads=False
-        )
-    else:
-        peer = ScheduleInterleaved1F1B(stages, case.size.microbatches, loss_fn=_loss, scale_grads=False)
+    single_or_all = stages[0] if case.virtual_stages == 1 else stages
+    peer = PEERS[case.schedule](single_or_all, case.size.microbatches, loss_fn=_loss, scale_grads=False)
     inputs, labels = _batch(case)
     first = (inputs.flatten(0, 1),) if rank == schedule.placement[0] else ()
     target = labels.flatten(0, 1) if rank == schedule.placement[-1] else None
