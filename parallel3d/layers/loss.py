@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
+from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, all_reduce_max
 from parallel3d.mesh import Axis
 
+PLAIN_BELOW_ELEMENTS = 2**17  # logits so few that torch's own loss is faster than a function in Python
 IGNORED = -100  # the label of a token without a loss, as in torch
 
 
@@ -104,6 +106,13 @@ def vocab_parallel_cross_entropy(
     """
     axis = Axis.of(tp)
     width = logits.shape[-1]
+    is_small = chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
+    if axis.size == 1 and vocab in (None, width) and not z_loss and is_small:
+        wide = logits.to(wide_dtype(logits)).flatten(0, -2)
+        plain = F.cross_entropy(
+            wide, labels.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        )
+        return plain.view_as(labels)
     first = axis.rank * width
     how = TokenLoss(axis, vocab or width * axis.size, first, ignore_index, label_smoothing, z_loss)
     losses: Tensor = _CrossEntropy.apply(logits, labels, how, chunk_tokens or labels.numel())

@@ -1,8 +1,8 @@
 """Every layout trains the model that plain torch trains in one process: losses and gradient norms of 20 clipped steps.
 
-The referee (tools/plain_llama.py) has none of the project's layers. In float32 the first loss and norm agree to 1e-6, so
-every parameter counts once in the norm; every loss agrees to 1e-5, and the twentieth norm to 1e-4. Norms between are not
-compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
+The referee (tools/plain_llama.py) has none of the project's layers. In float32 the first loss and norm agree to 1e-6,
+so every parameter counts once in the norm; every loss agrees to 1e-5, and the twentieth norm to 1e-4. Norms between are
+not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
 """
 
 from __future__ import annotations
