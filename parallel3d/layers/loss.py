@@ -97,12 +97,14 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """The loss of each token, in float32 (float64 for such logits), the same on every tp rank; 0 where ignored.
 
     logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab`: the true size where tp does not divide it and
-    the logits are a `VocabParallelHead`'s, padded with -inf (label smoothing has to know). Sends two all-reduces
-    forward for every chunk (`TokenLoss.forward`) and nothing backward.
+    the logits are a `VocabParallelHead`'s, padded with -inf (label smoothing has to know). `overwrite_logits`: nobody
+    reads them after the backward, which may then make their gradient in their memory. Sends two all-reduces forward
+    for every chunk (`TokenLoss.forward`) and nothing backward.
     """
     axis = Axis.of(tp)
     width = logits.shape[-1]
@@ -115,7 +117,7 @@ def vocab_parallel_cross_entropy(
         return plain.view_as(labels)
     first = axis.rank * width
     how = TokenLoss(axis, vocab or width * axis.size, first, ignore_index, label_smoothing, z_loss)
-    losses: Tensor = _CrossEntropy.apply(logits, labels, how, chunk_tokens or labels.numel())
+    losses: Tensor = _CrossEntropy.apply(logits, labels, how, chunk_tokens or labels.numel(), overwrite_logits)
     return losses
 
 
@@ -138,16 +140,19 @@ def chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, how: TokenLoss, chunk_tokens: int) -> Tensor:
-        ctx.how, ctx.chunk_tokens = how, chunk_tokens
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, how: TokenLoss, chunk_tokens: int, overwrite: bool) -> Tensor:
+        ctx.how, ctx.chunk_tokens, ctx.overwrite = how, chunk_tokens, overwrite
         parts = [how.forward(*part) for part in chunks(chunk_tokens, logits.flatten(0, -2), labels.flatten())]
         losses, lse = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
         ctx.save_for_backward(logits, labels, lse)
         return losses.view_as(labels)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
         flat = (logits.flatten(0, -2), labels.flatten(), lse, grad.flatten())
-        parts = [ctx.how.backward(*part).to(logits.dtype) for part in chunks(ctx.chunk_tokens, *flat)]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None
+        parts = [
+            ctx.how.backward(*part, overwrite=ctx.overwrite).to(logits.dtype)
+            for part in chunks(ctx.chunk_tokens, *flat)
+        ]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None, None

@@ -125,4 +125,4 @@ class Trainer:
 
 def _share_of_mean_loss(logits: Tensor, labels: Tensor, *, tp: DeviceMesh, tokens: int) -> Tensor:
     """A microbatch's part of the mean over `tokens` tokens."""
-    return vocab_parallel_cross_entropy(logits, labels, tp).sum() / tokens
+    return vocab_parallel_cross_entropy(logits, labels, tp, overwrite_logits=True).sum() / tokens
