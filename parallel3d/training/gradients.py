@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.parameter import local_tensor
+from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
 
@@ -31,6 +31,11 @@ class LocalParameter:
         tensor = self.own.tensor
         self.local.data = local_tensor(tensor.detach())
         self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
+
+    def distributed(self, local: Tensor) -> Tensor:
+        """`local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the axes
+        that split this parameter's part, or itself where none does."""
+        return like_parameter(self.own.tensor, local)
 
     def clear_gradient(self) -> None:
         self.local.grad = self.own.tensor.grad = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.parameter import like_parameter, local_tensor
+from parallel3d.layers.parameter import local_tensor
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Opti
         state[f"model.{parameter.own.name}"] = tensor
         for moment in MOMENTS:
             local = optimizer.state[parameter.local][moment]
-            state[f"optimizer.{moment}.{parameter.own.name}"] = like_parameter(tensor, local)
+            state[f"optimizer.{moment}.{parameter.own.name}"] = parameter.distributed(local)
     return state
 
 
