@@ -4,6 +4,7 @@ Parallel3dError            1
 ├── ConfigError            2   a key, a value, the rule it breaks, a value that would do
 ├── DataError             65   a corpus or a batch that cannot be trained on
 ├── CheckpointError       65   a checkpoint that cannot be read
+│   └── DamagedCheckpointError 65   ... because its files are not those that were saved
 ├── SaveError             73   a checkpoint that cannot be written
 ├── RendezvousError       69   the workers did not find each other
 ├── RankError             70   a worker died, raised or hung
@@ -30,6 +31,10 @@ class DataError(Parallel3dError):
 
 class CheckpointError(Parallel3dError):
     exit_status = 65
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Another checkpoint of the run may do."""
 
 
 class SaveError(Parallel3dError):

@@ -11,7 +11,7 @@ from parallel3d.checkpoint.store import (
     SavedProgress,
     checkpoint_path,
     commit,
-    find_checkpoint,
+    find_checkpoints,
     keep_newest,
     list_checkpoints,
     read_progress,
@@ -34,18 +34,18 @@ def make(folder: Path, step: int) -> Path:
 def test_checkpoints_are_listed_by_step_not_by_name(tmp_path: Path) -> None:
     made = [make(tmp_path, step) for step in (20, 100_000_000, 3)]
     assert list_checkpoints(tmp_path) == [made[2], made[0], made[1]]
-    assert find_checkpoint("auto", tmp_path) == made[1]
-    assert find_checkpoint("none", tmp_path) is None
-    assert find_checkpoint(str(made[0]), tmp_path) == made[0]
+    assert find_checkpoints("auto", tmp_path) == [made[1], made[0], made[2]]
+    assert find_checkpoints("none", tmp_path) == []
+    assert find_checkpoints(str(made[0]), tmp_path) == [made[0]]
 
 
 def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert find_checkpoint("auto", tmp_path / "absent") is None
+    assert find_checkpoints("auto", tmp_path / "absent") == []
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.resume = .*: is no checkpoint; try auto"):
-        find_checkpoint(str(tmp_path), tmp_path)
+        find_checkpoints(str(tmp_path), tmp_path)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

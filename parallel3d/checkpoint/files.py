@@ -10,14 +10,18 @@ import shutil
 import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel3d.checkpoint.reader import IndexReader
-from parallel3d.checkpoint.store import SavedProgress, commit, read_progress, write_progress
-from parallel3d.errors import CheckpointError, SaveError
+from parallel3d.checkpoint.checksums import differs, merge_checksums, read_checksums, write_checksums
+from parallel3d.checkpoint.reader import INDEX, IndexReader
+from parallel3d.checkpoint.store import PROGRESS_FILE, SavedProgress, commit, read_progress, write_progress
+from parallel3d.errors import CheckpointError, DamagedCheckpointError, SaveError
+
+_OWN_INDEX = (INDEX, PROGRESS_FILE)  # small, and read before the rest can be understood
 
 
 def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) -> None:
@@ -34,8 +38,12 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP's own deprecations
             dcp.save(dict(state), checkpoint_id=partial)
-        if dist.get_rank() == 0:
+        rank = dist.get_rank()
+        write_checksums(partial, [file.name for file in partial.glob(f"__{rank}_*")], _checksums_of(rank))
+        dist.barrier()
+        if rank == 0:
             write_progress(partial, progress)
+            merge_checksums(partial, [_checksums_of(other) for other in range(dist.get_world_size())], _OWN_INDEX)
             commit(partial, path)
         dist.barrier()
     except (OSError, dcp.api.CheckpointException) as error:
@@ -45,8 +53,13 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) 
 def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
     """Reads a checkpoint of any layout into `state`'s tensors. Every rank calls it.
 
-    Raises CheckpointError, before a tensor is changed, where a file is missing or cut short, or the model is another.
+    Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or not what was saved
+    to the bit, and CheckpointError where it is of another model.
     """
+    checksums = read_checksums(path)
+    for name in _OWN_INDEX:
+        if name not in checksums or differs(path, name, checksums[name]):
+            raise _damaged(path / name)
     progress = read_progress(path)
     reader = IndexReader(path)
     stored = reader.read_metadata().state_dict_metadata
@@ -58,6 +71,7 @@ def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
             raise CheckpointError(
                 f"{path}: {name} is {list(there.size)} there and {list(tensor.shape)} here; it is of another model"
             )
+    _check_shards(path, checksums, _device_of(state))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -65,6 +79,29 @@ def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
     except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
     return progress
+
+
+def _check_shards(path: Path, checksums: dict[str, str], device: torch.device) -> None:
+    """Raises the same on every rank, each of which reads its share of the files."""
+    names = sorted(checksums.keys() - set(_OWN_INDEX))
+    mine = range(dist.get_rank(), len(names), dist.get_world_size())
+    first = next((at for at in mine if differs(path, names[at], checksums[names[at]])), len(names))
+    found = torch.tensor(first, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    if found.item() < len(names):
+        raise _damaged(path / names[int(found.item())])
+
+
+def _damaged(file: Path) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{file}: is not what was saved: its SHA-256 is another; take an older checkpoint")
+
+
+def _checksums_of(rank: int) -> str:
+    return f"rank_{rank}.sha256"
+
+
+def _device_of(state: dict[str, Tensor]) -> torch.device:
+    return next((tensor.device for tensor in state.values()), torch.device("cpu"))
 
 
 def _cause(error: BaseException) -> str:

@@ -46,17 +46,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """What `checkpoint.resume` means: none, the newest of `folder` (None if it has none), or the path itself."""
+def find_checkpoints(resume: str, folder: Path) -> list[Path]:
+    """What `checkpoint.resume` means, in the order to try: none; auto, those of `folder` from the newest; or the path
+    itself."""
     if resume == "none":
-        return None
+        return []
     if resume == "auto":
-        return next(reversed(list_checkpoints(folder)), None)
+        return list_checkpoints(folder)[::-1]
     if not (Path(resume) / PROGRESS_FILE).is_file():
         raise ConfigError(
             f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
         )
-    return Path(resume)
+    return [Path(resume)]
 
 
 def write_progress(path: Path, progress: SavedProgress) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from parallel3d.checkpoint.store import find_checkpoint, sweep
+from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config import Recipe
 from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.loader import BatchLoader
+from parallel3d.errors import DamagedCheckpointError
 from parallel3d.mesh import build_mesh, choose_device, process_group
 from parallel3d.parallelize import ModelClass
 from parallel3d.rendezvous import Rendezvous
@@ -34,9 +35,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
         trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class)
         run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
         checkpoints = run_dir / "checkpoints"
-        resumed = find_checkpoint(recipe.checkpoint.resume, checkpoints)
-        if resumed is not None:
-            load_trainer(trainer, resumed)
+        resumed = resume_from(trainer, find_checkpoints(recipe.checkpoint.resume, checkpoints))
         metrics = None
         if speaks:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,14 +75,30 @@ def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
     return Loaders(loader, validation)
 
 
-def _introduce(progress: Progress, trainer: Trainer, corpus: Corpus, resumed: Path | None) -> None:
+def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
+    """Loads the first of `checkpoints` that is not damaged; returns what a person should know of it, a line each.
+    Raises CheckpointError where all of them are damaged, or one is of another model."""
+    told = []
+    for at, path in enumerate(checkpoints):
+        try:
+            load_trainer(trainer, path)
+        except DamagedCheckpointError as error:
+            if at + 1 == len(checkpoints):
+                raise
+            told.append(f"passed over: {error}")
+        else:
+            return [*told, f"goes on from step {trainer.step} of {path}"]
+    return told
+
+
+def _introduce(progress: Progress, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
     recipe = trainer.recipe
     layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
     progress.say(
         f"{trainer.parameter_count:,} parameters on {layout} ({trainer.device.type}, {recipe.train.precision}), "
         f"{len(corpus.train):,} training tokens, {recipe.microbatches} microbatches a step"
     )
-    if resumed is not None:
-        progress.say(f"goes on from step {trainer.step} of {resumed}")
+    for line in resumed:
+        progress.say(line)
     if trainer.step >= recipe.train.steps:
         progress.say(f"nothing to do: train.steps = {recipe.train.steps} are done")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from parallel3d.checkpoint.checksums import CHECKSUMS, write_checksums
 from parallel3d.checkpoint.files import load_tensors
 from parallel3d.checkpoint.reader import INDEX, IndexReader
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config import ModelConfig, ParallelConfig
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.worker import resume_from
 from tests.distributed.layouts import GROUPED, TIED, make_recipe, make_trainer, train
 
 Curve = list[tuple[float, float]]
@@ -132,10 +136,50 @@ def test_damage_is_refused_before_a_weight_changes(world: Callable, saved: Path)
     shard.unlink()
     assert f"{shard.name}: is missing" in one.run(refuse, GROUPED, saved)[0]
     shard.write_bytes(whole)
-    (saved / INDEX).write_bytes((saved / INDEX).read_bytes()[:-50])
-    assert "cannot be read as the index of a checkpoint" in one.run(refuse, GROUPED, saved)[0]
-    (saved / "progress.json").write_text("{")
-    assert "progress.json: cannot be read" in one.run(refuse, GROUPED, saved)[0]
+    (saved / "stray.distcp").touch()
+    assert "stray.distcp: is no file of this checkpoint" in one.run(refuse, GROUPED, saved)[0]
+
+
+def test_any_flipped_bit_is_refused(world: Callable, saved: Path) -> None:
+    trials = world(1).run(flip_bits_and_load, saved, 60)[0]
+    assert len(trials) == 60 and {file for file, _ in trials} == {file.name for file in saved.iterdir()}
+    assert [trial for trial in trials if not trial[1]] == []
+
+
+def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
+    """(the file in which a bit was flipped, whether the load was refused with all weights as before) of each trial."""
+    trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
+    before = [p.local.detach().clone() for p in trainer.parameters]
+    draw = random.Random(0)
+    results = []
+    for trial in range(trials):
+        file = sorted(path.iterdir())[trial % len(list(path.iterdir()))]
+        whole = file.read_bytes()
+        at, bit = draw.randrange(len(whole)), draw.randrange(8)
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        try:
+            load_trainer(trainer, path)
+            refused = False
+        except DamagedCheckpointError:
+            refused = all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+        file.write_bytes(whole)
+        results.append((file.name, refused))
+    load_trainer(trainer, path)  # and whole again it loads
+    return results
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
+    newer = saved.with_name("step_00000020")
+    shutil.copytree(saved, newer)
+    shard = next(newer.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    told = world(1).run(resume_and_tell, list_checkpoints(saved.parent)[::-1])[0]
+    assert told[0].startswith(f"passed over: {shard}: is not what was saved")
+    assert told[1:] == [f"goes on from step {HALF} of {saved}"]
+
+
+def resume_and_tell(checkpoints: list[Path]) -> list[str]:
+    return resume_from(make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8))), checkpoints)
 
 
 def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:
@@ -168,6 +212,7 @@ def save_a_string_and_ask_for_a_tensor(path: Path) -> str:
     (path / "progress.json").write_text(
         '{"step": 1, "tokens": 1, "seed": 0, "global_batch_size": 1, "seq_len": 1, "parameters": 1, "parallel": {}}'
     )
+    write_checksums(path, [file.name for file in path.iterdir()], CHECKSUMS)
     with pytest.raises(CheckpointError) as refusal:
         load_tensors({"value": torch.zeros(1)}, path)
     return str(refusal.value)
