@@ -14,7 +14,8 @@ from parallel3d.errors import ConfigError
 if TYPE_CHECKING:
     from parallel3d.parallelize import ModelClass
 
-_CLASSES = {"llama": "parallel3d.models.llama:Llama"}  # model.architecture -> the class, imported when it is asked for
+# model.architecture -> the class, imported when it is asked for
+_CLASSES = {"llama": "parallel3d.models.llama:Llama", "gpt": "parallel3d.models.gpt:GPT"}
 
 
 def shape_cards() -> dict[str, Path]:

@@ -1,19 +1,12 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3), written with the layers.
-
-Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S, D], or [B, S / n, D]
-with sequence parallelism. A pipeline stage is a Llama without some of its parts (`pipeline.stage.cut`).
-"""
+With `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral."""
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
-from parallel3d.config import ModelConfig, Recompute
+from parallel3d.config import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.head import VocabParallelHead
@@ -21,10 +14,12 @@ from parallel3d.layers.init import normal
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.models.decoder import Block, Decoder, Placed, output_init, residual_dropout
 
 
-class Llama(nn.Module):
-    """ids [B, S] -> logits [B, S, V / n]; a stage without `embed` takes, without `head` gives, activations."""
+class Llama(Decoder):
+    """A decoder with rotary positions, RMSNorm and SwiGLU. Of `recompute_every` blocks one is recomputed as `recompute`
+    says, the others not at all."""
 
     def __init__(
         self,
@@ -32,90 +27,55 @@ class Llama(nn.Module):
         *,
         tp: DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: BlockRecompute = "none",
+        recompute_every: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        placed = Placed(tp=tp, sequence_parallel=sequence_parallel, device=device)
         D, V, init = config.hidden, config.vocab, normal(config.init_std)
-        self.embed: VocabParallelEmbedding | None = VocabParallelEmbedding(
-            V, D, tp=tp, sequence_parallel=sequence_parallel, init=init, device=device
-        )
+        embed = VocabParallelEmbedding(V, D, init=init, **placed)
+        head = VocabParallelHead(D, V, init=init, **placed)
         rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
-        self.layers = nn.ModuleDict(
-            {
-                str(i): Block(
-                    config, rotary, tp, sequence_parallel=sequence_parallel, recompute=recompute, device=device
-                )
-                for i in range(config.layers)
-            }
-        )
-        self.norm: RMSNorm | None = RMSNorm(
-            D, eps=config.norm_eps, tp=tp, sequence_parallel=sequence_parallel, device=device
-        )
-        self.head: VocabParallelHead | None = VocabParallelHead(
-            D, V, tp=tp, sequence_parallel=sequence_parallel, init=init, device=device
+        super().__init__(
+            embed=embed,
+            dropout=residual_dropout(config, "embed", placed),
+            blocks=[
+                llama_block(config, index, rotary, placed, recompute if index % recompute_every == 0 else "none")
+                for index in range(config.layers)
+            ],
+            norm=RMSNorm(D, eps=config.norm_eps, **placed),
+            head=head,
         )
         if config.tied_embeddings:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embed is not None:
-            x = self.embed(x)
-        for block in self.layers.values():
-            x = block(x)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-        return x
+            head.weight = embed.weight
 
 
-class Block(nn.Module):
-    """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each on the norm of x and added to x."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        rotary: RotaryEmbedding,
-        tp: DeviceMesh | None,
-        *,
-        sequence_parallel: bool,
-        recompute: Recompute,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        self.recompute = recompute == "full"
-        D, init = config.hidden, normal(config.init_std)
-        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
-        output_init = normal(config.init_std / math.sqrt(2 * config.layers))
-        self.attention_norm = RMSNorm(D, eps=config.norm_eps, tp=tp, sequence_parallel=sequence_parallel, device=device)
-        self.attention = ParallelAttention(
+def llama_block(
+    config: ModelConfig, index: int, rotary: RotaryEmbedding, placed: Placed, recompute: BlockRecompute
+) -> Block:
+    """Block `index` of the whole model; the model's blocks share one `rotary`."""
+    D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
+    return Block(
+        attention_norm=RMSNorm(D, eps=config.norm_eps, **placed),
+        attention=ParallelAttention(
             D,
             config.heads,
             config.key_value_heads,
             rotary=rotary,
+            bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            window=config.window,
+            dropout=config.attention_dropout,
+            name=f"{name}.attention",
             recompute=recompute == "selective",
-            tp=tp,
-            sequence_parallel=sequence_parallel,
             init=init,
-            output_init=output_init,
-            device=device,
-        )
-        self.mlp_norm = RMSNorm(D, eps=config.norm_eps, tp=tp, sequence_parallel=sequence_parallel, device=device)
-        self.mlp = ParallelMLP(
-            D,
-            config.ffn_hidden,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            init=init,
-            output_init=output_init,
-            device=device,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._residual, x, use_reentrant=False, preserve_rng_state=False)
-            return y
-        return self._residual(x)
-
-    def _residual(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+            output_init=output_init(config),
+            **placed,
+        ),
+        attention_dropout=residual_dropout(config, f"{name}.attention.output", placed),
+        mlp_norm=RMSNorm(D, eps=config.norm_eps, **placed),
+        mlp=ParallelMLP(D, config.ffn_hidden, init=init, output_init=output_init(config), **placed),
+        mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placed),
+        recompute=recompute == "full",
+    )

@@ -25,7 +25,8 @@ ScheduleName = Literal[
 ]
 ShardingName = Literal["FULL_SHARD", "HYBRID_SHARD"]
 Precision = Literal["fp32", "bf16"]
-Recompute = Literal["none", "selective", "full"]
+BlockRecompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "every_n"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class ModelConfig:
     """The shape of a transformer. `name` picks a shape card of `models/`; the numbers beside it win over the card's."""
 
     name: str | None = None
-    architecture: Literal["llama"] = "llama"
+    architecture: Literal["llama", "gpt"] = "llama"
     layers: int
     hidden: int
     heads: int
@@ -44,6 +45,12 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     init_std: float = 0.02
+    dropout: float = 0.0  # of the embedding's output and of what each half of a block adds
+    attention_dropout: float = 0.0  # of the attention's probabilities
+    qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
+    qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
+    window: int | None = None  # llama: keys that a query sees at most (Mistral's sliding window); None: all before it
+    max_positions: int | None = None  # gpt: rows of the table of learned positions
 
     @property
     def key_value_heads(self) -> int:
@@ -82,6 +89,7 @@ class ParallelConfig:
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full
 
     @property
     def world_size(self) -> int:
@@ -334,7 +342,8 @@ def _missing(keys: Mapping[str, _Key], final: Mapping[str, Setting], cards: Mapp
         required = [name for name, key in keys.items() if name.startswith(f"{section}.") and key.default is MISSING]
         names = [name for name in required if name not in final]
         if names:
-            card = f", or pick a shape card: model.name = {' or '.join(sorted(cards))}" if section == "model" else ""
+            some = " or ".join(sorted(cards, key=len)[:3])
+            card = f", or pick a shape card, such as model.name = {some}" if section == "model" else ""
             problems.append(f"{', '.join(names)}: required and not given; set {'them' if names[1:] else 'it'}{card}")
     return problems
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config import ModelConfig, Recipe, Recompute
+from parallel3d.config import BlockRecompute, ModelConfig, Recipe
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, local_tensor, set_fused_gradients
 from parallel3d.mesh import Axis
@@ -31,7 +31,8 @@ class ModelClass(Protocol):
         *,
         tp: DeviceMesh | None,
         sequence_parallel: bool,
-        recompute: Recompute,
+        recompute: BlockRecompute,
+        recompute_every: int,
         device: torch.device | str | None,
     ) -> nn.Module: ...
 
@@ -83,7 +84,8 @@ def parallelize(
             model,
             tp=mesh["tp"],
             sequence_parallel=parallel.sequence_parallel,
-            recompute=parallel.recompute,
+            recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
+            recompute_every=parallel.recompute_every or 1,
             device="meta",
         )
 

@@ -83,6 +83,9 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
     for key, value, would_do in above_zero:
         if value is not None and not 0 < value < math.inf:  # NaN is in no interval
             yield f"{key} = {value}: must be above 0 and finite; try {would_do:g}"
+    for key, share in (("model.dropout", model.dropout), ("model.attention_dropout", model.attention_dropout)):
+        if not 0 <= share < 1:
+            yield f"{key} = {share}: must be at least 0 and below 1; try 0.1"
     if not 0 <= optimizer.weight_decay < math.inf:
         yield f"optimizer.weight_decay = {optimizer.weight_decay}: must be 0 or more and finite; try 0.1"
     if not all(0 <= beta < 1 for beta in optimizer.betas):
@@ -99,7 +102,7 @@ def _model(recipe: Recipe) -> Iterator[str]:
         # A divisor of half the width leaves an even number to each head.
         tries = _or(_divisors(model.hidden // 2, near=model.heads) or [1])
         yield f"model.heads = {model.heads}: must divide model.hidden = {model.hidden}; try {tries}"
-    elif model.head_dim % 2:
+    elif model.head_dim % 2 and model.architecture == "llama":
         yield (
             f"model.heads = {model.heads}: makes heads of {model.head_dim} numbers, which rotary positions need in "
             f"pairs; try model.hidden={model.hidden + model.heads}"
@@ -112,17 +115,47 @@ def _model(recipe: Recipe) -> Iterator[str]:
             f"model.vocab = {model.vocab}: must be at least {BYTE_TOKENIZER_IDS}, the ids of data.tokenizer = bytes; "
             f"try {_multiple_from(BYTE_TOKENIZER_IDS, tp)}"
         )
-    elif model.vocab % tp:
+    elif (tp - 1) * -(-model.vocab // tp) >= model.vocab:
         yield (
-            f"model.vocab = {model.vocab}: must be a multiple of parallel.tp = {tp}; "
+            f"model.vocab = {model.vocab}: leaves a rank of parallel.tp = {tp} without a row of the embedding; "
             f"try {_multiple_from(model.vocab, tp)}"
         )
+    yield from _architecture(recipe)
+
+
+# What one architecture has and the others have not, beside what to say of it there.
+_OF_ARCHITECTURE = {
+    "llama": {
+        "rope_theta": "gpt has learned positions",
+        "qkv_bias": "gpt has biases on every linear layer",
+        "qk_norm": "gpt has none",
+        "window": "gpt's queries see all keys before them",
+    },
+    "gpt": {"max_positions": "llama turns queries and keys instead, and needs no table of positions"},
+}
+
+
+def _architecture(recipe: Recipe) -> Iterator[str]:
+    """Keys that the model would not look at, and the one that gpt cannot do without."""
+    model, seq_len = recipe.model, recipe.train.seq_len
+    defaults = {key.name: key.default for key in fields(model)}
+    for architecture, keys in _OF_ARCHITECTURE.items():
+        for key, why in keys.items() if architecture != model.architecture else ():
+            if getattr(model, key) != defaults[key]:
+                yield (
+                    f"model.{key} = {getattr(model, key)}: is not for model.architecture = {model.architecture} ({why}); "
+                    f"drop it, or try model.architecture={architecture}"
+                )
+    if model.architecture == "gpt" and (model.max_positions is None or model.max_positions < seq_len):
+        shown = "null" if model.max_positions is None else model.max_positions
+        yield f"model.max_positions = {shown}: must be at least train.seq_len = {seq_len}; try {seq_len}"
 
 
 def _parallel(recipe: Recipe) -> Iterator[str]:
     model, parallel, train = recipe.model, recipe.parallel, recipe.train
     split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
-    if model.kv_heads is not None:
+    # Where tp is a multiple of kv_heads, each of them is computed by tp / kv_heads ranks.
+    if model.kv_heads is not None and parallel.tp % model.kv_heads:
         split_by_tp["model.kv_heads"] = model.kv_heads
     if parallel.sequence_parallel:
         split_by_tp["train.seq_len"] = train.seq_len
@@ -131,6 +164,18 @@ def _parallel(recipe: Recipe) -> Iterator[str]:
         which = " and ".join(f"{key} = {size}" for key, size in uneven.items())
         tries = _or(_divisors(math.gcd(*split_by_tp.values()), near=parallel.tp))
         yield f"parallel.tp = {parallel.tp}: must divide {which}; try {tries}"
+    if parallel.recompute == "every_n" and parallel.recompute_every is None:
+        yield "parallel.recompute_every = null: parallel.recompute = every_n needs it; try 2, which is every other block"
+    elif parallel.recompute_every is not None and parallel.recompute != "every_n":
+        yield (
+            f"parallel.recompute_every = {parallel.recompute_every}: is for parallel.recompute = every_n, and it is "
+            f"{parallel.recompute}; try parallel.recompute=every_n, or drop it"
+        )
+    elif parallel.recompute_every is not None and parallel.recompute_every > model.layers:
+        yield (
+            f"parallel.recompute_every = {parallel.recompute_every}: must be at most model.layers = {model.layers}; "
+            f"try 2"
+        )
     if parallel.sharding == "FULL_SHARD" and parallel.dp_replicate > 1:
         yield (
             f"parallel.sharding = FULL_SHARD: leaves nothing to replicate, and parallel.dp_replicate = "

@@ -179,7 +179,11 @@ def test_stages_one_after_the_other_are_the_whole_model() -> None:
 def test_plain_stack_does_not_depend_on_the_microbatch_size() -> None:
     base = recipe(TINY_SIZE, ParallelConfig())
     by_ones = random_batch(base, 0, seed=0)
-    by_fours = Batch(inputs=by_ones.inputs.view(2, 4, -1), labels=by_ones.labels.view(2, 4, -1))
+    by_fours = Batch(
+        inputs=by_ones.inputs.view(2, 4, -1),
+        labels=by_ones.labels.view(2, 4, -1),
+        samples=by_ones.samples.view(2, 4),
+    )
     one, four = PlainStack(base, weights_of(TINY)), PlainStack(base, weights_of(TINY))
     for _ in range(2):
         assert one.train_step(by_ones) == pytest.approx(four.train_step(by_fours), rel=1e-5)

@@ -128,7 +128,7 @@ UNREADABLE = [
     ("parallel.tp=true", "parallel.tp = true (command line): must be a whole number"),
     ("parallel.tp=null", "parallel.tp = null (command line): must be a whole number"),
     ("parallel.tp=[", "parallel.tp = [ (command line): not a YAML value"),
-    ("parallel.recompute=no", "must be one of none, selective, full (YAML reads a bare no or off as false: quote it"),
+    ("parallel.recompute=no", "must be one of none, selective, full, every_n (YAML reads a bare no or off as false: quote it"),
     ("parallel.sharding=none", "must be one of FULL_SHARD, HYBRID_SHARD or null"),
     ("parallel.sequence_parallel=3", "must be true or false"),
     (
@@ -160,7 +160,7 @@ BROKEN = [
     ),
     (
         ["parallel.tp=4"],
-        "parallel.tp = 4: must divide model.heads = 6 and model.kv_heads = 2; try 1 or 2",
+        "parallel.tp = 4: must divide model.heads = 6; try 1 or 2",
         "parallel.tp=1",
     ),
     (
@@ -171,7 +171,14 @@ BROKEN = [
     (["model.heads=5"], "model.heads = 5: must divide model.hidden = 48; try 1, 2, 3, 4, 6 or 8", "model.heads=8"),
     (["model.hidden=54"], "model.heads = 6: makes heads of 9 numbers", "model.hidden=60"),
     (["model.kv_heads=4"], "model.kv_heads = 4: must divide model.heads = 6; try 1, 2, 3 or 6", "model.kv_heads=6"),
-    (["model.vocab=265"], "model.vocab = 265: must be a multiple of parallel.tp = 2; try 266", "model.vocab=266"),
+    (["parallel.recompute=every_n"], "parallel.recompute_every = null: parallel.recompute = every_n", "parallel.recompute_every=2"),
+    (["parallel.recompute_every=2"], "is for parallel.recompute = every_n, and it is none", "parallel.recompute=every_n"),
+    (["parallel.recompute=every_n", "parallel.recompute_every=5"], "at most model.layers = 4; try 2", "parallel.recompute_every=2"),
+    (["model.dropout=1.0"], "model.dropout = 1.0: must be at least 0 and below 1; try 0.1", "model.dropout=0.1"),
+    (["model.attention_dropout=-0.1"], "model.attention_dropout = -0.1: must be", "model.attention_dropout=0.1"),
+    (["model.architecture=gpt"], "model.max_positions = null: must be at least train.seq_len = ", "model.max_positions=4096"),
+    (["model.max_positions=64"], "is not for model.architecture = llama (llama turns", "model.max_positions=null"),
+    (["model.architecture=gpt", "model.max_positions=4096", "model.qk_norm=true"], "model.qk_norm = True: is not for", "model.qk_norm=false"),
     (
         ["model.vocab=256"],
         "model.vocab = 256: must be at least 257, the ids of data.tokenizer = bytes; try 258",
@@ -270,7 +277,7 @@ def test_all_problems_are_told_at_once_a_line_each(load: Load) -> None:
     ("text", "message"),
     [
         ("", "model.layers, model.hidden, model.heads, model.ffn_hidden, model.vocab: required and not given"),
-        ("", "or pick a shape card: model.name = llama2-13b or llama2-70b"),
+        ("", "or pick a shape card, such as model.name = gpt2 or gpt2-xl"),
         ("- 1", "small.yaml: must hold keys and values"),
         ("just words", "small.yaml: must hold keys and values"),
         ("model: {\n", "small.yaml:2: not valid YAML"),
@@ -344,7 +351,8 @@ def test_every_layout_is_accepted_or_refused_in_words(
         assert all(re.match(r"[\w.]+ = .*: .*; try .+|\.\.\. and \d more", line) for line in str(error).splitlines())
     else:
         assert parallel.stages <= layers
-        assert heads % tp == 0 and vocab % tp == 0 and head_dim % 2 == 0
+        assert heads % tp == 0 and head_dim % 2 == 0
+        assert (tp - 1) * -(-vocab // tp) < vocab  # every rank has a row
         assert batch == recipe.microbatches * dp_shard
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel3d.layers.dropout import _GOLDEN, Dropout, DropoutKey, _signed, _split_mix
+from parallel3d.layers.dropout import _GOLDEN, Dropout, _split_mix, dropout_key
 
-KEY = DropoutKey(seed=0, step=0, samples=(0, 1))
+KEY = dropout_key(0, 0, torch.tensor([0, 1]))
 
 
 def test_the_hash_is_splitmix64() -> None:
     """The first outputs for seed 1234567, as published with the generator (Rosetta Code, "Pseudo-random numbers/
     Splitmix64")."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    counter = torch.tensor([_signed(1234567 + (i + 1) * _GOLDEN) for i in range(3)])
+    counter = torch.arange(1, 4) * _GOLDEN + 1234567
     assert [value % 2**64 for value in _split_mix(counter).tolist()] == expected
 
 
@@ -34,15 +34,15 @@ def test_dropout_drops_p_and_keeps_the_mean(p: float, mode: str) -> None:
 def test_a_mask_depends_on_every_part_of_its_key(mode: str) -> None:
     x = torch.ones(2, 16, 16)
 
-    def mask(key: DropoutKey = KEY, name: str = "a") -> torch.Tensor:
+    def mask(key: torch.Tensor = KEY, name: str = "a") -> torch.Tensor:
         return Dropout(0.5, name=name, mode=mode)(x, key)  # type: ignore[arg-type]
 
     assert torch.equal(mask(), mask())
     assert not torch.equal(mask()[0], mask()[1])
     others = [
-        mask(DropoutKey(1, 0, (0, 1))),
-        mask(DropoutKey(0, 1, (0, 1))),
-        mask(DropoutKey(0, 0, (2, 3))),
+        mask(dropout_key(1, 0, torch.tensor([0, 1]))),
+        mask(dropout_key(0, 1, torch.tensor([0, 1]))),
+        mask(dropout_key(0, 0, torch.tensor([2, 3]))),
         mask(name="b"),
     ]
     assert not any(torch.equal(mask(), other) for other in others)
@@ -51,8 +51,8 @@ def test_a_mask_depends_on_every_part_of_its_key(mode: str) -> None:
 def test_exact_masks_go_with_their_samples() -> None:
     """Whatever microbatch a sample is in, and wherever."""
     drop = Dropout(0.5, name="a")
-    together = drop(torch.ones(3, 4, 5), DropoutKey(0, 0, (7, 8, 9)))
-    assert torch.equal(drop(torch.ones(1, 4, 5), DropoutKey(0, 0, (8,)))[0], together[1])
+    together = drop(torch.ones(3, 4, 5), dropout_key(0, 0, torch.tensor([7, 8, 9])))
+    assert torch.equal(drop(torch.ones(1, 4, 5), dropout_key(0, 0, torch.tensor([8])))[0], together[1])
 
 
 def test_dropout_does_nothing_in_evaluation_and_refuses_nonsense() -> None:
@@ -60,5 +60,5 @@ def test_dropout_does_nothing_in_evaluation_and_refuses_nonsense() -> None:
     assert Dropout(0.5, name="a").eval()(x) is x
     with pytest.raises(ValueError, match="p = 1.0"):
         Dropout(1.0, name="a")
-    with pytest.raises(ValueError, match="2 samples in the key, 3 in the batch"):
+    with pytest.raises(ValueError, match=r"a key of \[2\], and a batch of 3"):
         Dropout(0.5, name="a")(torch.ones(3, 2), KEY)

@@ -97,8 +97,20 @@ def test_ones_own_recipe_keeps_its_other_sections(capsys: Said) -> None:
     assert (recipe.train.steps, recipe.train.seq_len, recipe.parallel.world_size) == (mine.train.steps, 64, 2)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "qwen2.5-0.5b", "nemotron4-15b"])
-def test_a_model_that_the_trainer_lacks_is_planned_and_not_written(model: str, capsys: Said) -> None:
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("gpt2", ("gpt", 1024, False)), ("qwen2.5-0.5b", ("llama", None, True)), ("llama1-7b", ("llama", None, False))],
+)
+def test_every_card_is_written_with_what_makes_its_model(
+    model: str, said: tuple[str, int | None, bool], capsys: Said
+) -> None:
+    recipe = emit(f"--model {model} --gpu h100 --gpus 8 --seq-len 1024 --global-batch 64", capsys)
+    assert (recipe.model.architecture, recipe.model.max_positions, recipe.model.qkv_bias) == said
+    assert recipe.model.name == model
+
+
+def test_a_model_that_the_trainer_lacks_is_planned_and_not_written(capsys: Said) -> None:
+    model = "nemotron4-15b"
     arguments = f"--model {model} --gpu h100 --gpus 64 --seq-len 1024 --global-batch 512"
     assert plan.main(shlex.split(arguments)) == 0
     assert plan.main(shlex.split(f"{arguments} --emit-recipe plan.yaml")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,16 +40,29 @@ def test_every_name_is_within_a_rounding_of_what_it_says() -> None:
         assert total_parameters(named_shape(name, shape_cards())) > 1e8
 
 
-@pytest.mark.parametrize("tied", [False, True])
+LLAMA = ModelConfig(layers=7, hidden=64, heads=8, kv_heads=4, ffn_hidden=96, vocab=128)
+MODELS = {
+    "llama": LLAMA,
+    "tied": replace(LLAMA, tied_embeddings=True),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_norm=True),
+    "gpt": replace(LLAMA, architecture="gpt", kv_heads=8, max_positions=32, tied_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("tp", "stages"), [(1, 1), (2, 1), (2, 3), (4, 5)])
-def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, tied: bool) -> None:
+def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, model: str) -> None:
     from parallel3d.layers.parameter import ParallelModule
-    from parallel3d.models.llama import Llama
+    from parallel3d.models import model_class
     from parallel3d.pipeline.stage import cut, spread_layers
 
-    config = ModelConfig(layers=7, hidden=64, heads=8, kv_heads=4, ffn_hidden=96, vocab=128, tied_embeddings=tied)
+    config = MODELS[model]
+    whole = model_class(config.architecture)
     for span in spread_layers(config.layers, stages):
-        stage = cut(Llama(config, device="meta"), span)
+        stage = cut(
+            whole(config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"), span
+        )
         real: dict[int, int] = {}
         for module in stage.modules():
             for name, spec in module.specs.items() if isinstance(module, ParallelModule) else ():

@@ -163,7 +163,8 @@ def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
     share = place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
     shape = (recipe.parallel.dp, recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
     tokens = torch.randint(recipe.model.vocab, shape, generator=torch.Generator().manual_seed(seed))[share]
-    return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
+    samples = torch.arange(tokens[..., 0].numel()).view(tokens.shape[:-1])
+    return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=samples)
 
 
 def check_agreement(ours: TrainStep, peer: TrainStep, batches: Sequence[Batch]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hide
 def record_recipe(recipe: Recipe) -> Record:
     """Trains on every rank of the default group; the record is whole on rank 0 alone."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
-    trainer = _RecordingTrainer(
+    trainer = Trainer(
         recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture)
     )
     record = Record()
@@ -40,25 +41,21 @@ def record_recipe(recipe: Recipe) -> Record:
     jitter(tensors, recipe.train.seed)
     record.start = collect((p.own.name, p.own.tensor) for p in trainer.parameters)
     record.split = _merged({p.own.name: p.own.spec.dim for p in trainer.parameters})
-    record.tied = ["embed.weight"] if recipe.model.tied_embeddings else []
+    record.tied = sorted(trainer.tied)
     loader = random_loader(recipe, rank)
     for step in range(recipe.train.steps):
         with activations_of([stage.module for stage in trainer.stages]) as activations:
-            result = trainer.train_step(loader.batch(step))
+            gradients: list[Views] = []
+            result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradients, trainer, gradients))
         parameters = collect((p.own.name, p.own.tensor) for p in trainer.parameters)
         seen = gathered(joined(activations))
-        record.steps.append(StepRecord(result.loss, result.grad_norm, seen, trainer.gradients_seen, parameters))
+        record.steps.append(StepRecord(result.loss, result.grad_norm, seen, gradients[0], parameters))
     return record
 
 
-class _RecordingTrainer(Trainer):
-    """Keeps the gradients of each step as they are between the norm and the clipping."""
-
-    gradients_seen: Views
-
-    def _clip(self, grad_norm: float) -> None:
-        self.gradients_seen = collect((p.own.name, p.own.tensor.grad) for p in self.parameters)
-        super()._clip(grad_norm)
+def _keep_gradients(trainer: Trainer, kept: list[Views]) -> None:
+    """As they are between the norm and the clipping."""
+    kept.append(collect((p.own.name, p.own.tensor.grad) for p in trainer.parameters))
 
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:

@@ -63,7 +63,7 @@ def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Rec
     optimizer = OptimizerConfig(
         lr=1.5e-4 if large else 3e-4, warmup_steps=0 if plan.tokens is None else min(2000, steps // 10)
     )
-    model = _model(asked.model, shape)
+    model = _model(asked.model, shape, q.seq_len)
     # About once an hour; a trial needs none.
     every = None if plan.tokens is None else max(1, round(3600 / best.cost.step_time_s))
     return Recipe(
@@ -81,12 +81,17 @@ def _steps(plan: Plan) -> int:
     return _TRIAL_STEPS if plan.tokens is None else ceil(plan.tokens / (q.global_batch_size * q.seq_len))
 
 
-def _model(model: Model, shape: ModelShape) -> ModelConfig:
+def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
     """The trainer's section for a shape, with what a card or a config.json says beyond the shape."""
-    if shape.feed_forward != "swiglu" or shape.positions != "rope" or shape.biases or shape.qkv_biases:
-        what = "biases on q, k and v" if shape.qkv_biases else "GPT's blocks" if shape.biases else "its blocks"
-        raise ConfigError(f"--emit-recipe: the trainer has no module for {shape.name} ({what}), only for Llamas")
-    numbers = dict(
+    is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned" and shape.biases and shape.layer_norm
+    is_llama = shape.feed_forward == "swiglu" and shape.positions == "rope" and not shape.biases
+    if not is_gpt and not is_llama:
+        raise ConfigError(f"--emit-recipe: the trainer has no module for {shape.name}, only for Llamas and GPTs")
+    numbers: dict[str, Any] = dict(
+        architecture="gpt" if is_gpt else "llama",
+        qkv_bias=shape.qkv_biases,
+        qk_norm=shape.qk_norm,
+        max_positions=max(shape.position_rows, seq_len) if is_gpt else None,
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.heads,
@@ -105,7 +110,12 @@ def _model(model: Model, shape: ModelShape) -> ModelConfig:
 
 
 def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, float]:
-    names = {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps", "initializer_range": "init_std"}
+    names = {
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "norm_eps",
+        "layer_norm_epsilon": "norm_eps",
+        "initializer_range": "init_std",
+    }
     return {ours: float(config[theirs]) for theirs, ours in names.items() if theirs in config}
 
 

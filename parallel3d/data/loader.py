@@ -25,6 +25,7 @@ class Batch:
 
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
     labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input
+    samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,8 @@ class BatchLoader:
         by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
         share = by_rank[self.dp_rank]
         tokens = torch.from_numpy(share.astype(np.int64))
-        return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
+        own = torch.from_numpy(samples).view(self.dp_size, -1, self.microbatch_size)[self.dp_rank]
+        return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=own)
 
 
 def _check_ids(drawn: TokenIds, first_sample: int, vocab: int) -> None:

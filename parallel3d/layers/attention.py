@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.dropout import Dropout, DropoutKey, DropoutMode
+from parallel3d.layers.dropout import Dropout, DropoutMode
 from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.mask import own_mask
@@ -121,12 +121,12 @@ class ParallelAttention(ParallelModule):
         context: Tensor | None = None,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
-        key: DropoutKey | None = None,
+        key: Tensor | None = None,
     ) -> Tensor:
         """`context` [batch, T, context_hidden] (T / tp of it under sequence parallelism): where keys and values come
         from, if not from x. `mask` [batch or 1, 1, S, T], bool, True where a query may see a key: holds beside the
         attention's own causality and window; for packed documents `mask.same_document(ids)`. `positions` [batch, S]:
-        of the rotation. `key`: of dropout."""
+        of the rotation. `key` [batch]: of dropout."""
         if context is None:
             q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         else:
@@ -145,7 +145,7 @@ class ParallelAttention(ParallelModule):
         return self.o(y.flatten(-2))
 
     def _attend(
-        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, key: DropoutKey | None
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, key: Tensor | None
     ) -> Tensor:
         queries, keys = q_BSHK.shape[1], k_BTGK.shape[1]
         q, k, v = (part.transpose(1, 2) for part in (q_BSHK, k_BTGK, v_BTGK))

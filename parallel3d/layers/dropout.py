@@ -1,21 +1,22 @@
 """Dropout that knows the layout: it differs over tp where activations are split, agrees where they are whole, and is a
 function of a key instead of a generator's state, so that recomputing an activation drops the same elements again.
 
-    exact   an element is dropped or kept by its global place alone: (seed, step, name, sample, row, column). So tp 4
+    exact   an element is dropped or kept by its global place alone: (seed, step, sample, name, row, column). So tp 4
             drops what tp 1 drops, and two runs can be compared number by number. Integer arithmetic: some ten
             operations an element.
-    fast    drawn by torch's generator from (seed, step, name, samples), and the rank where activations are split: the
+    fast    drawn by torch's generator from (seed, step, samples, name), and the rank where activations are split: the
             same again for the same layout, other numbers for another.
 
 The hash of `exact` is SplitMix64's finaliser (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
 generators", figure 14) of a counter, as in counter-based generators (Salmon et al. 2011, "Parallel random numbers: as
 easy as 1, 2, 3"): int64 products wrap as its uint64 ones do.
+
+A key is a tensor and not the numbers that it is made of, so that a compiled model is one graph for all steps.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,28 +27,21 @@ from parallel3d.mesh import Axis
 
 DropoutMode = Literal["exact", "fast"]
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
-@dataclass(frozen=True)
-class DropoutKey:
-    """What a microbatch's dropout depends on beside the layer's name. `samples`: the global index of each sequence."""
+def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
+    """What the dropout of a microbatch depends on beside each layer's name. `samples`: the global index of each
+    sequence, int64 of any shape. Returns an int64 of that shape: a number for each sequence and this step."""
+    run = _split_mix(_split_mix(torch.tensor(seed)) + torch.tensor(step))
+    return _split_mix(samples * _GOLDEN + run)
 
-    seed: int
-    step: int
-    samples: tuple[int, ...]
 
-    @classmethod
-    def draw(cls, batch: int) -> DropoutKey:
-        """From torch's default CPU generator, whose state has to agree over tp; torch.utils.checkpoint puts it back
-        before it recomputes (`preserve_rng_state`, its default)."""
-        return cls(int(torch.randint(2**62, ()).item()), 0, tuple(range(batch)))
-
-    def of(self, name: str, sample: int) -> int:
-        """A number from 0 to 2^64 for one layer and sample."""
-        text = f"{self.seed}/{self.step}/{name}/{sample}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def drawn_key(batch: int) -> Tensor:
+    """A key [batch] from torch's default CPU generator, whose state has to agree over tp; torch.utils.checkpoint puts
+    it back before it recomputes (`preserve_rng_state`, its default)."""
+    return _split_mix(torch.arange(batch) * _GOLDEN + torch.randint(2**62, (1,)))
 
 
 class Dropout(nn.Module):
@@ -55,7 +49,8 @@ class Dropout(nn.Module):
 
     x, y [batch, ..., rows, columns]: the activations of a transformer [batch, seq, features]. `split_dim`: the dim that
     is split over tp, if one is (1 under sequence parallelism, -1 between a column- and a row-parallel linear). `name`:
-    the layer's global one, different for every dropout of a model. Without a key, one is drawn: `DropoutKey.draw`.
+    the layer's global one, different for every dropout of a model. `key` [batch]: `dropout_key`; without one, one is
+    drawn (`drawn_key`).
     """
 
     def __init__(
@@ -72,62 +67,64 @@ class Dropout(nn.Module):
             raise ValueError(f"Dropout: p = {p}: must be at least 0 and below 1")
         self.p, self.name, self.mode, self.split_dim = p, name, mode, split_dim
         self.axis = Axis.of(tp)
+        self.salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
-    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        key = key or DropoutKey.draw(x.shape[0])
-        return x * self.scaled_mask(x, key)
+        return x * self.scaled_mask(x, drawn_key(x.shape[0]) if key is None else key)
 
-    def scaled_mask(self, x: Tensor, key: DropoutKey) -> Tensor:
+    def scaled_mask(self, x: Tensor, key: Tensor) -> Tensor:
         """1 / (1 - p) where x is kept, 0 where not, in its shape and dtype."""
-        if len(key.samples) != x.shape[0]:
-            raise ValueError(f"Dropout {self.name}: {len(key.samples)} samples in the key, {x.shape[0]} in the batch")
+        if key.shape != x.shape[:1]:
+            raise ValueError(f"Dropout {self.name}: a key of {list(key.shape)}, and a batch of {x.shape[0]}")
         keep = self._exact(x, key) if self.mode == "exact" else self._fast(x, key)
-        return keep.to(x.dtype).mul_(1.0 / (1.0 - self.p))
+        return keep.to(x.dtype) * (1.0 / (1.0 - self.p))
 
-    def _exact(self, x: Tensor, key: DropoutKey) -> Tensor:
+    def _exact(self, x: Tensor, key: Tensor) -> Tensor:
         """A counter for every element of a sample, from its global place, hashed with the sample's key."""
         split = None if self.split_dim is None else self.split_dim % x.ndim
-        keys = [_signed(key.of(self.name, sample)) for sample in key.samples]
-        counter = torch.tensor(keys, device=x.device).view(-1, *[1] * (x.ndim - 1))
+        counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt).view(-1, *[1] * (x.ndim - 1))
         stride = 1
         for dim in range(x.ndim - 1, 0, -1):
             size = x.shape[dim]
             first = self.axis.rank * size if dim == split else 0
-            place = torch.arange(first, first + size, device=x.device) * _signed(stride * _GOLDEN)
+            place = torch.arange(first, first + size, device=x.device) * stride * _GOLDEN
             counter = counter + place.view(-1, *[1] * (x.ndim - 1 - dim))
-            stride *= size * (self.axis.size if dim == split else 1)
+            stride = stride * size * (self.axis.size if dim == split else 1)
         # The p 2^64 smallest of all 2^64 values are dropped.
-        return _split_mix(counter) >= _signed_threshold(self.p)
+        return _split_mix(counter) >= int(self.p * 2**64) - 2**63
 
-    def _fast(self, x: Tensor, key: DropoutKey) -> Tensor:
+    def _fast(self, x: Tensor, key: Tensor) -> Tensor:
         rank = 0 if self.split_dim is None else self.axis.rank
-        seed = key.of(f"{self.name}/{rank}/{key.samples}", 0)
-        generator = torch.Generator(x.device).manual_seed(_signed(seed))
-        return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - self.p, generator=generator)
+        keep: Tensor = _keyed_bernoulli(x, key, self.salt, rank, 1.0 - self.p)
+        return keep
+
+
+@torch.library.custom_op("parallel3d::keyed_bernoulli", mutates_args=())
+def _keyed_bernoulli(like: Tensor, key: Tensor, salt: int, rank: int, p: float) -> Tensor:
+    """True with probability p, in the shape of `like`: an operator of its own, because no compiler can follow a
+    generator that is made here. A key on the CPU costs a GPU no wait."""
+    of_samples = _split_mix(key.cpu() + salt) * torch.arange(1, 2 * key.numel(), 2)  # their order counts
+    seed = int(_split_mix(of_samples.sum() + rank))
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(p, generator=generator)
+
+
+@_keyed_bernoulli.register_fake
+def _(like: Tensor, key: Tensor, salt: int, rank: int, p: float) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.bool, device=like.device)
 
 
 def _split_mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place."""
-    z ^= _logical_shift(z, 30)
-    z *= _signed(_MIX[0])
-    z ^= _logical_shift(z, 27)
-    z *= _signed(_MIX[1])
-    z ^= _logical_shift(z, 31)
-    return z
+    """SplitMix64's finaliser of a tensor that nobody else needs: written over where it is run as it stands."""
+    z = _xor_shifted(z, 30)
+    z = z.mul_(_MIX[0])
+    z = _xor_shifted(z, 27)
+    z = z.mul_(_MIX[1])
+    return _xor_shifted(z, 31)
 
 
-def _logical_shift(z: Tensor, bits: int) -> Tensor:
-    """To the right, zeros following: torch's own repeats the sign."""
-    return (z >> bits).bitwise_and_(2 ** (64 - bits) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
-    value %= 2**64
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _signed_threshold(p: float) -> int:
-    return int(p * 2**64) - 2**63
+def _xor_shifted(z: Tensor, bits: int) -> Tensor:
+    """z xor z >> bits, zeros following: torch's own shift repeats the sign."""
+    return z.bitwise_xor_((z >> bits).bitwise_and_(2 ** (64 - bits) - 1))

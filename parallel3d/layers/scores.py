@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d.layers.dropout import Dropout, DropoutKey
+from parallel3d.layers.dropout import Dropout
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend_with_dropout(
     *,
     scale: float | None,
     dropout: Dropout,
-    key: DropoutKey | None,
+    key: Tensor | None,
 ) -> Tensor:
     """[B, H, S, K] with the probabilities written out [B, H, S, T]: torch's kernels draw their dropout from one
     generator, which on tp ranks of equal seeds would drop the same elements of different heads."""

@@ -30,7 +30,8 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
     An embedding is looked up and not multiplied: what it costs is to read and write `hidden` numbers, which is as
     nothing beside a block."""
     kv = model.key_value_heads * model.head_dim
-    weights = 2 * model.hidden**2 + 2 * model.hidden * kv + 3 * model.hidden * model.ffn_hidden
+    mlp_matrices = 2 if model.architecture == "gpt" else 3  # without a gate, and with
+    weights = 2 * model.hidden**2 + 2 * model.hidden * kv + mlp_matrices * model.hidden * model.ffn_hidden
     attention = 2 * model.hidden * seq_len
     return PartCosts(
         embedding=2.0 * model.hidden, block=2.0 * weights + attention, head=2.0 * model.hidden * model.vocab

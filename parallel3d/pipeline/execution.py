@@ -70,6 +70,7 @@ class Execution:
         labels: Microbatches | None,
         loss_fn: LossFunction | None,
         recorder: Recorder | None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
@@ -78,6 +79,7 @@ class Execution:
         self._inputs = inputs
         self._labels = labels
         self._loss_fn = loss_fn
+        self._keywords = keywords
         self._recorder = recorder
         self._last_stage = schedule.stages - 1
         self._handed_over: dict[Action, Tensors] = {}  # between two stages of this rank
@@ -157,7 +159,7 @@ class Execution:
         if trains and stage > 0:
             specs = self._crossings[stage - 1].forward.specs
             kept = tuple(x.requires_grad_() for x, spec in zip(inputs, specs, strict=True) if spec.has_gradient)
-        output = self._stages[stage].module(*inputs)
+        output = self._stages[stage].module(*inputs, **({} if self._keywords is None else self._keywords[microbatch]))
         if stage == self._last_stage:
             loss = self._finish(output, microbatch)
             if trains:

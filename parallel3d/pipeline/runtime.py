@@ -10,7 +10,7 @@ goes to the loss. What crosses between stages is declared (`boundary`), and chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,16 +81,17 @@ class PipelineRuntime:
         *,
         sizes: Sizes | None = None,
         recorder: Recorder | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Forward and backward of a batch. `inputs[m]` is a microbatch of the first stage, a tensor or a tuple of them,
         `labels[m]` what the loss compares the last one's output with; a rank that does not hold the stage may have
-        None. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are
+        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are
         left in `.grad`.
 
         Raises StageError where this rank's part failed and RankError where another's did; the pipeline is then of no
         more use.
         """
-        return self._execute(self.schedule, inputs, labels, sizes, recorder).loss
+        return self._execute(self.schedule, inputs, labels, sizes, recorder, keywords=keywords).loss
 
     @torch.no_grad()
     def evaluate(
@@ -131,9 +132,12 @@ class PipelineRuntime:
         recorder: Recorder | None = None,
         *,
         wants_outputs: bool = False,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> Execution:
         self.links.check_open()
         self._check_batch(schedule, inputs, labels, None if wants_outputs else self.loss_fn)
+        if keywords is not None and len(keywords) != schedule.microbatches:
+            raise ValueError(f"keywords of {len(keywords)} microbatches, and {schedule.microbatches} are to run")
         shapes = self._shapes_for(dict(sizes or {}))
         execution = Execution(
             schedule,
@@ -144,6 +148,7 @@ class PipelineRuntime:
             labels=labels,
             loss_fn=None if wants_outputs else self.loss_fn,
             recorder=recorder,
+            keywords=keywords,
         )
         execution.run(self.links)
         if execution.total is None:

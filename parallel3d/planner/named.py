@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from parallel3d.config import ModelConfig
 from parallel3d.errors import ConfigError
-from parallel3d.planner.shapes import ModelShape
+from parallel3d.planner.shapes import ModelShape, from_config
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
 _HUGGING_FACE_LLAMAS = ("llama", "mistral", "qwen2")  # `model_type` of what is a Llama, Qwen 2 with biases
@@ -25,7 +26,7 @@ def shape_names(cards: Mapping[str, Path]) -> list[str]:
 def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
     """The shape of this name. Raises ConfigError with the nearest names."""
     if name in cards:
-        return _from_card(name, _load(cards[name]))
+        return from_config(ModelConfig(name=name, **_load(cards[name])))
     table = _load(_TABLE)
     if name not in table:
         near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4) or sorted(cards)
@@ -72,21 +73,8 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _from_card(name: str, card: Mapping[str, Any]) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=card["layers"],
-        hidden=card["hidden"],
-        heads=card["heads"],
-        kv_heads=card.get("kv_heads") or card["heads"],
-        ffn_hidden=card["ffn_hidden"],
-        vocab=card["vocab"],
-        tied_embeddings=card.get("tied_embeddings", False),
-    )
-
-
 def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
-    gpt, relu2 = entry["kind"] == "gpt", entry["kind"] == "relu2"
+    assert entry["kind"] == "relu2"
     return ModelShape(
         name=name,
         layers=entry["layers"],
@@ -95,13 +83,8 @@ def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
         kv_heads=entry.get("kv_heads", entry["heads"]),
         ffn_hidden=entry["ffn_hidden"],
         vocab=entry["vocab"],
-        feed_forward="gelu" if gpt else "relu2" if relu2 else "swiglu",
-        positions="learned" if gpt else "rope",
-        position_rows=entry.get("positions", 0),
-        tied_embeddings=gpt or entry.get("tied", False),
-        biases=gpt,
-        qkv_biases=entry["kind"] == "qwen2",
-        layer_norm=gpt or relu2,
+        feed_forward="relu2",
+        layer_norm=True,
     )
 
 

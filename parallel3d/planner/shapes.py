@@ -1,7 +1,7 @@
 """The shape of a transformer, as much of it as memory and time depend on, and its exact parameter counts.
 
-Beside the Llama of `models/` it covers what the published runs trained: GPT (learned or ALiBi positions, biases,
-LayerNorm, a GELU of two matrices, tied embeddings) and Nemotron (squared ReLU).
+Beside the Llama and the GPT of `models/` it covers what the published runs trained: GPT with ALiBi positions, and
+Nemotron (squared ReLU).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class ModelShape:
     tied_embeddings: bool = False
     biases: bool = False  # on every linear layer (GPT)
     qkv_biases: bool = False  # on q, k and v alone (Qwen 2)
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys (Qwen 3)
     layer_norm: bool = False  # LayerNorm (weight and bias) in the place of RMSNorm (weight)
     embedding_norm: bool = False  # BLOOM's norm after the embedding
 
@@ -71,6 +72,7 @@ def padded(shape: ModelShape, tp: int) -> ModelShape:
 
 def from_config(config: ModelConfig) -> ModelShape:
     """The shape of a recipe's `model` section."""
+    is_gpt = config.architecture == "gpt"
     return ModelShape(
         name=config.name or config.architecture,
         layers=config.layers,
@@ -79,7 +81,14 @@ def from_config(config: ModelConfig) -> ModelShape:
         kv_heads=config.key_value_heads,
         ffn_hidden=config.ffn_hidden,
         vocab=config.vocab,
+        feed_forward="gelu" if is_gpt else "swiglu",
+        positions="learned" if is_gpt else "rope",
+        position_rows=config.max_positions or 0,
         tied_embeddings=config.tied_embeddings,
+        biases=is_gpt,
+        qkv_biases=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        layer_norm=is_gpt,
     )
 
 
@@ -96,7 +105,7 @@ def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
     """
     h, f, kv = shape.hidden, shape.ffn_hidden, max(shape.kv_hidden // tp, shape.head_dim)
     matrices = 2 * h * h // tp + 2 * h * kv + (shape.feed_forward_inputs + 1) * h * f // tp
-    norms = 2 * norm_parameters(shape)
+    norms = 2 * norm_parameters(shape) + (2 * shape.head_dim if shape.qk_norm else 0)
     biases = h // tp + 2 * kv if shape.biases or shape.qkv_biases else 0
     biases += h + shape.feed_forward_inputs * f // tp + h if shape.biases else 0
     return matrices + norms + biases

@@ -48,8 +48,9 @@ class MetricsFile:
 
 def flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> float:
     """Forward and backward of one token: 6 N + 12 L D S (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), N
-    without the embedding's table, which is looked up and not multiplied."""
+    without the tables of tokens and positions, which are looked up and not multiplied."""
     looked_up = 0 if config.tied_embeddings else config.vocab * config.hidden
+    looked_up += (config.max_positions or 0) * config.hidden
     return 6.0 * (parameters - looked_up) + 12.0 * config.layers * config.hidden * seq_len
 
 

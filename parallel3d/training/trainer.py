@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from parallel3d.config import Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import NonFiniteError
+from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
@@ -54,19 +57,26 @@ class Trainer:
         self.pipeline = parts.pipeline
         self.stages = parts.stages
         self.parameters = local_parameters(parts.parameters)
+        self.tied = parts.tied
         ends = schedule.placement[0], schedule.placement[-1]
         self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
 
-    def train_step(self, batch: Batch, recorder: Recorder | None = None) -> StepResult:
-        """One step on this data rank's share of a global batch; `recorder` is told of each action. Raises
-        NonFiniteError, with nothing changed, where the loss or the gradient is not finite."""
+    def train_step(
+        self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None
+    ) -> StepResult:
+        """One step on this data rank's share of a global batch; `recorder` is told of each action, and `observe` called
+        once the gradients in `parameters` are complete and before they are clipped. Raises NonFiniteError, with nothing
+        changed, where the loss or the gradient is not finite."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-        loss = self.pipeline.run(inputs, labels, sizes=self._sizes(inputs), recorder=recorder)
+        keywords = self._keywords(batch)
+        loss = self.pipeline.run(inputs, labels, sizes=self._sizes(inputs), recorder=recorder, keywords=keywords)
         for parameter in self.parameters:
             parameter.refresh()
         self._gradients.complete()
         mean_loss, grad_norm = self._global_loss_and_norm(loss)
+        if observe is not None:
+            observe()
         self._clip(grad_norm)
         rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
         set_learning_rate(self.optimizer, rate)
@@ -80,8 +90,8 @@ class Trainer:
         """The mean loss over the tokens of a global batch of any size, of which `batch` is this data rank's share,
         without training on it; the same on every rank."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-        loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-        self._free_gathered()
+        with self._evaluating():
+            loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
         as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
         tokens = batch.inputs.numel() * self.recipe.parallel.dp
         share = loss.double() * as_if_tokens / (tokens * self.axes["tp"].size)
@@ -90,19 +100,32 @@ class Trainer:
     def logits(self, ids: Tensor) -> list[Tensor]:
         """This tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch, seq] on the
         ranks of the last stage; an empty list elsewhere."""
-        outputs = self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
-        self._free_gathered()
-        return outputs
+        with self._evaluating():
+            return self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """Of what crosses between stages, for ids [microbatches, batch, seq]."""
         parts = self.axes["tp"].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 
-    def _free_gathered(self) -> None:
-        """Parameters are sharded between steps: what saves or steps them relies on it."""
+    def _keywords(self, batch: Batch) -> list[dict[str, Tensor]] | None:
+        """What each microbatch's forwards get by name: the key of its dropout, where the model has any."""
+        model = self.recipe.model
+        if not model.dropout and not model.attention_dropout:
+            return None
+        return [{"key": key} for key in dropout_key(self.recipe.train.seed, self.step, batch.samples)]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Without dropout. Afterwards parameters are sharded as between steps: what saves or steps them relies on it."""
         for stage in self.stages:
-            free_gathered(stage.module)
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.module.train()
+                free_gathered(stage.module)
 
     def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""

@@ -15,7 +15,8 @@ from parallel3d.config import ModelConfig
 from parallel3d.layers.activations import activation_bytes
 from parallel3d.layers.parameter import local_tensor, set_fused_gradients
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.models.llama import Block
+from parallel3d.models.decoder import Block, Placed
+from parallel3d.models.llama import llama_block
 from tests.distributed.layer_cases import tp_mesh
 
 B, S = 2, 32
@@ -50,7 +51,8 @@ def compare(model: ModelConfig) -> None:
         rotary = RotaryEmbedding(model.head_dim)
         torch.set_default_dtype(dtype)
         try:
-            block = Block(model, rotary, tp, sequence_parallel=sp, recompute=recompute, device=None)  # type: ignore[arg-type]
+            placed = Placed(tp=tp, sequence_parallel=sp, device=None)
+            block = llama_block(model, 0, rotary, placed, recompute)  # type: ignore[arg-type]
         finally:
             torch.set_default_dtype(torch.float32)
         set_fused_gradients(block, fused)

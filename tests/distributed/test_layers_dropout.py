@@ -12,11 +12,11 @@ from torch.distributed import DeviceMesh, get_rank, get_world_size
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.layers.attention import ParallelAttention
-from parallel3d.layers.dropout import Dropout, DropoutKey
+from parallel3d.layers.dropout import Dropout, dropout_key
 from tests.distributed.layer_cases import F64, draw_weights, load, tp_mesh
 
 B, S, D = 3, 8, 16
-KEY = DropoutKey(seed=5, step=7, samples=(40, 2, 13))
+KEY = dropout_key(5, 7, torch.tensor([40, 2, 13]))
 
 
 def check_masks() -> None:

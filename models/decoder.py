@@ -1,0 +1,101 @@
+"""What the models here have in common: a decoder of pre-norm blocks, one after the other, between an embedding and a
+head. A model says which parts it is made of; how they follow each other is here.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S, D], or [B, S / n, D]
+with sequence parallelism. A pipeline stage is a Decoder without some of its parts (`pipeline.stage.cut`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.config import ModelConfig
+from parallel3d.layers.dropout import Dropout
+from parallel3d.layers.init import normal
+from parallel3d.layers.parameter import Initializer
+
+
+class Placed(TypedDict):
+    """Where a layer is: what all of a model's layers are given alike."""
+
+    tp: DeviceMesh | None
+    sequence_parallel: bool
+    device: torch.device | str | None
+
+
+class Block(nn.Module):
+    """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each on the norm of x and added to x. What is
+    added passes through dropout, whose key [B] comes with x. `recompute`: only x is kept for the backward."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: nn.Module,
+        attention: nn.Module,
+        attention_dropout: Dropout,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        mlp_dropout: Dropout,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_dropout = attention_dropout
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_dropout = mlp_dropout
+        self.recompute = recompute
+        self.drops = any(isinstance(part, Dropout) and part.p for part in self.modules())
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            draws = self.drops and key is None  # a dropout that has its key asks no generator
+            y: Tensor = checkpoint(self._residual, x, key, use_reentrant=False, preserve_rng_state=draws)
+            return y
+        return self._residual(x, key)
+
+    def _residual(self, x: Tensor, key: Tensor | None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
+
+
+class Decoder(nn.Module):
+    """ids [B, S] -> logits [B, S, V / n]; a stage without `embed` takes, without `head` gives, activations. `key` [B],
+    of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`)."""
+
+    def __init__(
+        self, *, embed: nn.Module, dropout: Dropout, blocks: list[Block], norm: nn.Module, head: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embed: nn.Module | None = embed
+        self.dropout = dropout
+        self.layers = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
+        self.norm: nn.Module | None = norm
+        self.head: nn.Module | None = head
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        if self.embed is not None:
+            x = self.dropout(self.embed(x), key)
+        for block in self.layers.values():
+            x = block(x, key)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def residual_dropout(config: ModelConfig, name: str, placed: Placed) -> Dropout:
+    """Of activations between the layers, which sequence parallelism splits."""
+    split_dim = 1 if placed["sequence_parallel"] else None
+    return Dropout(config.dropout, name=name, tp=placed["tp"], split_dim=split_dim)
+
+
+def output_init(config: ModelConfig) -> Initializer:
+    """What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3)."""
+    return normal(config.init_std / math.sqrt(2 * config.layers))
