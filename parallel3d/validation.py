@@ -143,8 +143,8 @@ def _architecture(recipe: Recipe) -> Iterator[str]:
         for key, why in keys.items() if architecture != model.architecture else ():
             if getattr(model, key) != defaults[key]:
                 yield (
-                    f"model.{key} = {getattr(model, key)}: is not for model.architecture = {model.architecture} ({why}); "
-                    f"drop it, or try model.architecture={architecture}"
+                    f"model.{key} = {getattr(model, key)}: is not for model.architecture = {model.architecture} "
+                    f"({why}); drop it, or try model.architecture={architecture}"
                 )
     if model.architecture == "gpt" and (model.max_positions is None or model.max_positions < seq_len):
         shown = "null" if model.max_positions is None else model.max_positions
@@ -165,7 +165,7 @@ def _parallel(recipe: Recipe) -> Iterator[str]:
         tries = _or(_divisors(math.gcd(*split_by_tp.values()), near=parallel.tp))
         yield f"parallel.tp = {parallel.tp}: must divide {which}; try {tries}"
     if parallel.recompute == "every_n" and parallel.recompute_every is None:
-        yield "parallel.recompute_every = null: parallel.recompute = every_n needs it; try 2, which is every other block"
+        yield "parallel.recompute_every = null: parallel.recompute = every_n needs it; try 2, every other block"
     elif parallel.recompute_every is not None and parallel.recompute != "every_n":
         yield (
             f"parallel.recompute_every = {parallel.recompute_every}: is for parallel.recompute = every_n, and it is "

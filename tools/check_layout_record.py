@@ -32,9 +32,7 @@ JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hide
 def record_recipe(recipe: Recipe) -> Record:
     """Trains on every rank of the default group; the record is whole on rank 0 alone."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
-    trainer = Trainer(
-        recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture)
-    )
+    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     record = Record()
     tensors = [(p.own.name, p.own.tensor) for p in trainer.parameters]
     record.initial = collect(tensors)

@@ -1,54 +1,91 @@
-"""What one transformer block keeps of its forward for its backward, to the byte: the formula beside the layers that it
+"""What transformer blocks keep of their forward for their backward, to the byte: the formula beside the layers that it
 is of. A test compares it with what autograd saves. No torch here.
 
-After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for a pre-norm block of RMSNorm, attention by a tiled
-kernel, and a gated MLP, without dropout. Bytes of a microbatch of t = B S tokens, a number taking e bytes, and
-w = max(e, 4) where a norm or a softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
+After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for the pre-norm blocks of models/ with attention by a
+tiled kernel. Bytes of a microbatch of t = B S tokens, a number taking e bytes, and w = max(e, 4) where a norm or a
+softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
 
-    each of two norms      its input e D, inverse root mean square w, output (the next product's input) e D
+    each of two RMSNorms   its input e D, inverse root mean square w, output (the next product's input) e D
                            by operators of torch (CPUs): input w D, normalised input w D, w, and output e D     t / r
+    each of two LayerNorms its input e D, mean and inverse deviation 2 w (on CPUs 2 e), output e D              t / r
     attention              q e H K, k and v 2 e G K, its output (the next product's input) e H K                t / n
                            its softmax, unless recomputed (selective): w H                                      t / n
-    MLP                    gate, up, act(gate), their product: 4 e F                                            t / n
+    with its own dropout   instead of the softmax's w: q, k, v 3 e H K; of each score the softmax w, the mask 1
+                           and the dropped e: (w + 1 + e) H S                                                   t / n
+                           and the causal mask, S^2 once (selective: q, k, v and output as without dropout)
+    MLP with a gate        gate, up, act(gate), their product: 4 e F                                            t / n
+    MLP without            up, act(up): 2 e F                                                                   t / n
+    dropout                two masks of a byte: 2 D                                                             t / r
     whole block recomputed its input e D, nothing else                                                          t / r
 
-where ranks outnumber key-value heads, G = n. Rotary tables are the model's, one for all blocks, and not counted.
+where ranks outnumber key-value heads, G = n. What is one for all blocks is not counted: rotary tables, dropout's key.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
+BlockRecompute = Literal["none", "selective", "full"]
 
-def activation_bytes(
-    *,
-    batch: int,
-    seq: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn_hidden: int,
-    item_bytes: int,
-    head_dim: int | None = None,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    recompute: Literal["none", "selective", "full"] = "none",
-    fused_norm: bool = True,
-) -> int:
-    """Bytes on one tp rank for one microbatch [batch, seq]. `fused_norm`: torch has a kernel for RMSNorm (GPUs)."""
-    tokens = batch * seq
-    tokens_outside = tokens // tp if sequence_parallel else tokens
-    if recompute == "full":
-        return tokens_outside * hidden * item_bytes
-    wide_bytes = max(item_bytes, 4)
-    if fused_norm:
-        norm_bytes = 2 * hidden * item_bytes + wide_bytes
-    else:
-        norm_bytes = hidden * (2 * wide_bytes + item_bytes) + wide_bytes
-    dim = head_dim or hidden // heads
-    own_heads, own_kv_heads = heads // tp, max(kv_heads // tp, 1)
-    attention_bytes = (2 * own_heads + 2 * own_kv_heads) * dim * item_bytes
-    if recompute == "none":
-        attention_bytes += own_heads * wide_bytes
-    mlp_bytes = 4 * ffn_hidden // tp * item_bytes
-    return tokens_outside * 2 * norm_bytes + tokens * (attention_bytes + mlp_bytes)
+
+@dataclass(frozen=True, kw_only=True)
+class BlockActivations:
+    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm`: as GPUs' kernels of norms keep it."""
+
+    batch: int
+    seq: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    item_bytes: int
+    head_dim: int | None = None
+    tp: int = 1
+    sequence_parallel: bool = False
+    fused_norm: bool = True
+    layer_norm: bool = False
+    gated: bool = True
+    dropout: bool = False
+    attention_dropout: bool = False
+
+    def bytes(self, recompute: BlockRecompute = "none") -> int:
+        """Of one block."""
+        if recompute == "full":
+            return self._tokens_outside * self.hidden * self.item_bytes
+        outside = 2 * self._norm_bytes + (2 * self.hidden if self.dropout else 0)
+        mlp = (4 if self.gated else 2) * self.ffn_hidden // self.tp * self.item_bytes
+        return self._tokens_outside * outside + self._tokens * mlp + self._attention_bytes(recompute)
+
+    def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
+        """Of the blocks of one stage, by their indices in the whole model: of `every` one is recomputed so."""
+        return sum(self.bytes(recompute if index % every == 0 else "none") for index in blocks)
+
+    @property
+    def _tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def _tokens_outside(self) -> int:
+        return self._tokens // self.tp if self.sequence_parallel else self._tokens
+
+    @property
+    def _wide_bytes(self) -> int:
+        return max(self.item_bytes, 4)
+
+    @property
+    def _norm_bytes(self) -> int:
+        if self.layer_norm:
+            return 2 * self.hidden * self.item_bytes + 2 * (self._wide_bytes if self.fused_norm else self.item_bytes)
+        if self.fused_norm:
+            return 2 * self.hidden * self.item_bytes + self._wide_bytes
+        return self.hidden * (2 * self._wide_bytes + self.item_bytes) + self._wide_bytes
+
+    def _attention_bytes(self, recompute: BlockRecompute) -> int:
+        dim, e = self.head_dim or self.hidden // self.heads, self.item_bytes
+        heads, kv_heads = self.heads // self.tp, max(self.kv_heads // self.tp, 1)
+        if self.attention_dropout and recompute == "none":
+            scores = heads * self.seq * (self._wide_bytes + 1 + e)
+            return self._tokens * (4 * heads * dim * e + scores) + self.seq**2
+        softmax = heads * self._wide_bytes if recompute == "none" else 0
+        return self._tokens * ((2 * heads + 2 * kv_heads) * dim * e + softmax)

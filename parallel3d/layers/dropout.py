@@ -72,14 +72,14 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        return x * self.scaled_mask(x, drawn_key(x.shape[0]) if key is None else key)
+        # The mask, a byte an element, is all that is kept for the backward.
+        return x.masked_fill(self.dropped(x, drawn_key(x.shape[0]) if key is None else key), 0.0) * (1 / (1 - self.p))
 
-    def scaled_mask(self, x: Tensor, key: Tensor) -> Tensor:
-        """1 / (1 - p) where x is kept, 0 where not, in its shape and dtype."""
+    def dropped(self, x: Tensor, key: Tensor) -> Tensor:
+        """Which elements are dropped: bool, in the shape of x."""
         if key.shape != x.shape[:1]:
             raise ValueError(f"Dropout {self.name}: a key of {list(key.shape)}, and a batch of {x.shape[0]}")
-        keep = self._exact(x, key) if self.mode == "exact" else self._fast(x, key)
-        return keep.to(x.dtype) * (1.0 / (1.0 - self.p))
+        return self._exact(x, key) if self.mode == "exact" else self._fast(x, key)
 
     def _exact(self, x: Tensor, key: Tensor) -> Tensor:
         """A counter for every element of a sample, from its global place, hashed with the sample's key."""
@@ -93,12 +93,12 @@ class Dropout(nn.Module):
             counter = counter + place.view(-1, *[1] * (x.ndim - 1 - dim))
             stride = stride * size * (self.axis.size if dim == split else 1)
         # The p 2^64 smallest of all 2^64 values are dropped.
-        return _split_mix(counter) >= int(self.p * 2**64) - 2**63
+        return _split_mix(counter) < int(self.p * 2**64) - 2**63
 
     def _fast(self, x: Tensor, key: Tensor) -> Tensor:
         rank = 0 if self.split_dim is None else self.axis.rank
-        keep: Tensor = _keyed_bernoulli(x, key, self.salt, rank, 1.0 - self.p)
-        return keep
+        drop: Tensor = _keyed_bernoulli(x, key, self.salt, rank, self.p)
+        return drop
 
 
 @torch.library.custom_op("parallel3d::keyed_bernoulli", mutates_args=())

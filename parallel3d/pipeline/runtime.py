@@ -85,8 +85,8 @@ class PipelineRuntime:
     ) -> Tensor:
         """Forward and backward of a batch. `inputs[m]` is a microbatch of the first stage, a tensor or a tuple of them,
         `labels[m]` what the loss compares the last one's output with; a rank that does not hold the stage may have
-        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are
-        left in `.grad`.
+        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. Returns the sum
+        of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are left in `.grad`.
 
         Raises StageError where this rank's part failed and RankError where another's did; the pipeline is then of no
         more use.

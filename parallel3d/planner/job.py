@@ -186,5 +186,6 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
         gradient_shards=shards,
         optimizer_shards=shards,
         sequence_parallel=parallel.sequence_parallel,
-        recompute=parallel.recompute,
+        recompute="layer" if parallel.recompute == "every_n" else parallel.recompute,
+        recompute_share=1 / (parallel.recompute_every or 1),
     )

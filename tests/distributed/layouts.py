@@ -16,13 +16,25 @@ import torch.distributed as dist
 from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.mesh import build_mesh
-from parallel3d.models.llama import Llama
+from parallel3d.models import model_class
 from parallel3d.training.trainer import Trainer
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
 
 GROUPED = ModelConfig(layers=6, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
 TIED = replace(GROUPED, tied_embeddings=True)
+DROPPED = replace(GROUPED, dropout=0.1, attention_dropout=0.1)
+GPT = ModelConfig(
+    architecture="gpt",
+    layers=4,
+    hidden=32,
+    heads=4,
+    ffn_hidden=64,
+    vocab=VOCAB,
+    max_positions=32,
+    tied_embeddings=True,
+)
+QWEN = replace(GROUPED, qkv_bias=True, qk_norm=True, window=7)
 MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
 
 
@@ -56,7 +68,7 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
 
 def make_trainer(recipe: Recipe) -> Trainer:
     mesh = build_mesh(recipe.parallel, "cpu")
-    return Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=Llama)
+    return Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
 
 
 def train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:

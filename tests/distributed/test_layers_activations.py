@@ -1,34 +1,52 @@
-"""What a block of Llama keeps for its backward, counted by autograd's hooks, is the formula's to the byte."""
+"""What the blocks of a model keep for their backward, counted by autograd's hooks, is the formula's to the byte."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_world_size
 
 from parallel3d.config import ModelConfig
-from parallel3d.layers.activations import activation_bytes
+from parallel3d.layers.activations import BlockActivations
+from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import local_tensor, set_fused_gradients
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.models.decoder import Block, Placed
-from parallel3d.models.llama import llama_block
+from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 
 B, S = 2, 32
+LLAMA = ModelConfig(layers=1, hidden=64, heads=4, kv_heads=4, ffn_hidden=96, vocab=16)
+GPT = replace(LLAMA, architecture="gpt", max_positions=S)
+MODELS = {
+    "llama": LLAMA,
+    "grouped": replace(LLAMA, kv_heads=2),
+    "dropped": replace(LLAMA, kv_heads=2, dropout=0.1, attention_dropout=0.1),
+    "gpt": GPT,
+    "gpt dropped": replace(GPT, dropout=0.1, attention_dropout=0.1),
+}
 
 
-def kept_bytes(block: Block, rotary: RotaryEmbedding, x: Tensor) -> int:
-    """Of every storage that the forward saves, once, but for parameters and the rotary table."""
-    block(x)  # makes the table
-    assert rotary._table is not None
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """Of every storage that the blocks' forward saves, once, but for parameters, the rotary table and the key."""
+    key = dropout_key(0, 0, torch.arange(B))
+
+    def blocks(x: Tensor) -> Tensor:
+        assert isinstance(model.layers, nn.ModuleDict)
+        for block in model.layers.values():
+            x = block(x, key)
+        return x
+
+    blocks(x)  # makes the table
+    tables = [part._table for part in model.modules() if isinstance(part, RotaryEmbedding)]
     with torch.no_grad():
-        others = [local_tensor(p) for p in block.parameters()] + list(rotary._table)
-    known = {tensor.untyped_storage().data_ptr() for tensor in others}
+        others = [local_tensor(p) for p in model.parameters()] + [t for table in tables if table for t in table]
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*others, key]}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -38,43 +56,58 @@ def kept_bytes(block: Block, rotary: RotaryEmbedding, x: Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x)
+        y = blocks(x)
     assert y.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def compare(model: ModelConfig) -> None:
+def compare(config: ModelConfig, every: int) -> None:
     tp = tp_mesh()
-    for recompute, sp, dtype, fused in product(
-        ("none", "selective", "full"), (False, True), (torch.float32, torch.bfloat16), (False, True)
+    for recompute, sp, (dtype, fused) in product(
+        ("none", "selective", "full"), (False, True), ((torch.float32, False), (torch.bfloat16, True))
     ):
-        rotary = RotaryEmbedding(model.head_dim)
         torch.set_default_dtype(dtype)
         try:
-            placed = Placed(tp=tp, sequence_parallel=sp, device=None)
-            block = llama_block(model, 0, rotary, placed, recompute)  # type: ignore[arg-type]
+            build = model_class(config.architecture)
+            model = build(
+                config,
+                tp=tp,
+                sequence_parallel=sp,
+                recompute=recompute,  # type: ignore[arg-type]
+                recompute_every=every,
+                device=None,
+            )
         finally:
             torch.set_default_dtype(torch.float32)
-        set_fused_gradients(block, fused)
+        set_fused_gradients(model, fused)
         n = get_world_size()
-        x = torch.randn(B, S // n if sp else S, model.hidden, dtype=dtype, requires_grad=True)
-        expected = activation_bytes(
+        x = torch.randn(B, S // n if sp else S, config.hidden, dtype=dtype, requires_grad=True)
+        expected = BlockActivations(
             batch=B,
             seq=S,
-            hidden=model.hidden,
-            heads=model.heads,
-            kv_heads=model.key_value_heads,
-            ffn_hidden=model.ffn_hidden,
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.key_value_heads,
+            ffn_hidden=config.ffn_hidden,
             item_bytes=dtype.itemsize,
             tp=n,
             sequence_parallel=sp,
-            recompute=recompute,  # type: ignore[arg-type]
             fused_norm=False,
-        )
-        assert kept_bytes(block, rotary, x) == expected, f"{recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"
+            layer_norm=config.architecture == "gpt",
+            gated=config.architecture == "llama",
+            dropout=config.dropout > 0,
+            attention_dropout=config.attention_dropout > 0,
+        ).bytes_of_blocks(range(config.layers), recompute, every=every)  # type: ignore[arg-type]
+        kept = kept_bytes(model, x)
+        assert kept == expected, f"{kept}, not {expected}: {recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, kv_heads: int) -> None:
-    world(size).run(compare, ModelConfig(layers=1, hidden=64, heads=4, kv_heads=kv_heads, ffn_hidden=96, vocab=16))
+@pytest.mark.parametrize(
+    ("size", "model"), [*((2, model) for model in MODELS), (1, "dropped"), (1, "gpt"), (4, "grouped")]
+)
+def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:
+    world(size).run(compare, MODELS[model], 1)
+
+
+def test_every_nth_block_recomputed_keeps_its_input_alone(world: Callable) -> None:
+    world(2).run(compare, replace(MODELS["dropped"], layers=5), 2)

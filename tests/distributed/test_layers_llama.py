@@ -23,6 +23,7 @@ from tests.distributed.test_layers_vocabulary import compare
 from tests.distributed.test_parity import assert_same, referee_curve, run_layout
 
 ODD = replace(MANY_HEADS, kv_heads=2, vocab=131)  # 131 is prime; 2 key-value heads on 4 ranks
+ODD_1005 = replace(ODD, vocab=1005)
 
 
 def built_shard_by_shard(model: ModelConfig) -> None:

@@ -1,0 +1,130 @@
+"""The models and their options in every kind of layout, against one process: the losses and gradient norms of 20 steps.
+
+That one process computes what it should is shown against transformers (tests/test_models.py) and plain torch
+(test_parity)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.checkpoint.reader import IndexReader
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe
+from parallel3d.training.state import load_trainer, save_trainer
+from tests.distributed.layouts import DROPPED, GPT, MANY_HEADS, QWEN, make_loader, make_recipe, make_trainer, train
+from tests.distributed.test_layers_llama import ODD, ODD_1005
+
+Curve = list[tuple[float, float]]
+STEPS = 20
+DROPPED_GPT = replace(GPT, dropout=0.1, attention_dropout=0.1)
+
+LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
+    1: [
+        (DROPPED, {"recompute": "full"}),
+        (DROPPED, {"recompute": "selective", "microbatch_size": 4}),
+        (MANY_HEADS, {"recompute": "every_n", "recompute_every": 2}),
+    ],
+    2: [
+        (DROPPED, {"tp": 2, "microbatch_size": 2}),
+        (DROPPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 4, "recompute": "full"}),
+        (DROPPED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"}),
+        (DROPPED, {"dp_shard": 2, "microbatch_size": 2}),
+        (DROPPED_GPT, {"pp": 2, "schedule": "1f1b"}),
+        (GPT, {"tp": 2, "sequence_parallel": True}),
+        (QWEN, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
+        (ODD_1005, {"tp": 2, "microbatch_size": 8}),
+    ],
+    4: [
+        (DROPPED, {"tp": 4, "sequence_parallel": True, "microbatch_size": 8}),
+        (DROPPED_GPT, {"tp": 2, "pp": 2, "microbatch_size": 2, "recompute": "full"}),
+        (GPT, {"pp": 2, "dp_shard": 2, "schedule": "zb_h1"}),
+        (GPT, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True, "recompute": "selective"}),
+        (QWEN, {"tp": 2, "pp": 2, "microbatch_size": 2}),
+        (ODD_1005, {"tp": 4, "microbatch_size": 8}),
+    ],
+}
+
+
+def recipe_of(model: ModelConfig, settings: dict[str, object]) -> Recipe:
+    if settings.get("recompute") == "every_n":
+        settings = {"recompute_every": 3, **settings}
+    return make_recipe(model, ParallelConfig(**settings))  # type: ignore[arg-type]
+
+
+def curves(cases: list[tuple[ModelConfig, dict[str, object]]]) -> list[Curve]:
+    return [train(make_trainer(recipe_of(model, settings)), STEPS) for model, settings in cases]
+
+
+@cache
+def alone(world: Callable, model: ModelConfig) -> Curve:
+    return world(1).run(curves, [(model, {"microbatch_size": 8})])[0][0]
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_every_layout_trains_the_same_model(world: Callable, size: int) -> None:
+    cases = LAYOUTS[size]
+    ranks = world(size).run(curves, cases)
+    for index, (model, settings) in enumerate(cases):
+        curve, reference = ranks[0][index], alone(world, model)
+        where = f"{model.architecture} {settings}"
+        assert all(rank[index] == curve for rank in ranks), where
+        assert curve[0] == pytest.approx(reference[0], rel=1e-6), where
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in reference], rel=1e-5), where
+        assert curve[-1] == pytest.approx(reference[-1], rel=1e-4), where
+
+
+def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable) -> None:
+    first, again, second, evaluated, plain = world(1).run(losses_of_one_batch)[0]
+    assert first == again and abs(first - second) > 1e-4
+    assert evaluated == pytest.approx(plain, rel=1e-6) and abs(evaluated - first) > 1e-4
+
+
+def losses_of_one_batch() -> tuple[float, ...]:
+    """Of the first batch: in the first step, the same again, as if it were the second step's, in validation, and
+    without dropout at all."""
+    still = make_recipe(DROPPED, ParallelConfig(microbatch_size=8))
+    trainer = make_trainer(still)
+    batch = make_loader(still, dist.get_rank()).batch(0)
+    start = [p.local.detach().clone() for p in trainer.parameters]
+    losses = []
+    for step in (0, 0, 1):
+        trainer.step = step
+        losses.append(trainer.train_step(batch).loss)
+        with torch.no_grad():
+            for parameter, weights in zip(trainer.parameters, start, strict=True):
+                parameter.local.copy_(weights)
+    plain = make_trainer(make_recipe(replace(DROPPED, dropout=0.0, attention_dropout=0.0), still.parallel))
+    return (*losses, trainer.evaluate(batch), plain.evaluate(batch))
+
+
+def save_after_ten(path: Path) -> tuple[Curve, int]:
+    trainer = make_trainer(make_recipe(ODD, ParallelConfig(tp=4, microbatch_size=8)))
+    train(trainer, 10)
+    save_trainer(trainer, path)
+    return train(trainer, 10), trainer.parameter_count
+
+
+def go_on_alone(path: Path) -> Curve:
+    trainer = make_trainer(make_recipe(ODD, ParallelConfig(microbatch_size=8)))
+    load_trainer(trainer, path)
+    assert sum(p.local.numel() for p in trainer.parameters) == trainer.parameter_count
+    return train(trainer, 10)
+
+
+def test_a_checkpoint_of_shared_heads_and_a_prime_vocabulary_holds_each_weight_once(
+    world: Callable, tmp_path: Path
+) -> None:
+    """Two key-value heads on four ranks, 131 rows: saved at tp 4, gone on with at tp 1."""
+    path = tmp_path / "step_00000010"
+    uninterrupted, parameters = world(4).run(save_after_ten, path)[0]
+    curve = world(1).run(go_on_alone, path)[0]
+    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted], rel=1e-5)
+    tensors = IndexReader(path).read_metadata().state_dict_metadata
+    stored = [chunk.sizes.numel() for tensor in tensors.values() for chunk in tensor.chunks]  # type: ignore[union-attr]
+    assert sum(stored) == 3 * parameters  # weights and two moments
