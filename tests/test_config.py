@@ -128,7 +128,10 @@ UNREADABLE = [
     ("parallel.tp=true", "parallel.tp = true (command line): must be a whole number"),
     ("parallel.tp=null", "parallel.tp = null (command line): must be a whole number"),
     ("parallel.tp=[", "parallel.tp = [ (command line): not a YAML value"),
-    ("parallel.recompute=no", "must be one of none, selective, full, every_n (YAML reads a bare no or off as false: quote it"),
+    (
+        "parallel.recompute=no",
+        "must be one of none, selective, full, every_n (YAML reads a bare no or off as false: quote it",
+    ),
     ("parallel.sharding=none", "must be one of FULL_SHARD, HYBRID_SHARD or null"),
     ("parallel.sequence_parallel=3", "must be true or false"),
     (
@@ -171,14 +174,34 @@ BROKEN = [
     (["model.heads=5"], "model.heads = 5: must divide model.hidden = 48; try 1, 2, 3, 4, 6 or 8", "model.heads=8"),
     (["model.hidden=54"], "model.heads = 6: makes heads of 9 numbers", "model.hidden=60"),
     (["model.kv_heads=4"], "model.kv_heads = 4: must divide model.heads = 6; try 1, 2, 3 or 6", "model.kv_heads=6"),
-    (["parallel.recompute=every_n"], "parallel.recompute_every = null: parallel.recompute = every_n", "parallel.recompute_every=2"),
-    (["parallel.recompute_every=2"], "is for parallel.recompute = every_n, and it is none", "parallel.recompute=every_n"),
-    (["parallel.recompute=every_n", "parallel.recompute_every=5"], "at most model.layers = 4; try 2", "parallel.recompute_every=2"),
+    (
+        ["parallel.recompute=every_n"],
+        "parallel.recompute_every = null: parallel.recompute = every_n",
+        "parallel.recompute_every=2",
+    ),
+    (
+        ["parallel.recompute_every=2"],
+        "is for parallel.recompute = every_n, and it is none",
+        "parallel.recompute=every_n",
+    ),
+    (
+        ["parallel.recompute=every_n", "parallel.recompute_every=5"],
+        "at most model.layers = 4; try 2",
+        "parallel.recompute_every=2",
+    ),
     (["model.dropout=1.0"], "model.dropout = 1.0: must be at least 0 and below 1; try 0.1", "model.dropout=0.1"),
     (["model.attention_dropout=-0.1"], "model.attention_dropout = -0.1: must be", "model.attention_dropout=0.1"),
-    (["model.architecture=gpt"], "model.max_positions = null: must be at least train.seq_len = ", "model.max_positions=4096"),
+    (
+        ["model.architecture=gpt"],
+        "model.max_positions = null: must be at least train.seq_len = ",
+        "model.max_positions=4096",
+    ),
     (["model.max_positions=64"], "is not for model.architecture = llama (llama turns", "model.max_positions=null"),
-    (["model.architecture=gpt", "model.max_positions=4096", "model.qk_norm=true"], "model.qk_norm = True: is not for", "model.qk_norm=false"),
+    (
+        ["model.architecture=gpt", "model.max_positions=4096", "model.qk_norm=true"],
+        "model.qk_norm = True: is not for",
+        "model.qk_norm=false",
+    ),
     (
         ["model.vocab=256"],
         "model.vocab = 256: must be at least 257, the ids of data.tokenizer = bytes; try 258",

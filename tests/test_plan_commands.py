@@ -54,7 +54,9 @@ def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> N
     words = {True: "true", False: "false"}
     keys = [key for key in best["parallel"] if key != "sharding"]
     layout = ",".join(
-        f"{key}={words.get(best['parallel'][key], best['parallel'][key])}" for key in keys if best["parallel"][key] not in (1, None)
+        f"{key}={words.get(best['parallel'][key], best['parallel'][key])}"
+        for key in keys
+        if best["parallel"][key] not in (1, None)
     )
     assert tree(f"memory {asked} --layout {layout}", capsys)["memory_gib"] == best["memory_gib"]
 
