@@ -18,7 +18,7 @@ from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.stage import Span, check_nothing_lost, cut, names_of, spans_of
+from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
 from parallel3d.sharding.apply import ShardedData, shard
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import Part
@@ -133,7 +133,7 @@ def shard_stage(
     """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
     of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
     strategy = parallel.strategy
-    ends = [name for name in ("norm", "head") if strategy in WHOLE and getattr(module, name) is not None]
+    ends = [name for name in LAST_PARTS if strategy in WHOLE and getattr(module, name) is not None]
     return shard(
         module,
         mesh,

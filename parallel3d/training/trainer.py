@@ -120,7 +120,7 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Without dropout. Afterwards parameters are sharded as between steps: what saves or steps them relies on it."""
+        """Without dropout. Afterwards parameters are as between steps: what saves or steps them relies on it."""
         for stage in self.stages:
             stage.module.eval()
         try:
