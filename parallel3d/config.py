@@ -18,15 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel3d.errors import ConfigError
 from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
+from parallel3d.sharding.strategy import How, ShardingName, strategy_of
 from parallel3d.validation import refuse, validate
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
 ]
-ShardingName = Literal["FULL_SHARD", "HYBRID_SHARD"]
 Precision = Literal["fp32", "bf16"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
+ReduceDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +88,20 @@ class ParallelConfig:
     schedule: ScheduleName = "1f1b"
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
+    zero_stage: int | None = None  # 0 to 3: the same by another name
+    gather: How = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
+    reduce: How = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
+    reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
+    prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
+    bucket_mib: int = 25  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full
+
+    @property
+    def strategy(self) -> ShardingName:
+        """What `sharding` and `zero_stage` stand for."""
+        return strategy_of(self)
 
     @property
     def world_size(self) -> int:

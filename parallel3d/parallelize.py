@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config import BlockRecompute, ModelConfig, Recipe
+from parallel3d.config import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
 from parallel3d.layers.init import initial_tensor
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec, local_tensor, set_fused_gradients
+from parallel3d.layers.parameter import ParallelModule, ParameterSpec, set_fused_gradients
 from parallel3d.mesh import Axis
 from parallel3d.pipeline.balance import balanced_cut, part_costs, sizes_between
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.stage import Span, check_nothing_lost, cut, names_of, spans_of
-from parallel3d.sharding import COMPUTE_DTYPE, reduce_after_weights, reduce_in_last_backward, shard
+from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
+from parallel3d.sharding.apply import ShardedData, shard
+from parallel3d.sharding.dtypes import Dtypes
+from parallel3d.sharding.part import Part
+from parallel3d.sharding.strategy import WHOLE
 
 
 class ModelClass(Protocol):
@@ -46,6 +49,7 @@ class OwnParameter:
     attribute: str
     spec: ParameterSpec
     is_copy: bool  # the second of a tied pair, on another stage than the first
+    part: Part  # what the optimizer steps of it on this rank
 
     @property
     def tensor(self) -> Tensor:
@@ -60,6 +64,7 @@ class Parallelized:
     """What this rank owns."""
 
     stages: list[Stage]
+    data: list[ShardedData]  # of each stage
     parameters: list[OwnParameter]
     pipeline: PipelineRuntime
     parameter_count: int  # of the whole model
@@ -94,25 +99,54 @@ def parallelize(
     check_nothing_lost(names, spans)
     aliases = tied_names(reference)
 
-    stages, parameters = [], []
+    stages, data, parameters = [], [], []
+    dtypes = dtypes_of(recipe.train.precision, parallel)
     for index in schedule.stages_of(mesh["pp"].get_local_rank()):
         module = cut(whole(), spans[index])
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
         set_fused_gradients(module, True)
-        once_a_step = parallel.pp > 1 or recipe.microbatches > 1
-        shard(module, mesh, precision=recipe.train.precision, once_a_step=once_a_step)
+        sharded = shard_stage(module, mesh, parallel, dtypes, recipe.microbatches)
         materialize(module, device)
-        owned = own_parameters(module, aliases)
+        sharded.allocate()
+        owned = own_parameters(module, aliases, sharded)
         fill(owned, mesh, recipe.train.seed)
-        before_backward = reduce_in_last_backward(module)
-        stages.append(Stage(module, before_backward, reduce_after_weights(module, before_backward)))
+        stages.append(Stage(module, sharded.before_backward, sharded.after_weights))
+        data.append(sharded)
         parameters += owned
 
     # "seq" is the local sequence: under sequence parallelism what crosses is split along it (`Trainer`).
-    boundary = TensorSpec(("batch", "seq", model.hidden), COMPUTE_DTYPE[recipe.train.precision])
+    boundary = TensorSpec(("batch", "seq", model.hidden), dtypes.compute)
     pipeline = PipelineRuntime(stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(stages, parameters, pipeline, count, frozenset(aliases.values()))
+    return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()))
+
+
+def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[parallel.reduce_dtype]
+    return Dtypes(compute=compute, master=torch.float32, reduce=reduce)
+
+
+def shard_stage(
+    module: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, dtypes: Dtypes, microbatches: int
+) -> ShardedData:
+    """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
+    of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
+    strategy = parallel.strategy
+    ends = [name for name in LAST_PARTS if strategy in WHOLE and getattr(module, name) is not None]
+    return shard(
+        module,
+        mesh,
+        strategy,
+        wrap=["layers.*", *ends],
+        dtypes=dtypes,
+        average=False,
+        gather=parallel.gather,
+        reduce=parallel.reduce,
+        microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
+        prefetch=parallel.prefetch,
+        bucket_mib=parallel.bucket_mib,
+    )
 
 
 def stage_spans(recipe: Recipe, stages: int) -> list[Span]:
@@ -139,7 +173,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: original for name, original in pairs if name != original}
 
 
-def own_parameters(module: nn.Module, aliases: dict[str, str]) -> list[OwnParameter]:
+def own_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedData) -> list[OwnParameter]:
     """The parameters of a stage, a tied one that it has twice once."""
     owned: dict[int, OwnParameter] = {}
     for prefix, part in module.named_modules():
@@ -147,16 +181,16 @@ def own_parameters(module: nn.Module, aliases: dict[str, str]) -> list[OwnParame
             continue
         for attribute, spec in part.specs.items():
             name = f"{prefix}.{attribute}"
-            own = OwnParameter(aliases.get(name, name), part, attribute, spec, is_copy=name in aliases)
-            owned.setdefault(id(own.tensor), own)
+            tensor = getattr(part, attribute)
+            if id(tensor) not in owned:
+                first, local = aliases.get(name, name), data.part(part, attribute)
+                owned[id(tensor)] = OwnParameter(first, part, attribute, spec, is_copy=name in aliases, part=local)
     return list(owned.values())
 
 
 @torch.no_grad()
 def fill(parameters: list[OwnParameter], mesh: DeviceMesh, seed: int) -> None:
-    """Initial weights: each global tensor drawn, cut over tp, then by rows over dp_shard as `fully_shard` does."""
-    tp, data = Axis.of(mesh["tp"]), Axis.of(mesh["dp_shard"])
+    """Initial weights: each global tensor drawn, cut over tp, then as the data ranks have it."""
+    tp = Axis.of(mesh["tp"])
     for own in parameters:
-        part = own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp)
-        rows = -(-part.shape[0] // data.size)
-        local_tensor(own.tensor).copy_(part[data.rank * rows : (data.rank + 1) * rows])
+        own.part.fill(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))

@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
+from parallel3d.sharding.strategy import sharding_faults
 
 if TYPE_CHECKING:
     from parallel3d.config import ParallelConfig, Recipe
 
 BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
 _MOST_PROBLEMS = 5  # lines of an error; the rest is counted
-_FROM_ZERO = ("train.seed", "train.sample_tokens", "optimizer.warmup_steps")  # other whole numbers count from one
+_FROM_ZERO = (
+    "train.seed",
+    "train.sample_tokens",
+    "parallel.zero_stage",
+    "optimizer.warmup_steps",
+)  # other whole numbers count from one
 _LARGEST_COUNT = 2**40  # beyond lies a slip of the keyboard
 _LARGEST_DIVISOR = 4096  # that a message would suggest
 
@@ -176,11 +182,7 @@ def _parallel(recipe: Recipe) -> Iterator[str]:
             f"parallel.recompute_every = {parallel.recompute_every}: must be at most model.layers = {model.layers}; "
             f"try 2"
         )
-    if parallel.sharding == "FULL_SHARD" and parallel.dp_replicate > 1:
-        yield (
-            f"parallel.sharding = FULL_SHARD: leaves nothing to replicate, and parallel.dp_replicate = "
-            f"{parallel.dp_replicate}; try HYBRID_SHARD, or parallel.dp_replicate=1"
-        )
+    yield from sharding_faults(parallel)
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:

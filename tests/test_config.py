@@ -132,7 +132,7 @@ UNREADABLE = [
         "parallel.recompute=no",
         "must be one of none, selective, full, every_n (YAML reads a bare no or off as false: quote it",
     ),
-    ("parallel.sharding=none", "must be one of FULL_SHARD, HYBRID_SHARD or null"),
+    ("parallel.sharding=none", "must be one of NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD,"),
     ("parallel.sequence_parallel=3", "must be true or false"),
     (
         "optimizer.betas=[0.9]",

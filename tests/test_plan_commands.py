@@ -52,7 +52,8 @@ def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> N
     asked = "--model llama3-8b --gpu h100 --seq-len 8192 --global-batch 64"
     (best, *_) = tree(f"{asked} --gpus 32", capsys)["strategies"]
     words = {True: "true", False: "false"}
-    keys = [key for key in best["parallel"] if key != "sharding"]
+    of_the_data_dimension = ("sharding", "gather", "reduce", "reduce_dtype", "bucket_mib")
+    keys = [key for key in best["parallel"] if key not in of_the_data_dimension]
     layout = ",".join(
         f"{key}={words.get(best['parallel'][key], best['parallel'][key])}"
         for key in keys

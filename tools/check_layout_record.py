@@ -34,10 +34,12 @@ def record_recipe(recipe: Recipe) -> Record:
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     record = Record()
-    tensors = [(p.own.name, p.own.tensor) for p in trainer.parameters]
+    tensors = [(p.own.name, p.distributed(p.local.detach())) for p in trainer.parameters]
     record.initial = collect(tensors)
     jitter(tensors, recipe.train.seed)
-    record.start = collect((p.own.name, p.own.tensor) for p in trainer.parameters)
+    for data in trainer.data:
+        data.publish()
+    record.start = collect(tensors)
     record.split = _merged({p.own.name: p.own.spec.dim for p in trainer.parameters})
     record.tied = sorted(trainer.tied)
     loader = random_loader(recipe, rank)
@@ -45,7 +47,7 @@ def record_recipe(recipe: Recipe) -> Record:
         with activations_of([stage.module for stage in trainer.stages]) as activations:
             gradients: list[Views] = []
             result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradients, trainer, gradients))
-        parameters = collect((p.own.name, p.own.tensor) for p in trainer.parameters)
+        parameters = collect((p.own.name, p.distributed(p.local.detach())) for p in trainer.parameters)
         seen = gathered(joined(activations))
         record.steps.append(StepRecord(result.loss, result.grad_norm, seen, gradients[0], parameters))
     return record
@@ -53,7 +55,8 @@ def record_recipe(recipe: Recipe) -> Record:
 
 def _keep_gradients(trainer: Trainer, kept: list[Views]) -> None:
     """As they are between the norm and the clipping."""
-    kept.append(collect((p.own.name, p.own.tensor.grad) for p in trainer.parameters))
+    gradients = ((p.own.name, p.local.grad, p) for p in trainer.parameters)
+    kept.append(collect((name, None if grad is None else p.distributed(grad)) for name, grad, p in gradients))
 
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:

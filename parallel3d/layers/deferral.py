@@ -22,6 +22,8 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from parallel3d.layers.main_grad import add_product, total_gradient
+
 Work = Callable[[], object]
 
 _put_off: list[Work] | None = None
@@ -88,10 +90,11 @@ class _Linear(Function):
         flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = flat_grad.sum(0) if ctx.has_bias else None
 
-        def add_product() -> None:
-            if weight.grad is None:
+        def add() -> None:
+            total = total_gradient(weight)
+            if total is None:
                 weight.grad = flat_grad.t() @ flat_x
             else:
-                weight.grad.addmm_(flat_grad.t(), flat_x)
+                add_product(total, flat_grad, flat_x)
 
-        return grad_x, None if deferred(add_product) else flat_grad.t() @ flat_x, grad_bias
+        return grad_x, None if deferred(add) else flat_grad.t() @ flat_x, grad_bias

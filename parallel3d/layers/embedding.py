@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
 from parallel3d.layers.init import normal
+from parallel3d.layers.main_grad import total_gradient
 from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor, traced
 from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
 from parallel3d.mesh import Axis
@@ -104,10 +105,10 @@ class _VocabParallelEmbedding(Function):
 
 
 def _give_rows(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:
-    """The gradient `grad` of the looked-up rows, added to those rows alone where `.grad` exists already: a dense
+    """The gradient `grad` of the looked-up rows, added to those rows alone where there is a total already: a dense
     gradient of the vocabulary's size for every microbatch costs more than the look-up."""
-    if fused and weight.grad is not None:
-        local_tensor(weight.grad).index_put_((ids,), grad, accumulate=True)  # deterministic on GPUs too
+    if fused and (total := total_gradient(weight)) is not None:
+        total.index_put_((ids,), grad.to(total.dtype), accumulate=True)  # deterministic on GPUs too
         return None
     dense = torch.zeros_like(local_tensor(weight), dtype=grad.dtype)
     return give_gradient(weight, dense.index_put_((ids,), grad, accumulate=True), fused=fused)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
 from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
+from parallel3d.layers.main_grad import add_product, total_gradient
 from parallel3d.layers.parameter import give_gradient, local_tensor
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
 
@@ -98,24 +99,17 @@ class _HeadCrossEntropy(Function):
             logits = F.linear(part, rows)
             grad_logits = ctx.how.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
             torch.mm(grad_logits, rows, out=out)
-            _add_product(grad_weight, grad_logits, part)
+            add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
         if not given:
             return grad_x, give_gradient(weight, grad_weight.to(rows.dtype), fused=ctx.fused), None, None, None, None
         return grad_x, None, None, None, None, None
 
 
-def _add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """Adds grad_out^T x [w, D] to `total`, which may be wider."""
-    if total.dtype == x.dtype:
-        total.addmm_(grad_out.t(), x)
-    else:
-        total.add_(grad_out.t().mm(x))
-
-
 def _where_to_add(weight: Tensor, *, fused: bool) -> tuple[Tensor, bool]:
-    """The tensor that the chunks' weight gradients are added to, and whether it is the weight's `.grad` itself."""
+    """The tensor that the chunks' weight gradients are added to, and whether it is the weight's total itself."""
     rows = local_tensor(weight)
-    if fused and weight.grad is not None and rows.dtype == wide_dtype(rows):
-        return local_tensor(weight.grad), True
+    total = total_gradient(weight) if fused else None
+    if total is not None and total.dtype == wide_dtype(rows):
+        return total, True
     return torch.zeros_like(rows, dtype=wide_dtype(rows)), False

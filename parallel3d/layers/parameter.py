@@ -6,9 +6,10 @@ autograd functions take the parameter itself, compute with `local_tensor(paramet
 `give_gradient`.
 
 [Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
-`fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the weight's size per microbatch
-(Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so until
-`training.gradients` sums all of them in one collective a step. Autograd's hooks on the parameter do not fire then.
+`fused_gradients`, the backward pass adds it to `.grad` in place, or to `.main_grad` where there is one, usually in
+float32 (`main_grad`), with no copy of the weight's size per microbatch (Megatron's gradient accumulation fusion), and a
+gradient that is partial over tp stays so until `training.gradients` sums all of them in one collective a step.
+Autograd's hooks on the parameter do not fire then.
 Under `torch.compile` gradients always go through autograd; what is left partial is the same.
 """
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.deferral import deferred
+from parallel3d.layers.main_grad import add_product, total_gradient
 from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
 
@@ -126,14 +128,15 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 
 def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
-    """What a backward pass returns for `parameter` whose local gradient is `local`: added to `.grad`, and None, where
+    """What a backward pass returns for `parameter` whose local gradient is `local`: added to the total, and None, where
     gradients are fused; else the gradient in the parameter's own form."""
     if not fused:
         return like_parameter(parameter, local)
-    if parameter.grad is None:
+    total = total_gradient(parameter)
+    if total is None:
         parameter.grad = like_parameter(parameter, local)
     else:
-        local_tensor(parameter.grad).add_(local)
+        total.add_(local)
     return None
 
 
@@ -142,8 +145,8 @@ def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: 
     where gradients are fused, the matrix multiplication itself adds the product, now or when the runtime has time."""
     if fused and deferred(lambda: give_matmul_gradient(weight, grad_out, x, fused=True)):
         return None
-    if fused and weight.grad is not None:
-        local_tensor(weight.grad).addmm_(grad_out.t(), x)
+    if fused and (total := total_gradient(weight)) is not None:
+        add_product(total, grad_out, x)
         return None
     return give_gradient(weight, grad_out.t().mm(x), fused=fused)
 
@@ -151,8 +154,8 @@ def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: 
 def give_rows_gradient(parameter: Tensor, rows: slice, part: Tensor, axis: Axis, *, fused: bool) -> Tensor | None:
     """As `give_gradient` for a replicated parameter of which this rank used `rows` alone: the gradient is partial, and
     so stays where gradients are fused; else it is summed over the axis."""
-    if fused and parameter.grad is not None:
-        local_tensor(parameter.grad)[rows].add_(part)
+    if fused and (total := total_gradient(parameter)) is not None:
+        total[rows].add_(part)
         return None
     whole = torch.zeros_like(local_tensor(parameter))
     whole[rows] = part

@@ -54,7 +54,7 @@ def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
 
 def sharding_of(parallel: ParallelConfig) -> Any:
     """What `sharding: null` stands for."""
-    return parallel.sharding or ("HYBRID_SHARD" if parallel.dp_replicate > 1 else "FULL_SHARD")
+    return parallel.strategy
 
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:

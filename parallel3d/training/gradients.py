@@ -5,6 +5,7 @@ All of it works on plain tensors, this rank's part of each parameter, which are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
 
@@ -24,25 +24,30 @@ class LocalParameter:
     """This rank's part of a parameter as a plain tensor that shares its memory."""
 
     own: OwnParameter
-    local: nn.Parameter
+
+    @property
+    def local(self) -> nn.Parameter:
+        """What the optimizer steps: the parameter, or where it computes in fewer bits its master copy; of what is split
+        over dp_shard this rank's rows. `local.grad` is its gradient."""
+        return self.own.part.local
 
     def refresh(self) -> None:
-        """Points `local` and its gradient at where `fully_shard` has put them."""
-        tensor = self.own.tensor
-        self.local.data = local_tensor(tensor.detach())
-        self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
+        """Points `local` and its gradient at where the backward has put them."""
+        self.own.part.refresh()
 
     def distributed(self, local: Tensor) -> Tensor:
         """`local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the axes
         that split this parameter's part, or itself where none does."""
-        return like_parameter(self.own.tensor, local)
+        return self.own.part.distributed(local)
 
-    def clear_gradient(self) -> None:
-        self.local.grad = self.own.tensor.grad = None
+    def copies(self, axes: Mapping[str, Axis]) -> int:
+        """Ranks of this pipeline stage that have the same part."""
+        over = self.own.part.repeated_over | ({"tp"} if self.own.spec.dim is None else set())
+        return math.prod(axes[name].size for name in over)
 
 
 def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]:
-    return [LocalParameter(own, nn.Parameter(local_tensor(own.tensor.detach()))) for own in parameters]
+    return [LocalParameter(own) for own in parameters]
 
 
 class GradientSync:
@@ -78,10 +83,12 @@ class GradientSync:
 def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
     """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
     squared norm, each parameter counted once."""
-    counted = [p for p in parameters if not p.own.is_copy]
-    split = [_gradient(p) for p in counted if p.own.spec.dim is not None]
-    whole_on_each = [_gradient(p) for p in counted if p.own.spec.dim is None]
-    return (_sum_of_squares(split) + _sum_of_squares(whole_on_each) / axes["tp"].size) / axes["dp_replicate"].size
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.own.is_copy:
+            by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
+    shares = [_sum_of_squares(gradients) / copies for copies, gradients in by_copies.items()]
+    return sum(shares, torch.zeros((), dtype=torch.float64))
 
 
 def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
@@ -92,8 +99,6 @@ def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
     return nn.utils.get_total_norm(tensors, norm_type=2.0).double().square()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.parameter import local_tensor
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 
@@ -50,6 +49,8 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     _copy_to_twins(trainer.parameters, trainer.optimizer)
     for parameter in trainer.parameters:
         trainer.optimizer.state[parameter.local]["step"].fill_(float(progress.step))
+    for data in trainer.data:
+        data.publish()
     trainer.step = progress.step
 
 
@@ -59,9 +60,7 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Opti
     for parameter in parameters:
         if f"model.{parameter.own.name}" in state:  # a V has both ends of the pipeline, and a tied weight twice, alike
             continue
-        tensor = parameter.own.tensor.detach()
-        assert local_tensor(tensor).shape == parameter.local.shape, f"{parameter.own.name} is not sharded as at rest"
-        state[f"model.{parameter.own.name}"] = tensor
+        state[f"model.{parameter.own.name}"] = parameter.distributed(parameter.local.detach())
         for moment in MOMENTS:
             local = optimizer.state[parameter.local][moment]
             state[f"optimizer.{moment}.{parameter.own.name}"] = parameter.distributed(local)

@@ -21,7 +21,6 @@ from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.sharding import free_gathered
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
 from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
@@ -56,6 +55,7 @@ class Trainer:
         self.parameter_count = parts.parameter_count
         self.pipeline = parts.pipeline
         self.stages = parts.stages
+        self.data = parts.data
         self.parameters = local_parameters(parts.parameters)
         self.tied = parts.tied
         ends = schedule.placement[0], schedule.placement[-1]
@@ -71,6 +71,8 @@ class Trainer:
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         keywords = self._keywords(batch)
         loss = self.pipeline.run(inputs, labels, sizes=self._sizes(inputs), recorder=recorder, keywords=keywords)
+        for data in self.data:
+            data.finish_gradients()
         for parameter in self.parameters:
             parameter.refresh()
         self._gradients.complete()
@@ -81,8 +83,9 @@ class Trainer:
         rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.clear_gradient()
+        for data in self.data:
+            data.publish()
+            data.clear_gradients()
         self.step += 1
         return StepResult(mean_loss, grad_norm, rate)
 
@@ -117,7 +120,7 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Without dropout. Afterwards parameters are sharded as between steps: what saves them relies on it."""
+        """Without dropout. Afterwards parameters are as between steps: what saves or steps them relies on it."""
         for stage in self.stages:
             stage.module.eval()
         try:
@@ -125,7 +128,8 @@ class Trainer:
         finally:
             for stage in self.stages:
                 stage.module.train()
-                free_gathered(stage.module)
+            for data in self.data:
+                data.free_gathered()
 
     def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""

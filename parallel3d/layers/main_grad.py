@@ -1,0 +1,28 @@
+"""Where a backward that adds gradients itself adds them.
+
+`parameter.main_grad` (Megatron's name) is a plain tensor of the shape of this rank's part, usually float32 where the
+parameter has 16 bits: a fused backward adds to it, in its precision, and leaves `.grad` alone. It belongs to whoever
+set it (`sharding.bucket`), who also moves there what autograd gives other parameters. Without it `.grad` is added to.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def total_gradient(parameter: Tensor) -> Tensor | None:
+    """The plain tensor that holds the gradient so far; None where there is none yet."""
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None:
+        return main
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be wider."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad_out.t(), x)
+    else:
+        total.add_(grad_out.t().mm(x))

@@ -1,0 +1,130 @@
+"""`shard`: the one way to say how a model lies over the data ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.mesh import Axis
+from parallel3d.sharding.bucket import DataAxes
+from parallel3d.sharding.dtypes import Dtypes
+from parallel3d.sharding.fully_sharded import AloneData, FullyShardedData
+from parallel3d.sharding.part import Part
+from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, ZERO_3, How, ShardingName
+from parallel3d.sharding.units import Wrap, units_of
+from parallel3d.sharding.whole import WholeData
+
+BUCKET_MIB = 25  # as DistributedDataParallel's
+
+
+class ShardedData(Protocol):
+    """What `shard` gives: what a training loop tells it and asks of it. `docs/sharding.md` has a loop."""
+
+    def allocate(self) -> None:
+        """After a model that was on the meta device has got memory (`to_empty`)."""
+        ...
+
+    def part(self, module: nn.Module, attribute: str) -> Part:
+        """What the optimizer steps of the parameter that `module` holds as `attribute`."""
+        ...
+
+    def before_backward(self, last: bool) -> None:
+        """Before each backward of a step: whether it is its last. Without it, each is."""
+        ...
+
+    def after_weights(self, last: bool) -> None:
+        """After the second half of a split backward."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """After the last backward: gradients are then summed over the data ranks."""
+        ...
+
+    def clear_gradients(self) -> None: ...
+
+    def publish(self) -> None:
+        """After the optimizer's step: the model then computes with what it has made."""
+        ...
+
+    def free_gathered(self) -> None:
+        """After a forward that no backward follows."""
+        ...
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    strategy: ShardingName,
+    *,
+    wrap: Wrap = None,
+    dtypes: Dtypes | None = None,
+    average: bool = True,
+    gather: How = "step",
+    reduce: How = "step",
+    microbatches: int = 1,
+    prefetch: int | None = None,
+    bucket_mib: int = BUCKET_MIB,
+) -> ShardedData:
+    """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is missing has size 1). It
+    must be the same on all data ranks; on the meta device it is cut before it takes memory.
+
+    `wrap`: what is gathered or reduced in one go (`units_of`; default each block). `dtypes`: default the model's own.
+    `average`: gradients are the mean over the data ranks, else their sum. `gather`: parameters that are split at rest
+    are kept for all `microbatches` of a step, or freed after each (and with ZeRO-3 after each forward, which with one
+    microbatch a step they are anyway). `reduce`: gradients are summed in the last backward of a step, or in each, which
+    keeps no whole ones. `prefetch`: so many units are gathered ahead; default as torch does. `bucket_mib`: gradients of
+    NO_SHARD and SHARD_OPTIMIZER are sent in pieces of at least so much.
+
+    Raises ValueError where the strategy does not suit the mesh.
+    """
+    axes = _axes(mesh)
+    if strategy in HYBRID_OF and axes.replicate.size > 1:
+        raise ValueError(
+            f"{strategy} leaves nothing to replicate, and dp_replicate is {axes.replicate.size}; "
+            f"try {HYBRID_OF[strategy]}"
+        )
+    dtypes = dtypes or Dtypes.of(model)
+    if axes.every.size == 1 and dtypes.compute == dtypes.master:
+        model.to(dtypes.master)
+        return AloneData(model)
+    units = units_of(model, wrap)
+    if strategy in WHOLE or axes.every.size == 1:
+        split = strategy == "SHARD_OPTIMIZER"
+        return WholeData(
+            model, units, axes, mesh, split=split, dtypes=dtypes, average=average, bucket_bytes=bucket_mib * 2**20
+        )
+    return FullyShardedData(
+        model,
+        units,
+        mesh,
+        axes,
+        frees_forward=strategy in ZERO_3 and (gather == "microbatch" or microbatches == 1),
+        frees_each=gather == "microbatch",
+        reduces_each=reduce == "microbatch",
+        dtypes=dtypes,
+        average=average,
+        prefetch=prefetch,
+    )
+
+
+def named_parts(model: nn.Module, data: ShardedData) -> dict[str, Part]:
+    """What an optimizer steps on this rank, by the names of the model's parameters, a shared one once."""
+    parts = {}
+    for name, _ in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        parts[name] = data.part(model.get_submodule(owner), attribute)
+    return parts
+
+
+def _axes(mesh: DeviceMesh) -> DataAxes:
+    names = mesh.mesh_dim_names or ()
+    replicate, shards = (Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard"))
+    if replicate.size == 1 or shards.size == 1:
+        return DataAxes(replicate, shards, shards if replicate.size == 1 else replicate)
+    ranks = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc="data")
+    assert isinstance(group, dist.ProcessGroup)
+    return DataAxes(replicate, shards, Axis(len(ranks), ranks.index(dist.get_rank()), group))

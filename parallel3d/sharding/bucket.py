@@ -1,0 +1,199 @@
+"""One piece of memory for the gradients of many parameters, and what is sent of it.
+
+Gradients are views into it (`.grad`, and `main_grad` for those that a backward adds itself), so that a microbatch adds
+where the collective will read, one call clears all, and no copy stands between a backward and its all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.layers.parameter import like_parameter, local_tensor
+from parallel3d.mesh import Axis
+from parallel3d.sharding.part import own_rows
+
+# torch 2.13 renames these two and warns of the old names; 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The axes of the data dimension. `every`: over both, in one group."""
+
+    replicate: Axis
+    shard: Axis
+    every: Axis
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter that is whole on this rank, its gradient, and what the optimizer steps of it: `local`."""
+
+    parameter: nn.Parameter
+    local: nn.Parameter  # own rows of the parameter itself, or of its master copy
+    gradient: Tensor  # of the parameter, a view into a bucket
+    own_gradient: Tensor  # of `local`, a view into `gradient`
+    shown: Tensor | None  # `gradient` as the parameter's `.grad`; None where it has other bits, and autograd needs help
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, local: nn.Parameter, gradient: Tensor, own_gradient: Tensor) -> Whole:
+        """Lets a backward of `parameter` add to `gradient`."""
+        shown = like_parameter(parameter, gradient) if parameter.dtype == gradient.dtype else None
+        whole = cls(parameter, local, gradient, own_gradient, shown)
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+        if shown is None:
+            parameter.register_post_accumulate_grad_hook(lambda _: whole._take_gradient())
+        else:
+            parameter.grad = shown
+        return whole
+
+    @property
+    def has_master(self) -> bool:
+        return self.local.dtype != self.parameter.dtype
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.parameter.grad is self.shown
+
+    def _take_gradient(self) -> None:
+        """Moves what autograd has given to the bucket."""
+        grad = self.parameter.grad
+        if grad is not None:
+            self.gradient.add_(local_tensor(grad))
+            self.parameter.grad = None
+
+
+class Bucket:
+    """Gradients of `wholes`, which all lie in `memory`, one after the other.
+
+    `split`: only this rank's rows of the sum are made (reduce-scatter over dp_shard, then an all-reduce of the rows
+    over dp_replicate), else all of it, on all ranks (one all-reduce). `reduce_dtype`: what is sent. `average`: the sum
+    is divided by the number of data ranks.
+    """
+
+    def __init__(
+        self,
+        wholes: Sequence[Whole],
+        memory: Tensor,
+        axes: DataAxes,
+        *,
+        split: bool,
+        reduce_dtype: torch.dtype,
+        average: bool,
+    ) -> None:
+        self.wholes = wholes
+        self.memory = memory
+        self._axes = axes
+        self._split = split and axes.shard.size > 1
+        self._reduce_dtype = reduce_dtype
+        self._scale = 1.0 / axes.every.size if average else 1.0
+        self._finish: Callable[[], None] | None = None
+        rows = [-(-whole.gradient.shape[0] // axes.shard.size) for whole in wholes] if self._split else []
+        # What a rank has of each parameter where they are sent: as many rows as the first rank, filled up.
+        self._widths = [count * whole.gradient[:1].numel() for count, whole in zip(rows, wholes, strict=False)]
+
+    def start_reduction(self) -> None:
+        """Starts to sum the gradients over the data ranks."""
+        if self._split:
+            self._start_scatter()
+        else:
+            self._start_all_reduce(self.memory, self._axes.every)
+
+    def finish_reduction(self) -> None:
+        """Waits until `own_gradient` of every parameter is the sum."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _start_all_reduce(self, total: Tensor, axis: Axis) -> None:
+        if axis.size == 1:
+            return
+        sent = total.to(self._reduce_dtype)
+        work = dist.all_reduce(sent, group=axis.group, async_op=True)
+
+        def finish() -> None:
+            _wait(work)
+            if sent is not total:
+                total.copy_(sent)
+            self._divide(total)
+
+        self._finish = finish
+
+    def _start_scatter(self) -> None:
+        shards = self._axes.shard
+        sent = self._packed([whole.gradient for whole in self.wholes], self._reduce_dtype)
+        received = torch.empty_like(sent[0])
+        work = _reduce_scatter(received, sent.flatten(), group=shards.group, async_op=True)
+
+        def finish() -> None:
+            nonlocal sent
+            _wait(work)
+            del sent
+            if self._axes.replicate.size > 1:
+                dist.all_reduce(received, group=self._axes.replicate.group)
+            self._divide(received)
+            for whole, part in zip(self.wholes, received.split(self._widths), strict=True):
+                whole.own_gradient.copy_(part[: whole.own_gradient.numel()].view_as(whole.own_gradient))
+
+        self._finish = finish
+
+    def _divide(self, total: Tensor) -> None:
+        if self._scale != 1.0:
+            total.mul_(self._scale)
+
+    @torch.no_grad()
+    def start_publish(self) -> Callable[[], None]:
+        """Starts to make the parameters what the optimizer has made of their parts; returns how to finish it."""
+        if not self._split:
+            for whole in self.wholes:
+                if whole.has_master:
+                    local_tensor(whole.parameter).copy_(whole.local)
+            return lambda: None
+        shards, dtype = self._axes.shard, self.wholes[0].parameter.dtype
+        sent = torch.empty(sum(self._widths), dtype=dtype, device=self.memory.device)
+        for whole, part in zip(self.wholes, sent.split(self._widths), strict=True):
+            part[: whole.local.numel()].copy_(whole.local.flatten())
+        received = torch.empty(shards.size, len(sent), dtype=dtype, device=self.memory.device)
+        work = _all_gather(received.flatten(), sent, group=shards.group, async_op=True)
+
+        def finish() -> None:
+            _wait(work)
+            with torch.no_grad():
+                self._unpack(received)
+
+        return finish
+
+    def _packed(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """[ranks, what a rank has of each tensor]; what an uneven part is filled up with is not read again."""
+        ranks = self._axes.shard.size
+        packed = torch.empty(ranks, sum(self._widths), dtype=dtype, device=self.memory.device)
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            if tensor.numel() == columns.numel():
+                columns.copy_(tensor.view(columns.shape))
+                continue
+            for rank in range(ranks):
+                rows = own_rows(tensor, rank, ranks)
+                columns[rank, : rows.numel()].copy_(rows.flatten())
+        return packed
+
+    def _unpack(self, packed: Tensor) -> None:
+        ranks = self._axes.shard.size
+        for whole, columns in zip(self.wholes, packed.split(self._widths, dim=1), strict=True):
+            parameter = local_tensor(whole.parameter)
+            if parameter.numel() == columns.numel() and parameter.is_contiguous():
+                parameter.view(columns.shape).copy_(columns)
+                continue
+            for rank in range(ranks):
+                rows = own_rows(parameter, rank, ranks)
+                rows.copy_(columns[rank, : rows.numel()].view_as(rows))
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
