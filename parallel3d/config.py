@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel3d.batch_sizes import BatchSizes
 from parallel3d.errors import ConfigError
 from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.sharding.strategy import How, ShardingName, strategy_of
@@ -24,7 +25,7 @@ from parallel3d.validation import refuse, validate
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
 ]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 ReduceDtype = Literal["fp32", "bf16"]
@@ -136,9 +137,13 @@ class TrainConfig:
 
     steps: int
     global_batch_size: int  # sequences
+    batch_warmup_start: int | None = None  # sequences of the first steps' global batch; None: no warm-up
+    batch_warmup_increment: int | None = None  # sequences that it grows by at a time; None: batch_warmup_start
+    batch_warmup_steps: int | None = None  # steps until it has its full size
     seq_len: int  # tokens
     seed: int = 0
     precision: Precision = "fp32"
+    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, where they are not large
     grad_clip: float | None = 1.0  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
@@ -150,6 +155,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """What the loss is multiplied by with train.precision = fp16, so that small gradients do not vanish."""
+
+    initial: float = 65536.0
+    growth: float = 2.0  # the factor after `interval` steps in a row with finite gradients
+    backoff: float = 0.5  # the factor after a step without
+    interval: int = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`."""
 
@@ -158,6 +173,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
     warmup_steps: int = 0
     decay_steps: int | None = None  # None: train.steps
     min_lr_ratio: float = 0.1
@@ -172,6 +188,7 @@ class DataConfig:
     pattern: str = "*.txt"
     tokenizer: Literal["bytes"] = "bytes"
     validation_fraction: float = 0.05  # of the files (of the bytes, where there is a single file)
+    ignore_token_ids: tuple[int, ...] = ()  # labels that are not trained on, such as padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +212,7 @@ class Recipe:
     train: TrainConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -202,8 +220,16 @@ class Recipe:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that each pipeline runs per step."""
+        """Microbatches that each pipeline runs per step (fewer during a warm-up of the batch)."""
         return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each step."""
+        train = self.train
+        return BatchSizes.of(
+            train.global_batch_size, train.batch_warmup_start, train.batch_warmup_increment, train.batch_warmup_steps
+        )
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
@@ -233,11 +259,14 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
 
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe as YAML that `load_recipe` reads back to the same."""
-    tree = asdict(recipe)
-    tree["optimizer"]["betas"] = list(recipe.optimizer.betas)
-    if recipe.parallel.stage_boundaries is not None:
-        tree["parallel"]["stage_boundaries"] = list(recipe.parallel.stage_boundaries)
-    return dump_yaml(tree)
+    return dump_yaml(_with_lists(asdict(recipe)))
+
+
+def _with_lists(value: Any) -> Any:
+    """Tuples as the lists that YAML has."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,16 @@ def parallelize(
 
 
 def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
-    compute = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    """Master weights are float32 but in pure bf16, where there are none."""
+    compute = {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "bf16_pure": torch.bfloat16,
+        "fp16": torch.float16,
+    }[precision]
+    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
     reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[parallel.reduce_dtype]
-    return Dtypes(compute=compute, master=torch.float32, reduce=reduce)
+    return Dtypes(compute=compute, master=master, reduce=reduce)
 
 
 def shard_stage(

@@ -34,7 +34,8 @@ _LARGEST_DIVISOR = 4096  # that a message would suggest
 def validate(recipe: Recipe) -> None:
     """Raises one `ConfigError` with a line for each rule that `recipe` breaks."""
     refuse([*_counts(recipe), *_numbers(recipe)])
-    refuse([*_model(recipe), *_parallel(recipe), *_schedule(recipe), *_batch(recipe), *_others(recipe)])
+    relations = (_model, _parallel, _schedule, _batch, _batch_warmup, _precision, _others)
+    refuse([problem for rule in relations for problem in rule(recipe)])
 
 
 def warnings_for(recipe: Recipe) -> list[str]:
@@ -45,6 +46,16 @@ def warnings_for(recipe: Recipe) -> list[str]:
         lines.append(
             f"optimizer.decay_steps = {optimizer.decay_steps}: shorter than train.steps = {train.steps}; from there on "
             f"the learning rate stays at its minimum, {optimizer.lr * optimizer.min_lr_ratio:g}"
+        )
+    if train.precision != "fp16" and recipe.loss_scale != type(recipe.loss_scale)():
+        lines.append(
+            f"loss_scale: not used, because train.precision = {train.precision} needs no scaling; "
+            "try train.precision=fp16"
+        )
+    if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
+        lines.append(
+            f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than train.steps = {train.steps}; the batch "
+            f"never has its full size of {train.global_batch_size}"
         )
     if data.source != "text" and data.path is not None:
         lines.append(f"data.path = {data.path}: not read, because data.source = {data.source}; try data.source=text")
@@ -85,6 +96,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         ("train.timeout_s", train.timeout_s, 300),
         ("optimizer.lr", optimizer.lr, 3e-4),
         ("optimizer.eps", optimizer.eps, 1e-8),
+        ("loss_scale.initial", recipe.loss_scale.initial, 65536),
     ]
     for key, value, would_do in above_zero:
         if value is not None and not 0 < value < math.inf:  # NaN is in no interval
@@ -98,6 +110,10 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1; try [0.9, 0.95]"
     if not 0 <= optimizer.min_lr_ratio <= 1:
         yield f"optimizer.min_lr_ratio = {optimizer.min_lr_ratio}: must be between 0 and 1; try 0.1"
+    if not 1 < recipe.loss_scale.growth < math.inf:
+        yield f"loss_scale.growth = {recipe.loss_scale.growth}: must be above 1 and finite; try 2"
+    if not 0 < recipe.loss_scale.backoff < 1:
+        yield f"loss_scale.backoff = {recipe.loss_scale.backoff}: must be above 0 and below 1; try 0.5"
     if not 0 < data.validation_fraction < 1:
         yield f"data.validation_fraction = {data.validation_fraction}: must be above 0 and below 1; try 0.05"
 
@@ -243,6 +259,53 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     if train.eval_every is not None and train.eval_sequences % slice_:
         tries = _multiples_near(train.eval_sequences, slice_)
         yield f"train.eval_sequences = {train.eval_sequences}: must be a multiple of {product}; try {tries}"
+
+
+def _batch_warmup(recipe: Recipe) -> Iterator[str]:
+    """Every size that the batch takes must divide over the layout, and the last rise must end at the full size."""
+    parallel, train = recipe.parallel, recipe.train
+    start, steps, full = train.batch_warmup_start, train.batch_warmup_steps, train.global_batch_size
+    slice_ = parallel.dp * parallel.microbatch_size
+    if start is None:
+        given = {"batch_warmup_steps": steps, "batch_warmup_increment": train.batch_warmup_increment}
+        for key, value in given.items():
+            if value is not None:
+                yield (
+                    f"train.{key} = {value}: needs the batch that the warm-up starts with; "
+                    f"try train.batch_warmup_start={slice_}"
+                )
+        return
+    if steps is None:
+        yield f"train.batch_warmup_start = {start}: needs train.batch_warmup_steps; try {max(1, train.steps // 10)}"
+    increment = train.batch_warmup_increment or start
+    product = f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = {slice_}"
+    for key, value in {"start": start, "increment": increment}.items():
+        if value % slice_:
+            tries = _multiples_near(value, slice_)
+            yield f"train.batch_warmup_{key} = {value}: must be a multiple of {product}; try {tries}"
+    if start > full:
+        yield (f"train.batch_warmup_start = {start}: must be at most train.global_batch_size = {full}; try {slice_}")
+    elif (full - start) % increment:
+        tries = _or(d for d in _divisors(full - start, near=increment) if d % slice_ == 0) if full % slice_ == 0 else ""
+        yield (
+            f"train.batch_warmup_increment = {increment}: must divide train.global_batch_size - "
+            f"train.batch_warmup_start = {full - start}; try {tries or slice_}"
+        )
+
+
+def _precision(recipe: Recipe) -> Iterator[str]:
+    optimizer, precision = recipe.optimizer, recipe.train.precision
+    if optimizer.stochastic_rounding and precision != "bf16_pure":
+        yield (
+            f"optimizer.stochastic_rounding = true: train.precision = {precision} keeps its weights in float32, where "
+            "there is nothing to round; try train.precision=bf16_pure"
+        )
+    for token in recipe.data.ignore_token_ids:
+        if not 0 <= token < recipe.model.vocab:
+            yield (
+                f"data.ignore_token_ids = {list(recipe.data.ignore_token_ids)}: {token} is no token of model.vocab = "
+                f"{recipe.model.vocab}; try ids from 0 to {recipe.model.vocab - 1}"
+            )
 
 
 def _others(recipe: Recipe) -> Iterator[str]:

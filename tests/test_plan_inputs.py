@@ -78,7 +78,6 @@ BAD_INPUTS = [
     (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
     (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", "--emit-launch pbs: must be one of torchrun, slurm"),
     (f"{ASKED} --emit-recipe no/such/x.yaml", "--emit-recipe no/such/x.yaml: cannot be written"),
-    (f"{ASKED} --precision fp16 --emit-recipe x.yaml", "--emit-recipe: the trainer has no fp16"),
     ("memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8", "--layout: required; try --layout tp=8"),
     ("memory --model llama3-8b --gpu h100 --layout tp=3 --seq-len 512 --global-batch 8", "parallel.tp = 3: must"),
     ("hardware h3000", "hardware h3000: unknown; did you mean"),

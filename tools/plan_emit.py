@@ -41,8 +41,6 @@ def emit_recipe(path: Path, asked: Asked, plan: Plan) -> None:
 def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Recipe:
     """The user's own recipe, or the defaults, with the plan's model, batch and layout."""
     q = plan.question
-    if q.precision not in ("fp32", "bf16"):
-        raise ConfigError(f"--emit-recipe: the trainer has no {q.precision}; plan with --precision bf16")
     shape = padded(q.shape, best.parallel.tp)
     parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
     steps = _steps(plan)

@@ -26,12 +26,16 @@ class SavedProgress:
     """Where a run stands: what a checkpoint holds beside tensors."""
 
     step: int
-    tokens: int
+    tokens: int  # labels seen
     seed: int
     global_batch_size: int
     seq_len: int
     parameters: int  # of the whole model
     parallel: dict[str, Any]  # the layout that wrote it; for people, never needed to read it
+    sequences: int | None = None  # seen: the place in the data; None: step * global_batch_size
+    skipped_steps: int = 0  # by the loss scaler
+    loss_scale: float | None = None  # of the next step; None: not trained in float16
+    loss_scale_good_steps: int = 0  # in a row, at that scale
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -14,9 +14,12 @@ from einops import rearrange
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from parallel3d.batch_sizes import BatchSizes
 from parallel3d.data.order import window_order
 from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import ConfigError, DataError
+
+IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class Batch:
     """One dp rank's share of a global batch, on the CPU."""
 
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
-    labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input
+    labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is learned
     samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
 
 
@@ -32,9 +35,11 @@ class Batch:
 class BatchLoader:
     """Gives the share of dp rank `dp_rank` of any step's global batch, shuffled by `seed` (None: in order).
 
-    Step s holds samples s * global_batch_size onward; rank r has the r-th of `dp_size` equal runs of them. So the
-    global batch is the same sequences whatever the layout. Past the last window the samples go on with the next epoch.
-    Raises DataError where `tokens` are fewer than one window, ConfigError where the batch does not divide.
+    A step's samples follow on those of the steps before it: s * global_batch_size onward, or as many as a warm-up of
+    the batch has had by then. Rank r has the r-th of `dp_size` equal runs of them, so the global batch is the same
+    sequences whatever the layout. Past the last window the samples go on with the next epoch. Labels that are among
+    `ignored_ids` are not learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the
+    batch does not divide.
     """
 
     tokens: TokenIds
@@ -46,6 +51,8 @@ class BatchLoader:
     dp_size: int
     vocab: int
     seed: int | None
+    sizes: BatchSizes | None = None  # of the global batch where it warms up to `global_batch_size`
+    ignored_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -68,15 +75,11 @@ class BatchLoader:
         """Sequences in one epoch."""
         return (len(self.tokens) - 1) // self.seq_len
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches in each rank's share."""
-        return self.global_batch_size // (self.dp_size * self.microbatch_size)
-
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of `step` (from 0). Raises DataError for an id beyond `vocab`."""
-        first = step * self.global_batch_size
-        samples = np.arange(first, first + self.global_batch_size, dtype=np.int64)
+        sizes = self.sizes or BatchSizes.of(self.global_batch_size, None, None, None)
+        first = sizes.before(step)
+        samples = np.arange(first, first + sizes.at(step), dtype=np.int64)
         every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
         drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
         # The whole global batch, not this rank's share: all ranks then stop at once, with one message, and none hangs.
@@ -84,8 +87,11 @@ class BatchLoader:
         by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
         share = by_rank[self.dp_rank]
         tokens = torch.from_numpy(share.astype(np.int64))
+        inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        if self.ignored_ids:
+            labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         own = torch.from_numpy(samples).view(self.dp_size, -1, self.microbatch_size)[self.dp_rank]
-        return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=own)
+        return Batch(inputs, labels, own)
 
 
 def _check_ids(drawn: TokenIds, first_sample: int, vocab: int) -> None:

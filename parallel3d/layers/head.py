@@ -26,11 +26,18 @@ class VocabParallelHead(ColumnParallelLinear):
     A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary] in `embedding`): where
     the last rank has fewer than w, its logits are filled up with -inf, which no softmax sees. Its weight may be the
     embedding's (`head.weight = embed.weight`). Sends what a `ColumnParallelLinear` sends.
+
+    With `is_deferred` forward gives x as it came, and sends nothing: who has x then makes the loss of it by
+    `head_cross_entropy`, or the logits by `logits`.
     """
 
     uneven = True
+    is_deferred = False
 
     def forward(self, x: Tensor) -> Tensor:
+        return x if self.is_deferred else self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
         (logits,) = column_parallel(x, (self,))
         missing = -(-self.out_features // self.axis.size) - logits.shape[-1]
         if missing:

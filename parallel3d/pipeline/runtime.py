@@ -82,16 +82,22 @@ class PipelineRuntime:
         sizes: Sizes | None = None,
         recorder: Recorder | None = None,
         keywords: Sequence[Mapping[str, Any]] | None = None,
+        schedule: Schedule | None = None,
     ) -> Tensor:
         """Forward and backward of a batch. `inputs[m]` is a microbatch of the first stage, a tensor or a tuple of them,
         `labels[m]` what the loss compares the last one's output with; a rank that does not hold the stage may have
-        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. Returns the sum
-        of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are left in `.grad`.
+        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. `schedule`:
+        another than the runtime's own, checked already, of the same stages on the same ranks, for other numbers of
+        microbatches. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere;
+        gradients are left in `.grad`.
 
         Raises StageError where this rank's part failed and RankError where another's did; the pipeline is then of no
         more use.
         """
-        return self._execute(self.schedule, inputs, labels, sizes, recorder, keywords=keywords).loss
+        schedule = schedule or self.schedule
+        if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
+            raise ValueError(f"schedule {schedule.name}: places or splits stages in another way than the runtime's own")
+        return self._execute(schedule, inputs, labels, sizes, recorder, keywords=keywords).loss
 
     @torch.no_grad()
     def evaluate(

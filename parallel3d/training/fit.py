@@ -33,6 +33,7 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
     """
     recipe = trainer.recipe
     watch = Stopwatch()
+    told_tokens = trainer.tokens
     for step in range(trainer.step + 1, recipe.train.steps + 1):
         last = step == recipe.train.steps
         report = None
@@ -49,7 +50,8 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
         if _due(recipe.train.eval_every, step, last):
             val_loss = trainer.evaluate(loaders.validation.batch(0))
         if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
-            line = measure(trainer, result, watch.read_mean_s(), val_loss)
+            line = measure(trainer, result, watch, trainer.tokens - told_tokens, val_loss)
+            told_tokens = trainer.tokens
             progress.measured(line)
             if metrics is not None:
                 metrics.write(line)
@@ -59,11 +61,11 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
                 keep_newest(checkpoints, recipe.checkpoint.keep)
 
 
-def measure(trainer: Trainer, result: StepResult, step_time_s: float, val_loss: float | None) -> StepMetrics:
-    """The line of metrics of a step; every rank calls it."""
+def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int, val_loss: float | None) -> StepMetrics:
+    """The line of metrics of a step; every rank calls it. `tokens` are those of the steps that `watch` has timed."""
     recipe = trainer.recipe
-    tokens_per_step = recipe.train.global_batch_size * recipe.train.seq_len
-    per_device = tokens_per_step / step_time_s / recipe.parallel.world_size
+    seconds, steps = watch.read()
+    per_device = tokens / seconds / recipe.parallel.world_size
     peak = peak_flops(trainer.device, recipe.train.precision)
     flops = flops_per_token(recipe.model, trainer.parameter_count, recipe.train.seq_len)
     return StepMetrics(
@@ -71,13 +73,15 @@ def measure(trainer: Trainer, result: StepResult, step_time_s: float, val_loss: 
         loss=result.loss,
         lr=result.lr,
         grad_norm=result.grad_norm,
-        tokens=trainer.step * tokens_per_step,
-        step_time_s=step_time_s,
-        tokens_per_s=tokens_per_step / step_time_s,
+        tokens=trainer.tokens,
+        step_time_s=seconds / steps,
+        tokens_per_s=tokens / seconds,
         tokens_per_s_per_device=per_device,
         mfu=None if peak is None else per_device * flops / peak,
         peak_memory_bytes=_largest(peak_memory_bytes(trainer.device), trainer.device),
         val_loss=val_loss,
+        loss_scale=result.loss_scale,
+        skipped_steps=trainer.skipped_steps,
     )
 
 

@@ -99,7 +99,9 @@ def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    return nn.utils.get_total_norm(tensors, norm_type=2.0).double().square()
+    # In float32 at least: torch's own total norm would round to bf16 for such gradients.
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:

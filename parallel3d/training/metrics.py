@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from dataclasses import asdict, dataclass
@@ -24,13 +25,15 @@ class StepMetrics:
     loss: float  # mean over the tokens of this step's global batch
     lr: float
     grad_norm: float  # before clipping
-    tokens: int  # since the start of the run
+    tokens: int  # since the start of the run; those that are ignored do not count, and those of skipped steps do
     step_time_s: float
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float | None  # of the dense bf16 peak; None where that is not known
     peak_memory_bytes: int  # of the worst rank: CUDA's allocator, or the process on a CPU
     val_loss: float | None = None
+    loss_scale: float | None = None  # of this step; None where the precision needs none
+    skipped_steps: int = 0  # since the start of the run: gradients that overflowed
 
 
 class MetricsFile:
@@ -43,7 +46,7 @@ class MetricsFile:
 
     def write(self, metrics: StepMetrics) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps(asdict(metrics)) + "\n")
+            file.write(json.dumps({name: _valid(value) for name, value in asdict(metrics).items()}) + "\n")
 
 
 def flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> float:
@@ -55,8 +58,8 @@ def flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> float
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Of one device at bf16; None where it is not known, and for float32, whose peak depends on what torch allows."""
-    if device.type != "cuda" or precision != "bf16":
+    """Of one device at 16 bits; None where it is not known, and in float32, whose peak depends on what torch allows."""
+    if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for model, flops in PEAK_BF16_FLOPS.items() if model in name), None)
@@ -67,6 +70,11 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units
+
+
+def _valid(value: float | None) -> float | None:
+    """JSON has no infinity: the norm of a skipped step is null."""
+    return value if value is None or math.isfinite(value) else None
 
 
 def _lines(path: Path) -> list[str]:

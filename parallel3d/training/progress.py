@@ -43,6 +43,8 @@ def describe(metrics: StepMetrics, steps: int) -> str:
         f"grad {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",
         f"{metrics.tokens_per_s:,.0f} tok/s",
+        *([] if metrics.loss_scale is None else [f"scale {metrics.loss_scale:g}"]),
+        *([f"skipped {metrics.skipped_steps}"] if metrics.skipped_steps else []),
         *([] if metrics.mfu is None else [f"mfu {metrics.mfu:.1%}"]),
         f"mem {metrics.peak_memory_bytes / MIB:,.0f} MiB",
         f"eta {clock((steps - metrics.step) * metrics.step_time_s)}",

@@ -23,12 +23,16 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
     recipe = trainer.recipe
     progress = SavedProgress(
         step=trainer.step,
-        tokens=trainer.step * recipe.train.global_batch_size * recipe.train.seq_len,
+        tokens=trainer.tokens,
         seed=recipe.train.seed,
         global_batch_size=recipe.train.global_batch_size,
         seq_len=recipe.train.seq_len,
         parameters=trainer.parameter_count,
         parallel=asdict(recipe.parallel),
+        sequences=recipe.batch_sizes.before(trainer.step),
+        skipped_steps=trainer.skipped_steps,
+        loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
+        loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
     )
     save_tensors(tensors_of(trainer.parameters, trainer.optimizer), progress, path)
 
@@ -46,12 +50,18 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
         then, now = getattr(progress, key), getattr(train, key)
         if then != now:
             raise CheckpointError(f"{path}: was trained with train.{key} = {then}, not {now}; resume with {key}={then}")
+    then, now = progress.sequences, trainer.recipe.batch_sizes.before(progress.step)
+    if then is not None and then != now:
+        raise CheckpointError(
+            f"{path}: has seen {then} sequences, and this recipe's first {progress.step} steps are {now}; resume with "
+            "the train.batch_warmup_start, _increment and _steps that it was trained with"
+        )
     _copy_to_twins(trainer.parameters, trainer.optimizer)
     for parameter in trainer.parameters:
-        trainer.optimizer.state[parameter.local]["step"].fill_(float(progress.step))
+        trainer.optimizer.state[parameter.local]["step"].fill_(float(progress.step - progress.skipped_steps))
     for data in trainer.data:
         data.publish()
-    trainer.step = progress.step
+    trainer.resume(progress)
 
 
 def tensors_of(parameters: Sequence[LocalParameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

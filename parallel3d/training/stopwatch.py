@@ -22,8 +22,8 @@ class Stopwatch:
         self._seconds += time.perf_counter() - start
         self._blocks += 1
 
-    def read_mean_s(self) -> float:
-        """Mean seconds a block since the last reading."""
-        mean = self._seconds / max(1, self._blocks)
+    def read(self) -> tuple[float, int]:
+        """Seconds and blocks since the last reading."""
+        read = self._seconds, self._blocks
         self._seconds, self._blocks = 0.0, 0
-        return mean
+        return read

@@ -53,7 +53,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     dist.gather_object(told, everyone)
     if everyone is None:
         return result, None
-    schedule = trainer.pipeline.schedule
+    schedule = trainer.schedule_of(len(batch.inputs))
     measured = _timelines(everyone, schedule)
     simulated = simulate(schedule, measured_costs(schedule, [span for timeline in measured for span in timeline.spans]))
     path = folder / f"timeline_step_{trainer.step:08d}.json"

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_
 
+from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.config import Recipe
-from parallel3d.data.loader import Batch
-from parallel3d.errors import NonFiniteError
+from parallel3d.data.loader import IGNORED, Batch
+from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.recorder import Recorder
+from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
+from parallel3d.training.loss import MeanLoss
+from parallel3d.training.loss_scale import LossScaler
 from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from parallel3d.training.rounding import step_in_float32
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank: the mean loss over the global batch's tokens, and the gradient's norm before clipping."""
+    """The same on every rank: the mean loss over the global batch's real tokens, and the gradient's norm before
+    clipping."""
 
     loss: float
     grad_norm: float
     lr: float
+    loss_scale: float | None = None  # None: not in float16
+    skipped: bool = False  # the gradient overflowed in float16, and nothing was changed
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of a step, over all ranks. Gradients times `factor` are those of the mean loss over its real tokens."""
+
+    loss: float
+    grad_norm: float
+    tokens: int  # with a label
+    factor: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Trainer:
@@ -43,19 +63,20 @@ class Trainer:
         self.axes = axes_of(mesh)
         self.device = device
         self.step = 0  # steps done
-        tokens = recipe.train.global_batch_size * recipe.train.seq_len
-        loss_fn = partial(_share_of_mean_loss, tp=mesh["tp"], tokens=tokens)
-        schedule = build_schedule(
-            recipe.parallel.schedule,
-            pp=recipe.parallel.pp,
-            microbatches=recipe.microbatches,
-            virtual_stages=recipe.parallel.virtual_stages,
-        )
-        parts = parallelize(model_class, recipe, mesh, device, schedule, loss_fn)
+        self.tokens = 0  # labels seen in them
+        self.skipped_steps = 0  # of them, by the loss scaler
+        self.scaler = None
+        if recipe.train.precision == "fp16":
+            self.scaler = LossScaler(recipe.loss_scale, scale=recipe.loss_scale.initial)
+        self.loss = MeanLoss(recipe, mesh["tp"])
+        self._schedules: dict[int, Schedule] = {}
+        schedule = self.schedule_of(recipe.microbatches)
+        parts = parallelize(model_class, recipe, mesh, device, schedule, self.loss)
         self.parameter_count = parts.parameter_count
         self.pipeline = parts.pipeline
         self.stages = parts.stages
         self.data = parts.data
+        self.loss.take_over(stage.module for stage in parts.stages)
         self.parameters = local_parameters(parts.parameters)
         self.tied = parts.tied
         ends = schedule.placement[0], schedule.placement[-1]
@@ -66,45 +87,71 @@ class Trainer:
         self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None
     ) -> StepResult:
         """One step on this data rank's share of a global batch; `recorder` is told of each action, and `observe` called
-        once the gradients in `parameters` are complete and before they are clipped. Raises NonFiniteError, with nothing
-        changed, where the loss or the gradient is not finite."""
+        once the gradients in `parameters` are complete and before they are scaled and clipped. Raises, with nothing
+        changed, NonFiniteError where the loss or the gradient is not finite (in float16: at any loss scale), and
+        DataError where no rank has a label."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-        keywords = self._keywords(batch)
-        loss = self.pipeline.run(inputs, labels, sizes=self._sizes(inputs), recorder=recorder, keywords=keywords)
+        self.loss.scale = 1.0 if self.scaler is None else self.scaler.scale
+        loss = self.pipeline.run(
+            inputs,
+            labels,
+            sizes=self._sizes(inputs),
+            recorder=recorder,
+            keywords=self._keywords(batch),
+            schedule=self.schedule_of(len(inputs)),
+        )
         for data in self.data:
             data.finish_gradients()
         for parameter in self.parameters:
             parameter.refresh()
         self._gradients.complete()
-        mean_loss, grad_norm = self._global_loss_and_norm(loss)
+        totals = self._totals(loss, labels, squared_norm(self.parameters, self.axes))
         if observe is not None:
             observe()
-        self._clip(grad_norm)
+        self._check(totals)
         rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        if totals.is_finite:
+            self._scale_gradients(totals.factor * self._clipping(totals.grad_norm))
+            set_learning_rate(self.optimizer, rate)
+            self._optimize()
         for data in self.data:
             data.publish()
             data.clear_gradients()
         self.step += 1
-        return StepResult(mean_loss, grad_norm, rate)
+        self.tokens += totals.tokens
+        self.skipped_steps += not totals.is_finite
+        scale = None if self.scaler is None else self.loss.scale
+        return StepResult(totals.loss, totals.grad_norm, rate, scale, skipped=not totals.is_finite)
 
     def evaluate(self, batch: Batch) -> float:
-        """The mean loss over the tokens of a global batch of any size, of which `batch` is this data rank's share,
-        without training on it; the same on every rank."""
+        """The mean loss over the real tokens of a global batch of any size, of which `batch` is this data rank's share,
+        without training on it; the same on every rank. Raises DataError where it has none."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         with self._evaluating():
             loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-        as_if_tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len  # what the loss is divided by
-        tokens = batch.inputs.numel() * self.recipe.parallel.dp
-        share = loss.double() * as_if_tokens / (tokens * self.axes["tp"].size)
-        return sum_over_mesh(share, self.axes).item()
+        return self._totals(loss, labels, torch.zeros((), dtype=torch.float64)).loss
 
     def logits(self, ids: Tensor) -> list[Tensor]:
         """This tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch, seq] on the
         ranks of the last stage; an empty list elsewhere."""
         with self._evaluating():
-            return self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
+            outputs = self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
+            return [self.loss.logits(output) for output in outputs]
+
+    def resume(self, progress: SavedProgress) -> None:
+        """Goes on from where a checkpoint's run stood; its tensors are read by others."""
+        self.step, self.tokens, self.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
+        if self.scaler is not None and progress.loss_scale is not None:
+            self.scaler.scale, self.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
+
+    def schedule_of(self, microbatches: int) -> Schedule:
+        """The pipeline's for so many microbatches; a warm-up of the batch has several."""
+        if microbatches not in self._schedules:
+            how = self.recipe.parallel
+            self._schedules[microbatches] = build_schedule(
+                how.schedule, pp=how.pp, microbatches=microbatches, virtual_stages=how.virtual_stages
+            )
+        return self._schedules[microbatches]
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """Of what crosses between stages, for ids [microbatches, batch, seq]."""
@@ -131,25 +178,45 @@ class Trainer:
             for data in self.data:
                 data.free_gathered()
 
-    def _global_loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
-        """Both summed over the mesh in one go. The loss is equal on all tp ranks, so each counts for its share."""
-        square = squared_norm(self.parameters, self.axes).to(self.device)
-        sums = torch.stack((loss.double() / self.axes["tp"].size, square))
-        mean_loss, total_square = sum_over_mesh(sums, self.axes).tolist()
-        grad_norm = total_square**0.5
-        if not torch.isfinite(sums).all():
-            raise NonFiniteError(
-                f"step {self.step + 1}: loss {mean_loss}, gradient norm {grad_norm}; weights are those of step "
-                f"{self.step}. A lower optimizer.lr or more optimizer.warmup_steps may do"
+    def _totals(self, loss: Tensor, labels: Tensor, square: Tensor) -> Totals:
+        """Loss, labels and squared norm summed over the mesh in one go. The loss is equal on all tp ranks, so each
+        counts for its share; the labels of a data rank are the same along tp and pp, where the first ones count."""
+        tp, pp = self.axes["tp"], self.axes["pp"]
+        counts = tp.rank == 0 and pp.rank == 0
+        real = (labels != IGNORED).sum().double() * counts
+        sums = sum_over_mesh(torch.stack((loss.double() / tp.size, square.to(self.device), real)), self.axes)
+        nominal_loss, total_square, tokens = sums.tolist()
+        if not tokens:
+            raise DataError(
+                f"step {self.step + 1}: no token of the batch has a label; data.ignore_token_ids = "
+                f"{list(self.recipe.data.ignore_token_ids)} are not learned. Try fewer of them"
             )
-        return mean_loss, grad_norm
+        factor = self.loss.tokens / tokens / self.loss.scale
+        return Totals(nominal_loss * factor, total_square**0.5 * factor, round(tokens), factor)
 
-    def _clip(self, grad_norm: float) -> None:
-        if self.recipe.train.grad_clip is not None:
-            norm = torch.tensor(grad_norm, device=self.device)
-            clip_grads_with_norm_([p.local for p in self.parameters], self.recipe.train.grad_clip, norm)
+    def _check(self, totals: Totals) -> None:
+        """Lowers or raises the loss scale. Raises NonFiniteError where what is not finite cannot be skipped."""
+        if self.scaler is not None:
+            self.scaler.update(is_finite=totals.is_finite)
+        if totals.is_finite or (self.scaler is not None and not self.scaler.has_failed):
+            return
+        at_scale = "" if self.scaler is None else f" even at a loss scale of {self.loss.scale:g}"
+        raise NonFiniteError(
+            f"step {self.step + 1}: loss {totals.loss}, gradient norm {totals.grad_norm}{at_scale}; weights are those "
+            f"of step {self.step}. A lower optimizer.lr or more optimizer.warmup_steps may do"
+        )
 
+    def _clipping(self, grad_norm: float) -> float:
+        limit = self.recipe.train.grad_clip
+        return 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
 
-def _share_of_mean_loss(logits: Tensor, labels: Tensor, *, tp: DeviceMesh, tokens: int) -> Tensor:
-    """A microbatch's part of the mean over `tokens` tokens."""
-    return vocab_parallel_cross_entropy(logits, labels, tp, overwrite_logits=True).sum() / tokens
+    def _scale_gradients(self, factor: float) -> None:
+        """The one time that gradients are multiplied: by what tokens, loss scale and clipping make together."""
+        if factor != 1.0:
+            torch._foreach_mul_([p.local.grad for p in self.parameters if p.local.grad is not None], factor)
+
+    def _optimize(self) -> None:
+        if self.recipe.optimizer.stochastic_rounding:
+            step_in_float32(self.optimizer, self.parameters, seed=self.recipe.train.seed, step=self.step)
+        else:
+            self.optimizer.step()

@@ -69,9 +69,11 @@ def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         seed=train.seed,
+        sizes=recipe.batch_sizes,
+        ignored_ids=recipe.data.ignore_token_ids,
     )
     # Drawn from all of the validation files, and the same for every seed of the run.
-    validation = replace(loader, tokens=corpus.validation, global_batch_size=train.eval_sequences, seed=0)
+    validation = replace(loader, tokens=corpus.validation, global_batch_size=train.eval_sequences, sizes=None, seed=0)
     return Loaders(loader, validation)
 
 

@@ -1,0 +1,69 @@
+"""What the trainer differentiates: the loss of a microbatch, as its share of the mean over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.config import Recipe
+from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
+from parallel3d.layers.loss import vocab_parallel_cross_entropy
+
+CHUNK_BYTES = 2**29  # float32 logits of a chunk; smaller ones make products too narrow to be quick
+LARGE_BYTES = 2 * CHUNK_BYTES  # float32 logits of a microbatch, from which on they are made in chunks
+
+
+class MeanLoss:
+    """(output of the last stage, labels) -> sum of the tokens' losses * scale / tokens.
+
+    `tokens` are nominal: those of the recipe's whole batch. How many labels of a step are real is known only when all
+    ranks have told, and the trainer then corrects loss and gradients by one factor. `scale` is that of `LossScaler`.
+
+    Where the logits are large, or the recipe asks for it, `take_over` makes the model's head leave them to this: then
+    those of `chunk_tokens` tokens are all that exists of them at a time.
+    """
+
+    def __init__(self, recipe: Recipe, tp: DeviceMesh) -> None:
+        self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
+        self.scale = 1.0
+        self.chunk_tokens = chunk_tokens(recipe)
+        self._tp = tp
+        self._head: VocabParallelHead | None = None
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        if self._head is not None:
+            assert self.chunk_tokens is not None
+            losses = head_cross_entropy(output, labels, self._head, chunk_tokens=self.chunk_tokens)
+        else:
+            losses = vocab_parallel_cross_entropy(
+                output, labels, self._tp, chunk_tokens=self.chunk_tokens, overwrite_logits=True
+            )
+        return losses.sum() / (self.tokens / self.scale)
+
+    def take_over(self, modules: Iterable[nn.Module]) -> None:
+        """The head's work, where chunks are wanted and one of this rank's stages has a head that can leave it. A head
+        of another kind makes its logits whole, and only what the loss makes of them comes in chunks."""
+        if self.chunk_tokens is None:
+            return
+        for head in (part for module in modules for part in module.modules() if isinstance(part, VocabParallelHead)):
+            if head.bias is None and not head.gather_output:
+                head.is_deferred = True
+                self._head = head
+
+    @torch.no_grad()
+    def logits(self, output: Tensor) -> Tensor:
+        """Those of the last stage's output."""
+        return output if self._head is None else self._head.logits(output)
+
+
+def chunk_tokens(recipe: Recipe) -> int | None:
+    """Tokens whose logits exist at a time; None: those of a microbatch. The recipe says, or the logits' size does."""
+    tokens = recipe.parallel.microbatch_size * recipe.train.seq_len
+    token_bytes = 4 * -(-recipe.model.vocab // recipe.parallel.tp)
+    wanted = recipe.train.loss_chunk_tokens
+    if wanted is None:
+        wanted = tokens if tokens * token_bytes < LARGE_BYTES else max(1, CHUNK_BYTES // token_bytes)
+    return None if wanted >= tokens else wanted
