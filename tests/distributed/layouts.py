@@ -63,6 +63,8 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         seed=recipe.train.seed,
+        sizes=recipe.batch_sizes,
+        ignored_ids=recipe.data.ignore_token_ids,
     )
 
 

@@ -1,0 +1,83 @@
+"""Logits that are made a few tokens at a time train the same model, and are all that exists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.layers.loss import TokenLoss
+from parallel3d.training.loss import chunk_tokens
+from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.test_parity import referee_curve
+
+STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
+
+Curve = list[tuple[float, float]]
+
+
+def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
+    """The curve of each; validation and generation in between see the same model."""
+    curves = []
+    for model, parallel in cases:
+        trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))
+        whole = make_trainer(make_recipe(model, parallel))
+        batch = make_loader(trainer.recipe, torch.distributed.get_rank()).batch(0)
+        assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
+        for chunked, at_once in zip(trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True):
+            torch.testing.assert_close(chunked, at_once)
+        with watched_logits() as pieces:
+            curves.append(train(trainer, STEPS))
+        assert (max(pieces) == CHUNK) if trainer.pipeline.is_last else not pieces
+    return curves
+
+
+@contextmanager
+def watched_logits() -> Iterator[list[int]]:
+    """The tokens of each piece of logits that a loss is computed of."""
+    forward, seen = TokenLoss.forward, []
+
+    def watched(how: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool) -> object:
+        seen.append(logits.shape[0])
+        return forward(how, logits, labels, **kwargs)
+
+    with patch.object(TokenLoss, "forward", watched):
+        yield seen
+
+
+CASES = {
+    1: [(TIED, ParallelConfig(microbatch_size=4))],
+    2: [
+        (TIED, ParallelConfig(tp=2, microbatch_size=4, sequence_parallel=True)),
+        (GROUPED, ParallelConfig(tp=2, microbatch_size=4)),
+        (TIED, ParallelConfig(dp_shard=2)),
+        (TIED, ParallelConfig(dp_replicate=2, microbatch_size=4)),
+        (TIED, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)),
+        (TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
+    ],
+    4: [(TIED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2))],
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_chunks_train_as_plain_torch_does(world: Callable, size: int) -> None:
+    for (model, _), curve in zip(CASES[size], world(size).run(train_in_chunks, CASES[size])[0], strict=True):
+        expected = referee_curve(model)[:STEPS]
+        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+
+
+def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
+    recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
+    assert chunk_tokens(recipe) is None
+    large = replace(recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048))
+    assert chunk_tokens(large) == 1046  # 512 MiB of float32
+    on_eight = replace(large, parallel=replace(large.parallel, tp=8))
+    assert chunk_tokens(on_eight) is None  # 501 MiB on each
+    assert chunk_tokens(replace(on_eight, train=replace(large.train, loss_chunk_tokens=512))) == 512
+    assert chunk_tokens(replace(large, train=replace(large.train, loss_chunk_tokens=4 * 2048))) is None

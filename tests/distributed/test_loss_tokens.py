@@ -1,0 +1,105 @@
+"""The loss is the mean over the global batch's real tokens, wherever in the batch they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from einops import rearrange
+
+from parallel3d.config import ParallelConfig, Recipe
+from parallel3d.data.loader import IGNORED, Batch
+from parallel3d.errors import DataError
+from parallel3d.layers.init import initial_weights
+from parallel3d.models.llama import Llama
+from parallel3d.tools.plain_stack import PlainStack
+from tests.distributed.layouts import SEQ_LEN, TIED, make_recipe, make_trainer, whole_batch
+
+REAL = (24, 23, 24, 20, 0, 1, 0, 2)  # labels of each sequence: nearly all are in the first half, which is data rank 0's
+STEPS = 5
+
+Curve = list[tuple[float, float]]
+
+
+def masked(recipe: Recipe, step: int) -> Batch:
+    """The whole global batch as one microbatch, [1, 8, seq], and of each sequence's labels the last `REAL` ones."""
+    whole = whole_batch(recipe, step)
+    inputs, labels = (rearrange(x, "m b s -> 1 (m b) s") for x in (whole.inputs, whole.labels))
+    kept = torch.arange(SEQ_LEN) >= SEQ_LEN - torch.tensor(REAL).unsqueeze(1)
+    return Batch(inputs, labels.masked_fill(~kept, IGNORED))
+
+
+def share(recipe: Recipe, batch: Batch) -> Batch:
+    """This data rank's, in its microbatches."""
+    parallel = recipe.parallel
+    place = parallel.coordinates(dist.get_rank())
+    rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
+    cut = "1 (rank m b) s -> rank m b s"
+    inputs, labels = (
+        rearrange(x, cut, rank=parallel.dp, b=parallel.microbatch_size)[rank] for x in (batch.inputs, batch.labels)
+    )
+    return Batch(inputs, labels)
+
+
+def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
+    """The losses of batches before training on them, of the training, and the tokens that were counted."""
+    trainer = make_trainer(make_recipe(TIED, parallel))
+    evaluated, curve = [], []
+    for step in range(STEPS):
+        batch = share(trainer.recipe, masked(trainer.recipe, step))
+        evaluated.append(trainer.evaluate(batch))
+        result = trainer.train_step(batch)
+        curve.append((result.loss, result.grad_norm))
+    return evaluated, curve, trainer.tokens
+
+
+def train_all_masked(layouts: list[ParallelConfig]) -> list[tuple[list[float], Curve, int]]:
+    return [train_masked(parallel) for parallel in layouts]
+
+
+LAYOUTS = {
+    1: [ParallelConfig(microbatch_size=2), ParallelConfig(microbatch_size=8)],
+    2: [
+        ParallelConfig(dp_shard=2),
+        ParallelConfig(dp_replicate=2, microbatch_size=2),
+        ParallelConfig(pp=2, microbatch_size=2),
+        ParallelConfig(tp=2, microbatch_size=2, sequence_parallel=True),
+    ],
+    4: [ParallelConfig(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=3)],
+}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(world: Callable, size: int) -> None:
+    recipe = make_recipe(TIED, ParallelConfig())
+    referee = PlainStack(recipe, initial_weights(Llama(TIED, device="meta"), recipe.train.seed))
+    expected = [referee.train_step(masked(recipe, step)) for step in range(STEPS)]
+    for evaluated, curve, tokens in world(size).run(train_all_masked, LAYOUTS[size])[0]:
+        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+        assert curve[-1][1] == pytest.approx(expected[-1][1], rel=1e-4)
+        assert evaluated == pytest.approx([loss for loss, _ in curve], rel=1e-6)
+        assert tokens == STEPS * sum(REAL)
+
+
+def train_on_nothing(parallel: ParallelConfig) -> list[str]:
+    trainer = make_trainer(make_recipe(TIED, parallel))
+    before = [p.local.detach().clone() for p in trainer.parameters]
+    batch = share(trainer.recipe, masked(trainer.recipe, 0))
+    batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED))
+    messages = []
+    for use in (trainer.train_step, trainer.evaluate):
+        with pytest.raises(DataError) as error:
+            use(batch)
+        messages.append(str(error.value))
+    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    return messages
+
+
+def test_a_batch_without_a_label_is_refused_by_every_rank(world: Callable) -> None:
+    for messages in world(2).run(train_on_nothing, ParallelConfig(dp_shard=2)):
+        assert messages[0].startswith("step 1: no token of the batch has a label")
+        assert messages[1].startswith("step 1: no token of the batch has a label")

@@ -1,0 +1,104 @@
+"""A global batch that grows: how large it is in each step, which samples it has, and what a recipe may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.batch_sizes import BatchSizes
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.data.loader import BatchLoader
+from parallel3d.errors import ConfigError
+from parallel3d.validation import validate, warnings_for
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=2, hidden=32, heads=4, ffn_hidden=64, vocab=264),
+    parallel=ParallelConfig(dp_shard=2, microbatch_size=2),
+    train=TrainConfig(
+        steps=100,
+        global_batch_size=32,
+        batch_warmup_start=8,
+        batch_warmup_increment=12,
+        batch_warmup_steps=10,
+        seq_len=16,
+    ),
+)
+
+ramps = st.builds(
+    lambda start, increment, rises, steps: BatchSizes(
+        full=start + rises * increment, start=start, increment=increment, warmup_steps=steps
+    ),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.integers(0, 40),
+)
+
+
+def test_the_batch_rises_evenly_to_its_full_size() -> None:
+    sizes = RECIPE.batch_sizes
+    assert [sizes.at(step) for step in range(12)] == [8] * 5 + [20] * 5 + [32] * 2
+    assert [BatchSizes.of(8, 2, None, 6).at(step) for step in range(8)] == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert [BatchSizes.of(8, None, None, None).at(step) for step in range(3)] == [8, 8, 8]
+
+
+@given(ramps, st.integers(0, 60))
+def test_a_steps_first_sample_is_what_all_steps_before_it_had(sizes: BatchSizes, step: int) -> None:
+    assert sizes.before(step) == sum(map(sizes.at, range(step)))
+    assert sizes.at(step) <= sizes.at(step + 1) <= sizes.full
+    assert sizes.at(sizes.warmup_steps) == sizes.full
+    assert (sizes.at(step) - sizes.start) % sizes.increment == 0
+
+
+@pytest.mark.parametrize(("dp_size", "microbatch_size"), [(1, 1), (2, 2), (4, 1)])
+def test_no_sample_is_lost_or_seen_twice_in_any_layout(dp_size: int, microbatch_size: int) -> None:
+    """Tokens are their own places, so a sequence says where it comes from."""
+    ranks = [
+        BatchLoader(
+            np.arange(2000),
+            seq_len=4,
+            global_batch_size=12,
+            microbatch_size=microbatch_size,
+            dp_rank=rank,
+            dp_size=dp_size,
+            vocab=2000,
+            seed=None,
+            sizes=BatchSizes(full=12, start=4, increment=4, warmup_steps=5),
+        )
+        for rank in range(dp_size)
+    ]
+    seen = [rank.batch(step).inputs[..., 0].flatten().tolist() for step in range(8) for rank in ranks]
+    assert sum(seen, []) == list(range(0, 4 * (3 * 4 + 2 * 8 + 3 * 12), 4))
+
+
+def refusal(**train: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(replace(RECIPE, train=replace(RECIPE.train, **train)))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can() -> None:
+    validate(RECIPE)
+    assert refusal(batch_warmup_start=6, batch_warmup_increment=26) == (
+        "train.batch_warmup_start = 6: must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4; try 4 or 8\n"
+        "train.batch_warmup_increment = 26: must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4; "
+        "try 24 or 28"
+    )
+    assert refusal(batch_warmup_increment=16) == (
+        "train.batch_warmup_increment = 16: must divide train.global_batch_size - train.batch_warmup_start = 24; "
+        "try 4, 8, 12 or 24"
+    )
+    assert "batch_warmup_start = 40: must be at most train.global_batch_size = 32" in refusal(batch_warmup_start=40)
+    assert "needs train.batch_warmup_steps; try 10" in refusal(batch_warmup_steps=None)
+    assert "batch_warmup_steps = 10: needs the batch that the warm-up starts with; try train.batch_warmup_start=4" in (
+        refusal(batch_warmup_start=None, batch_warmup_increment=None)
+    )
+
+
+def test_a_warm_up_longer_than_the_run_is_told() -> None:
+    (warning,) = warnings_for(replace(RECIPE, train=replace(RECIPE.train, steps=7)))
+    assert warning.startswith("train.batch_warmup_steps = 10: more than train.steps = 7; the batch never has its full")
