@@ -1,0 +1,100 @@
+"""A batch that grows trains the same model in every layout, and goes on in the middle as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from einops import rearrange
+
+from parallel3d.config import ParallelConfig, Recipe
+from parallel3d.data.loader import Batch
+from parallel3d.errors import CheckpointError
+from parallel3d.layers.init import initial_weights
+from parallel3d.models.llama import Llama
+from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.training.state import load_trainer, save_trainer
+from tests.distributed.layouts import TIED, make_recipe, make_trainer, train, whole_batch
+
+STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
+RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
+Curve = list[tuple[float, float]]
+
+LAYOUTS = {
+    1: [ParallelConfig(microbatch_size=2)],
+    2: [
+        ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=2),
+        ParallelConfig(dp_shard=2),
+        ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3),
+        ParallelConfig(pp=2, schedule="zb_h1"),
+    ],
+    4: [ParallelConfig(pp=2, dp_replicate=2)],
+}
+
+
+def ramp_recipe(parallel: ParallelConfig, **train: object) -> Recipe:
+    return make_recipe(TIED, parallel, **{**RAMP, **train})
+
+
+def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
+    found = []
+    for parallel in layouts:
+        trainer = make_trainer(ramp_recipe(parallel))
+        found.append((train(trainer, STEPS), trainer.tokens))
+    return found
+
+
+def whole(recipe: Recipe, step: int) -> Batch:
+    """The global batch as a single microbatch."""
+    batch = whole_batch(recipe, step)
+    return Batch(rearrange(batch.inputs, "m b s -> 1 (m b) s"), rearrange(batch.labels, "m b s -> 1 (m b) s"))
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_every_layout_trains_through_the_rise_as_plain_torch_does(world: Callable, size: int) -> None:
+    recipe = ramp_recipe(ParallelConfig())
+    referee = PlainStack(recipe, initial_weights(Llama(TIED, device="meta"), recipe.train.seed))
+    expected = [referee.train_step(whole(recipe, step)) for step in range(STEPS)]
+    for curve, tokens in world(size).run(train_each, LAYOUTS[size])[0]:
+        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+        assert curve[-1][1] == pytest.approx(expected[-1][1], rel=1e-4)
+        assert tokens == 24 * (2 + 2 + 4 + 4 + 6 + 6 + 8 + 8)
+
+
+def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, str]:
+    """The steps after the third without a stop and after a resume, and the refusal of another warm-up."""
+    trainer, resumed = make_trainer(ramp_recipe(parallel)), make_trainer(ramp_recipe(parallel))
+    train(trainer, HALF)
+    save_trainer(trainer, path)
+    load_trainer(resumed, path)
+    assert resumed.tokens == trainer.tokens == 24 * (2 + 2 + 4)
+    other = make_trainer(ramp_recipe(parallel, batch_warmup_steps=3))
+    with pytest.raises(CheckpointError) as error:
+        load_trainer(other, path)
+    return train(trainer, STEPS - HALF), train(resumed, STEPS - HALF), str(error.value)
+
+
+def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(world: Callable, tmp_path: Path) -> None:
+    layout = ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)
+    straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
+    assert resumed == straight
+    assert "has seen 8 sequences, and this recipe's first 3 steps are 12; resume with the train.batch_warmup" in refusal
+
+
+def test_the_learning_rate_goes_by_steps_whatever_their_batch(world: Callable) -> None:
+    recipe = ramp_recipe(ParallelConfig(microbatch_size=2))
+    warm = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=4))
+    assert world(1).run(rates, warm)[0] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def rates(recipe: Recipe) -> list[float]:
+    trainer = make_trainer(recipe)
+    return [trainer.train_step(whole_batch_of_two(recipe, step)).lr for step in range(5)]
+
+
+def whole_batch_of_two(recipe: Recipe, step: int) -> Batch:
+    batch = whole_batch(recipe, step)
+    return Batch(*(rearrange(x, "(m b) 1 s -> m b s", b=2) for x in (batch.inputs, batch.labels)))
