@@ -15,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.sharding.strategy import sharding_faults
+from parallel3d.validation_optimizer import optimizer_faults
 
 if TYPE_CHECKING:
     from parallel3d.config import ParallelConfig, Recipe
@@ -35,6 +36,7 @@ def validate(recipe: Recipe) -> None:
     """Raises one `ConfigError` with a line for each rule that `recipe` breaks."""
     refuse([*_counts(recipe), *_numbers(recipe)])
     refuse([*_model(recipe), *_parallel(recipe), *_schedule(recipe), *_batch(recipe), *_others(recipe)])
+    refuse([*optimizer_faults(recipe.optimizer)])
 
 
 def warnings_for(recipe: Recipe) -> list[str]:

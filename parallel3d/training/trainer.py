@@ -22,7 +22,8 @@ from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
-from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from parallel3d.training.learning_rate import learning_rate, set_learning_rate
+from parallel3d.training.optimizers.build import build_optimizer
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Trainer:
         self.tied = parts.tied
         ends = schedule.placement[0], schedule.placement[-1]
         self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh)
 
     def train_step(
         self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None
