@@ -26,6 +26,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
 ]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 ReduceDtype = Literal["fp32", "bf16"]
@@ -166,13 +167,25 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`."""
+    """Which optimizer, with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
 
-    name: Literal["adamw"] = "adamw"
+    A key that an optimizer has no use for is refused unless it is left at its default (`validation_optimizer`). None
+    stands for the optimizer's own default, which docs/optimizers.md gives."""
+
+    name: OptimizerName = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.1  # of matrices; norms and biases have none
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)  # of adamw, and with muon of what is no matrix of a block
+    eps: float = 1e-8  # likewise
+    momentum: float | None = None  # of sgd and muon
+    nesterov: bool | None = None  # of sgd and muon
+    muon_lr: float | None = None  # peak rate of muon's matrices; None: lr
+    lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # of muon, by a matrix's shape
+    ns_steps: int | None = None  # Newton-Schulz iterations of muon
+    ns_dtype: Literal["fp32", "bf16"] | None = None  # that they, and what is sent for them, have
+    beta2_decay: float | None = None  # of adafactor: beta2 of step t is 1 - t ** beta2_decay
+    update_clip: float | None = None  # of adafactor: largest root mean square of an update, before the rate
+    state_dtype: Literal["fp32", "bf16"] | None = None  # of moments and momentum; None: that of the parameters
     stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
     warmup_steps: int = 0
     decay_steps: int | None = None  # None: train.steps

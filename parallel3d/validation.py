@@ -15,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.sharding.strategy import sharding_faults
+from parallel3d.validation_optimizer import optimizer_faults
 
 if TYPE_CHECKING:
     from parallel3d.config import ParallelConfig, Recipe
@@ -36,6 +37,7 @@ def validate(recipe: Recipe) -> None:
     refuse([*_counts(recipe), *_numbers(recipe)])
     relations = (_model, _parallel, _schedule, _batch, _batch_warmup, _precision, _others)
     refuse([problem for rule in relations for problem in rule(recipe)])
+    refuse([*optimizer_faults(recipe.optimizer)])
 
 
 def warnings_for(recipe: Recipe) -> list[str]:

@@ -22,9 +22,10 @@ from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
+from parallel3d.training.learning_rate import learning_rate, set_learning_rate
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_scale import LossScaler
-from parallel3d.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from parallel3d.training.optimizers.build import build_optimizer
 from parallel3d.training.rounding import step_in_float32
 
 
@@ -81,7 +82,7 @@ class Trainer:
         self.tied = parts.tied
         ends = schedule.placement[0], schedule.placement[-1]
         self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh)
 
     def train_step(
         self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None

@@ -10,7 +10,6 @@ from parallel3d.config import ParallelConfig
 from tests.distributed.layouts import GROUPED, TIED
 from tests.distributed.test_parity import assert_same, label, referee_curve, run_layout
 
-
 LAYOUTS = {
     2: [
         (TIED, {"dp_shard": 2, "sharding": "NO_SHARD"}),

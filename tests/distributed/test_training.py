@@ -14,6 +14,7 @@ from parallel3d.errors import NonFiniteError
 from parallel3d.training.generation import generate
 from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
 
+
 def generated(parallel: ParallelConfig, top_k: int) -> str:
     trainer = make_trainer(make_recipe(TIED, parallel))
     train(trainer, 20)

@@ -1,24 +1,12 @@
-"""The optimizer and its learning rate."""
+"""The learning rate of each step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from parallel3d.config import OptimizerConfig
-from parallel3d.training.gradients import LocalParameter
-
-
-def build_optimizer(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over this rank's parts; weight decay on matrices alone."""
-    matrices = [p.local for p in parameters if len(p.own.spec.shape) > 1]
-    vectors = [p.local for p in parameters if len(p.own.spec.shape) <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -33,5 +21,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """A group with `lr_ratio` has that many times the rate (Muon's matrices, where they have a rate of their own)."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_ratio", 1.0)

@@ -1,0 +1,168 @@
+"""From the `optimizer` section of a recipe to the optimizer of this rank's parts, its states made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d.config import OptimizerConfig
+from parallel3d.layers.head import VocabParallelHead
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.training.gradients import LocalParameter
+from parallel3d.training.optimizers import adafactor
+from parallel3d.training.optimizers.adafactor import Adafactor
+from parallel3d.training.optimizers.muon import Muon
+from parallel3d.training.optimizers.narrow import NarrowAdamW, NarrowSGD
+from parallel3d.training.optimizers.split import without_dim
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are statistics over a dim of their parameter
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """Steps all of this rank's parts, by one optimizer or several: their groups and states are its own. The states are
+    there before the first step, so that a checkpoint has something to read into."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
+        super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+        self.label = label  # which optimizer's states these are, for a checkpoint to compare
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self._parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self._parts:
+            part.step()
+
+    def set_step(self, step: int) -> None:
+        """Of the optimizers whose arithmetic depends on how many steps they have done."""
+        for state in self.state.values():
+            if "step" in state:
+                state["step"].fill_(float(step))
+
+    def distributed_states(self, parameter: LocalParameter) -> Iterator[tuple[str, Tensor]]:
+        """The states of a parameter, each as the tensor that all ranks hold together; in their memory."""
+        for name, state in self.state[parameter.local].items():
+            if name in _OVER_DIM:
+                yield name, without_dim(parameter, parameter.local.ndim + _OVER_DIM[name], state)
+            elif name != "step":
+                yield name, parameter.distributed(state)
+
+
+def build_optimizer(
+    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
+) -> LocalOptimizer:
+    """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it."""
+    if config.name == "muon":
+        matrices = [p for p in parameters if is_hidden_matrix(p)]
+        rest = [p for p in parameters if not is_hidden_matrix(p)]
+        return LocalOptimizer([*_muon(matrices, config, mesh), *_adamw(rest, config)], "muon")
+    if config.name == "sgd":
+        return LocalOptimizer(_sgd(parameters, config), "sgd" if _momentum(config) else "sgd without momentum")
+    if config.name == "adafactor":
+        return LocalOptimizer(_adafactor(parameters, config), "adafactor")
+    return LocalOptimizer(_adamw(parameters, config), "adamw")
+
+
+def is_hidden_matrix(parameter: LocalParameter) -> bool:
+    """Whether Muon steps it: the weight of a linear layer, other than the head's."""
+    module = parameter.own.module
+    is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    return is_linear and not isinstance(module, VocabParallelHead) and len(parameter.own.spec.shape) == 2
+
+
+def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): torch's, where states are as wide as parameters."""
+    if not parameters:
+        return []
+    groups = _groups(parameters, config.weight_decay)
+    dtype = _state_dtype(parameters, config)
+    optimizer: torch.optim.Optimizer
+    if dtype == parameters[0].local.dtype:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    else:
+        optimizer = NarrowAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    for parameter in parameters:
+        moments = {name: torch.zeros_like(parameter.local, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **moments}
+    return [optimizer]
+
+
+def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """SGD, by default with a momentum of 0.9 that is not Nesterov's; weight decay is added to the gradient."""
+    groups = _groups(parameters, config.weight_decay)
+    momentum, nesterov = _momentum(config), bool(config.nesterov)
+    dtype = _state_dtype(parameters, config)
+    optimizer: torch.optim.Optimizer
+    if dtype == parameters[0].local.dtype:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
+    else:
+        optimizer = NarrowSGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
+    for parameter in parameters if momentum else ():
+        optimizer.state[parameter.local] = {"momentum_buffer": torch.zeros_like(parameter.local, dtype=dtype)}
+    return [optimizer]
+
+
+def _muon(
+    matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
+) -> list[torch.optim.Optimizer]:
+    if not matrices:
+        return []
+    optimizer = Muon(
+        matrices,
+        mesh,
+        lr=config.lr,
+        lr_ratio=1.0 if config.muon_lr is None else config.muon_lr / config.lr,
+        weight_decay=config.weight_decay,
+        momentum=_momentum(config),
+        nesterov=True if config.nesterov is None else config.nesterov,
+        ns_steps=config.ns_steps or 5,
+        ns_dtype=_DTYPES[config.ns_dtype or "bf16"],
+        lr_adjust=config.lr_adjust or "match_rms_adamw",
+    )
+    dtype = _state_dtype(matrices, config)
+    for matrix in matrices:
+        optimizer.state[matrix.local] = {"momentum_buffer": torch.zeros_like(matrix.local, dtype=dtype)}
+    return [optimizer]
+
+
+def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    beta2_decay = -0.8 if config.beta2_decay is None else config.beta2_decay
+    update_clip = 1.0 if config.update_clip is None else config.update_clip
+    groups = _groups(parameters, config.weight_decay)
+    optimizer = Adafactor(groups, lr=config.lr, beta2_decay=beta2_decay, update_clip=update_clip)
+    for parameter in parameters:
+        optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **adafactor.start_states(parameter)}
+    return [optimizer]
+
+
+def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[dict[str, Any]]:
+    """torch's parameter groups, each with its LocalParameters as well: matrices, which decay, and vectors."""
+    matrices = [p for p in parameters if len(p.own.spec.shape) > 1]
+    vectors = [p for p in parameters if len(p.own.spec.shape) <= 1]
+    return [
+        {"params": [p.local for p in some], "parameters": some, "weight_decay": decay}
+        for some, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if some
+    ]
+
+
+def _momentum(config: OptimizerConfig) -> float:
+    if config.momentum is not None:
+        return config.momentum
+    return 0.95 if config.name == "muon" else 0.9
+
+
+def _state_dtype(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> torch.dtype:
+    return parameters[0].local.dtype if config.state_dtype is None else _DTYPES[config.state_dtype]
+
+
+def _zero_steps(parameter: LocalParameter) -> Tensor:
+    return torch.zeros((), device=parameter.local.device)

@@ -1,0 +1,143 @@
+"""Whole matrices out of the parts that ranks hold, divided over those ranks, and what they make of them back.
+
+Every rank of a stage becomes the owner of some matrices, by their cost. `gather` sends each part to its matrix's owner,
+`scatter` each owner's result to all who hold a part: an all-to-all each. A rank sends and receives about as many
+elements as it holds, where gathering every matrix on every rank would have it receive all of them. Where replicas hold
+the same parts, the owner takes the nearest and gives its result to all: they share the work, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d.training.gradients import LocalParameter
+from parallel3d.training.optimizers.split import Box, box_of
+
+STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """The ranks of the mesh that have this rank's pipeline stages."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None  # None where this rank is alone
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> StageGroup:
+        """Every rank of the mesh calls it: it may make a group."""
+        axes = [mesh[name] for name in STAGE_AXES if mesh[name].size() > 1]
+        if not axes:
+            return cls(1, 0, None)
+        if len(axes) == 1:
+            return cls(axes[0].size(), axes[0].get_local_rank(), axes[0].get_group())
+        ranks = mesh[STAGE_AXES].mesh.flatten().tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="stage")
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group)
+
+
+    def boxes(self, matrices: Sequence[LocalParameter]) -> list[list[Box]]:
+        """Of each rank, its part of each matrix. Every rank calls it; sends 32 bytes a matrix."""
+        mine = [box_of(matrix) for matrix in matrices]
+        if self.group is None or not matrices:
+            return [mine]
+        sent = torch.tensor(mine, device=matrices[0].local.device)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self.group)
+        return [[Box(*numbers) for numbers in boxes.tolist()] for boxes in received]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How some matrices travel. `boxes[rank][matrix]` is the part that a rank of the group holds, `owners[matrix]` the
+    rank that gets the whole, `givers[matrix]` the ranks that it gets the parts from."""
+
+    stage: StageGroup
+    boxes: Sequence[Sequence[Box]]
+    shapes: Sequence[tuple[int, ...]]
+    owners: Sequence[int]
+    givers: Sequence[frozenset[int]]
+
+    @classmethod
+    def of(cls, stage: StageGroup, boxes: Sequence[Sequence[Box]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
+        owners = divide([orthogonalize_cost(shape) for shape in shapes], stage.size)
+        givers = [nearest_holders([of[m] for of in boxes], owner, shapes[m]) for m, owner in enumerate(owners)]
+        return cls(stage, boxes, shapes, owners, givers)
+
+    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each matrix -> the whole of each that it owns."""
+        if self.stage.group is None:
+            return list(parts)
+        me, ranks = self.stage.rank, range(self.stage.size)
+        given = [[matrix for matrix in self._owned_by(me) if rank in self.givers[matrix]] for rank in ranks]
+        sent = [[parts[matrix] for matrix in self._owned_by(to) if me in self.givers[matrix]] for to in ranks]
+        received = self._exchange(sent, [[self.boxes[rank][m] for m in given[rank]] for rank in ranks], parts[0])
+        wholes = {matrix: parts[0].new_empty(self.shapes[matrix]) for matrix in self._owned_by(me)}
+        for rank in ranks:
+            for matrix, part in zip(given[rank], received[rank], strict=True):
+                self.boxes[rank][matrix].of(wholes[matrix]).copy_(part)
+        return list(wholes.values())
+
+    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """The whole of each matrix that this rank owns -> its part of each, of the dtype and device of `like`."""
+        if self.stage.group is None:
+            return list(wholes)
+        me, ranks = self.stage.rank, range(self.stage.size)
+        own = self._owned_by(me)
+        sent = [[self.boxes[to][matrix].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
+        received = self._exchange(sent, [[self.boxes[me][m] for m in self._owned_by(rank)] for rank in ranks], like)
+        parts = {m: part for rank in ranks for m, part in zip(self._owned_by(rank), received[rank], strict=True)}
+        return [parts[matrix] for matrix in range(len(self.owners))]
+
+    def _owned_by(self, rank: int) -> list[int]:
+        return [matrix for matrix, owner in enumerate(self.owners) if owner == rank]
+
+    def _exchange(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
+        """An all-to-all: `sent[rank]` goes to each rank, `expected[rank]` comes from it."""
+        flat = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank] or [like.new_empty(0)])
+        sizes = [sum(box.elements for box in of_rank) for of_rank in expected]
+        out = flat.new_empty(sum(sizes))
+        sent_sizes = [sum(part.numel() for part in of_rank) for of_rank in sent]
+        dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self.stage.group)
+        return [
+            [part.view(box.rows, box.columns) for part, box in zip(_cut(chunk, boxes), boxes, strict=True)]
+            for chunk, boxes in zip(out.split(sizes), expected, strict=True)
+        ]
+
+
+def divide(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each item: the dearest first, each to the rank that has least so far."""
+    load, owners = [0.0] * ranks, [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        owners[item] = load.index(min(load))
+        load[owners[item]] += costs[item]
+    return owners
+
+
+def orthogonalize_cost(shape: Sequence[int]) -> float:
+    """FLOPs of a step of the iteration, up to a factor: two products of [short, short] by [short, long] or so."""
+    short, long = sorted(shape)
+    return float(short * short * (2 * long + short))
+
+
+def nearest_holders(boxes: Sequence[Box], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
+    """The ranks whose parts make the whole matrix: of those that hold the same part the one nearest to its owner."""
+    holders: dict[Box, int] = {}
+    for rank in sorted(range(len(boxes)), key=lambda rank: abs(rank - owner)):
+        if boxes[rank].elements:
+            holders.setdefault(boxes[rank], rank)
+    rows, columns = shape
+    assert sum(box.elements for box in holders) == rows * columns, f"{list(holders)} are not all of {shape}"
+    return frozenset(holders.values())
+
+
+def _cut(flat: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
+    return flat.split([box.elements for box in boxes])
