@@ -31,19 +31,21 @@ def step_in_float32(
     for local in gradients:
         local.grad = None  # an optimizer leaves out what has none
     for group in _groups(parameters):
-        narrow = {}
+        narrow, widened = {}, {}
         for parameter in group:
             local = parameter.local
             narrow[local], gradient = local.data, gradients.pop(local)
             local.data = local.data.float()
             local.grad = None if gradient is None else gradient.float()
-            for name, state in _states_like(optimizer, local):
-                optimizer.state[local][name] = state.float()
+            widened[local] = _narrow_states(optimizer, local)
+            for name in widened[local]:
+                optimizer.state[local][name] = optimizer.state[local][name].float()
         optimizer.step()
         for parameter in group:
             local = parameter.local
             key = f"{seed}/{step}/{parameter.own.name}"
-            for name, state in _states_like(optimizer, local):
+            for name in widened[local]:
+                state = optimizer.state[local][name]
                 optimizer.state[local][name] = round_stochastically(state, noise(parameter, f"{key}/{name}"))
             narrow[local].copy_(round_stochastically(local.data, noise(parameter, key)))
             local.data = narrow[local]
@@ -86,10 +88,9 @@ def _hash(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def _states_like(optimizer: torch.optim.Optimizer, local: Tensor) -> list[tuple[str, Tensor]]:
-    """The states that have a number for each element."""
-    states = optimizer.state.get(local, {}).items()
-    return [(name, state) for name, state in states if isinstance(state, Tensor) and state.shape == local.shape]
+def _narrow_states(optimizer: torch.optim.Optimizer, local: Tensor) -> list[str]:
+    """The names of the states in bf16; wider ones are stepped as they are."""
+    return [name for name, state in optimizer.state[local].items() if state.dtype == torch.bfloat16]
 
 
 def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:

@@ -58,9 +58,7 @@ def curves(precision: Precision, layouts: list[ParallelConfig]) -> list[Curve]:
 
 @pytest.mark.parametrize("size", LAYOUTS)
 @pytest.mark.parametrize(("precision", "close"), [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)])
-def test_16_bits_follow_float32_in_every_layout(
-    world: Callable, precision: Precision, close: float, size: int
-) -> None:
+def test_16_bits_follow_float32_in_every_layout(world: Callable, precision: Precision, close: float, size: int) -> None:
     """A rounding of bf16 changes 0.4 % and one of fp16 0.05 %: over ten steps the loss stays as close to float32's."""
     (exact,) = world(1).run(curves, "fp32", [ParallelConfig(microbatch_size=8)])[0]
     for curve in world(size).run(curves, precision, LAYOUTS[size])[0]:

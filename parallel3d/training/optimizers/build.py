@@ -56,9 +56,7 @@ class LocalOptimizer(torch.optim.Optimizer):
                 yield name, parameter.distributed(state)
 
 
-def build_optimizer(
-    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
-) -> LocalOptimizer:
+def build_optimizer(parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> LocalOptimizer:
     """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it."""
     if config.name == "muon":
         matrices = [p for p in parameters if is_hidden_matrix(p)]
@@ -110,9 +108,7 @@ def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[
     return [optimizer]
 
 
-def _muon(
-    matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
-) -> list[torch.optim.Optimizer]:
+def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
     optimizer = Muon(

@@ -43,7 +43,6 @@ class StageGroup:
         assert isinstance(group, dist.ProcessGroup)
         return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group)
 
-
     def boxes(self, matrices: Sequence[LocalParameter]) -> list[list[Box]]:
         """Of each rank, its part of each matrix. Every rank calls it; sends 32 bytes a matrix."""
         mine = [box_of(matrix) for matrix in matrices]

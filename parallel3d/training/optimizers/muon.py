@@ -118,4 +118,3 @@ def adjustment(rule: LrAdjust, shape: Sequence[int]) -> float:
     0.2 sqrt(the longer side), with which updates are as large as AdamW's (arXiv 2502.16982, section 2.2)."""
     rows, columns = shape
     return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns))
-

@@ -1,5 +1,5 @@
-"""AdamW and SGD whose states have fewer bits than what is computed: each is widened, stepped with in float32 and rounded
-to the nearest again. torch's own optimizers keep their states as wide as the parameter.
+"""AdamW and SGD whose states are of another dtype than the parameters: each is widened, stepped with in float32 and
+rounded to the nearest again. torch's own optimizers keep their states as wide as the parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ class NarrowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2). `state` has "step", "exp_avg", "exp_avg_sq" of
     each parameter before the first step."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -29,9 +27,9 @@ class NarrowAdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["step"] += 1
                 step = state["step"].item()
-                gradient = parameter.grad.float()
-                mean = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
-                square = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                gradient = wide(parameter.grad)
+                mean = wide(state["exp_avg"]).lerp_(gradient, 1 - beta1)
+                square = wide(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)
                 denominator = square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
@@ -54,7 +52,7 @@ class NarrowSGD(torch.optim.Optimizer):
             for parameter in with_gradient(group):
                 gradient = parameter.grad.float().add(parameter, alpha=group["weight_decay"])
                 narrow = self.state[parameter]["momentum_buffer"]
-                buffer = narrow.float().mul_(momentum).add_(gradient)
+                buffer = wide(narrow).mul_(momentum).add_(gradient)
                 narrow.copy_(buffer)
                 change = gradient.add_(buffer, alpha=momentum) if group["nesterov"] else buffer
                 apply(parameter, change.mul_(group["lr"]), decay=0.0)
@@ -63,6 +61,11 @@ class NarrowSGD(torch.optim.Optimizer):
 def with_gradient(group: dict[str, Any]) -> list[Any]:
     """A group's parameters that are to be stepped: as in torch, those that have a gradient."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+def wide(x: Tensor) -> Tensor:
+    """A float32 copy, whatever x is: what is computed in its place must not be left in a state."""
+    return x.to(torch.float32, copy=True)
 
 
 def apply(parameter: Tensor, change: Tensor, *, decay: float) -> None:

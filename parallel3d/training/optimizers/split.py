@@ -28,9 +28,7 @@ class Box(NamedTuple):
 
     def of(self, matrix: Tensor) -> Tensor:
         """A view of that part."""
-        return matrix[
-            self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns
-        ]
+        return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
 
 def box_of(matrix: LocalParameter) -> Box:
