@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from parallel3d.layers.positions import Llama3Scaling, YarnScaling
 
@@ -45,5 +46,7 @@ class RotaryEmbedding(nn.Module):
             angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
             signs = torch.full((self.head_dim,), magnitude, device=x.device)
             signs[: self.head_dim // 2] *= -1.0
-            table = self._table = ((angles.cos() * magnitude).to(x.dtype), (angles.sin() * signs).to(x.dtype))
+            table = (angles.cos() * magnitude).to(x.dtype), (angles.sin() * signs).to(x.dtype)
+            if not is_compiling():  # a graph that keeps something is another graph the next time
+                self._table = table
         return table[0][:length], table[1][:length]
