@@ -72,7 +72,7 @@ def _set_environment(rendezvous: Rendezvous) -> None:
     os.environ["WORLD_SIZE"] = str(rendezvous.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(rendezvous.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, _cores() // rendezvous.local_world_size)
+        threads = max(1, cores() // rendezvous.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:  # imported by the fork server already, so it has read the variable before
             sys.modules["torch"].set_num_threads(threads)
@@ -80,5 +80,6 @@ def _set_environment(rendezvous: Rendezvous) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Of this host, that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -34,6 +34,7 @@ COMMANDS = {
     "memory": Command("parallel3d.tools.plan_memory", "what each device of one layout holds"),
     "timeline": Command("parallel3d.tools.plan_timeline", "simulate and draw a pipeline schedule"),
     "score": Command("parallel3d.tools.plan_score", "predict measured runs, and how far off that is"),
+    "calibrate": Command("parallel3d.tools.plan_calibrate", "measure this machine, for plans of what runs on it"),
     "hardware": Command("parallel3d.tools.plan_hardware", "the devices known, and the figures and sources of one"),
     "models": Command("parallel3d.tools.plan_models", "the models known, and the parameters of one"),
 }

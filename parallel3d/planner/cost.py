@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import cast
 
 from parallel3d.config import ScheduleName
 from parallel3d.planner.block import BlockTimes, block_times, embedding_times, head_times
 from parallel3d.planner.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.dataparallel import DataParallelTimes, reduced_once, sharded
+from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.flops import model_flops_per_token
 from parallel3d.planner.job import Job
 from parallel3d.planner.roofline import Kernels, memory_bound_s
+from parallel3d.planner.measured_cost import measured_parts
 from parallel3d.planner.shapes import stage_parameters
+from parallel3d.planner.time_parts import TimeParts
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
 
 ZERO_BUBBLE = ("zb-1p", "zb-2p")
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: of what the device does since
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeParts:
-    """Seconds of a step on the busiest rank, by cause; they add up to the step."""
-
-    compute: float
-    recompute: float
-    tp: float
-    cp: float
-    pp_bubble: float
-    pp_p2p: float
-    dp: float
-    optimizer: float
-    overhead: float
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +60,28 @@ def kernels_of(job: Job) -> Kernels:
 
 
 def step_cost(job: Job, *, exact: bool = True) -> Cost:
-    """The cost of a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly."""
+    """The cost of a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
+    project's own program on a calibrated host is priced by what was measured there."""
+    parts = _calibrated(job, exact=exact) or _modelled(job, exact=exact)
+    tokens = job.tokens_per_step / parts.total / job.layout.world_size
+    flops = tokens * model_flops_per_token(job.shape, job.seq_len)
+    return Cost(
+        parts=parts,
+        step_time_s=parts.total,
+        tokens_per_s_per_gpu=tokens,
+        model_flops_per_gpu=flops,
+        mfu=flops / job.cluster.device.peak(job.precision),
+    )
+
+
+def _calibrated(job: Job, *, exact: bool) -> TimeParts | None:
+    measured = job.cluster.measured
+    if measured is None or job.engine.name != PARALLEL3D.name:
+        return None
+    return measured_parts(job, measured, exact=exact)
+
+
+def _modelled(job: Job, *, exact: bool) -> TimeParts:
     kernels = kernels_of(job)
     micro = _microbatch(job, kernels)
     times = _stage_times(job, micro)
@@ -90,17 +95,7 @@ def step_cost(job: Job, *, exact: bool = True) -> Cost:
     data = _data_parallel(job, micro, rank_parameters, ends)
     optimizer = _optimizer_s(job, kernels, rank_parameters)
     tied = _tied_embeddings_s(job)
-    parts = _parts(job, micro, rank_s, pipeline, data, optimizer, tied)
-    total = parts.total
-    tokens = job.tokens_per_step / total / layout.world_size
-    flops = tokens * model_flops_per_token(job.shape, job.seq_len)
-    return Cost(
-        parts=parts,
-        step_time_s=total,
-        tokens_per_s_per_gpu=tokens,
-        model_flops_per_gpu=flops,
-        mfu=flops / job.cluster.device.peak(job.precision),
-    )
+    return _parts(job, micro, rank_s, pipeline, data, optimizer, tied)
 
 
 def _microbatch(job: Job, kernels: Kernels) -> _Microbatch:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.measured import Measured, measured_from_tree
 
 _GIB = 2**30
 
@@ -59,6 +60,7 @@ class Cluster:
     node: Link
     network: Link
     oversubscription: float = 1.0  # of the network's upper tiers
+    measured: Measured | None = None  # by `parallel3d-plan calibrate`, on one such node
 
 
 def load_cluster(name: str, folders: list[Path], *, extra: Mapping[str, Any] | None = None) -> Cluster:
@@ -84,6 +86,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
         device = _device(tree["device"], name)
         node, network = _link(tree["node"]), _link(tree["network"])
         gpus_per_node = int(tree["node"]["gpus"])
+        measured = measured_from_tree(tree["measured"]) if "measured" in tree else None
     except (KeyError, TypeError, ValueError) as problem:
         raise ConfigError(f"hardware {name}: misses or misspells {problem}") from problem
     return Cluster(
@@ -93,6 +96,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
         node=node,
         network=network,
         oversubscription=float(tree["network"].get("oversubscription", 1.0)),
+        measured=measured,
     )
 
 

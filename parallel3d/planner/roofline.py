@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import sqrt
+from typing import TypeVar
 
 from parallel3d.planner.hardware import Device
+from parallel3d.planner.measured import Process
 
 # Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each reaches: a smaller tile
 # reads its operands more often (NVIDIA, "Matrix multiplication background", section "Tiling efficiency").
@@ -22,6 +26,7 @@ _TILES = (
 _TAIL = 0.5  # of a last, partly filled wave of tiles: half is hidden by split-k and by the next kernel's prologue
 _DEPTH = 128  # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
 _FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
+T = TypeVar("T")
 _UNALIGNED = 2.2  # slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
 
 
@@ -33,6 +38,7 @@ class Kernels:
     precision: str
     matmul_speed: float = 1.0
     attention_speed: float = 1.0
+    process: Process | None = None  # its own curves, where it was calibrated
 
     @property
     def half(self) -> str:
@@ -42,6 +48,11 @@ class Kernels:
     @property
     def memory_rate(self) -> float:
         return self.device.memory_bandwidth * self.device.memory_efficiency
+
+
+def _of_precision(table: Mapping[str, T], precision: str) -> T:
+    """What was measured in this precision, or in the first that was."""
+    return table[precision] if precision in table else next(iter(table.values()))
 
 
 @lru_cache(maxsize=65536)
@@ -64,6 +75,8 @@ def _matmul_s(
 def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None = None) -> float:
     """[m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
     device, precision = kernels.device, precision or kernels.precision
+    if kernels.process is not None:
+        return 2.0 * m * n * k / _of_precision(kernels.process.matmul, precision).at(sqrt(m * n), k)
     flops = device.peak(precision) * device.matmul_efficiency * kernels.matmul_speed
     flops *= _FLOAT8 if precision == "fp8" else 1.0
     return _matmul_s(
@@ -79,6 +92,8 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
+    if kernels.process is not None:
+        return kernels.process.memory.at(traffic_bytes)
     return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
 
 
@@ -87,6 +102,8 @@ def flash_attention_s(
 ) -> float:
     """A tiled kernel (Dao 2023, arXiv 2307.08691): half the products under a causal mask, 5 for 2 in the backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * (0.5 if causal else 1.0)
+    if kernels.process is not None:
+        return products / _of_precision(kernels.process.attention, kernels.precision)[backward].at(keys, head_dim)
     key = "backward" if backward else "forward"
     sustained = kernels.device.attention_flops[key] * kernels.attention_speed
     # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4 to 6); heads of 64

@@ -79,6 +79,58 @@ def pipeline_s(
     return second + (second - first) / window * (microbatches - 2 * window)
 
 
+def shared_makespan_s(
+    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], at_once: float
+) -> float:
+    """The makespan where only so many ranks' worth of processors are there: those that have work share them evenly.
+    Transfers are part of `times`. Long schedules as in `pipeline_s`."""
+
+    def makespan(count: int) -> float:
+        schedule = _schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
+        return _shared(schedule, times, at_once)
+
+    window = _WINDOW * pp
+    if microbatches <= 3 * window:
+        return makespan(microbatches)
+    first, second = makespan(window), makespan(2 * window)
+    return second + (second - first) / window * (microbatches - 2 * window)
+
+
+def _shared(schedule: Schedule, times: Sequence[StageTimes], at_once: float) -> float:
+    takes = {}
+    for stage, own in enumerate(times):
+        takes[stage, Kind.FORWARD], takes[stage, Kind.BACKWARD] = own.forward, own.backward
+        takes[stage, Kind.INPUT], takes[stage, Kind.WEIGHT] = own.input, own.weight
+    made: set[tuple[bool, int, int]] = set()  # (forward, stage, microbatch)
+    last = schedule.stages - 1
+    position = [0] * len(schedule.ranks)
+    left: dict[int, float] = {}  # of the action that a rank works on
+    now = 0.0
+    while True:
+        for rank, actions in enumerate(schedule.ranks):
+            if rank in left or position[rank] == len(actions):
+                continue
+            stage, kind, microbatch = actions[position[rank]]
+            giver = stage - 1 if kind is Kind.FORWARD else stage + 1
+            waits = kind is not Kind.WEIGHT and 0 <= giver <= last
+            if not waits or (kind is Kind.FORWARD, giver, microbatch) in made:
+                left[rank] = takes[stage, kind]
+        if not left:
+            return now
+        rate = min(1.0, at_once / len(left))
+        shortest = min(left.values())
+        now += shortest / rate
+        for rank in [rank for rank in left if left[rank] <= shortest * (1 + 1e-12)]:
+            del left[rank]
+            stage, kind, microbatch = schedule.ranks[rank][position[rank]]
+            position[rank] += 1
+            if kind is not Kind.WEIGHT:
+                made.add((kind is Kind.FORWARD, stage, microbatch))
+        for rank in left:
+            if left[rank] > 0:
+                left[rank] -= shortest
+
+
 def closed_form_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
 ) -> float:

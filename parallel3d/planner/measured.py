@@ -1,0 +1,189 @@
+"""What `parallel3d-plan calibrate` has measured on one host: curves of kernels and collectives, and what this project's
+own program adds to them. The section `measured` of a hardware file, read; `measured_cost` prices a step with it.
+
+All seconds are those of a process that has a core (or a GPU) to itself: what several ranks on few cores take from each
+other is `Measured.slowdown`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size, straight between the logarithms of neighbouring points; beyond the ends the rate stays."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        if size <= 0:
+            return 0.0
+        sizes = [point[0] for point in self.points]
+        right = bisect_right(sizes, size)
+        if right == 0 or right == len(sizes):
+            end, seconds = self.points[0 if right == 0 else -1]
+            return seconds * size / end
+        (x0, y0), (x1, y1) = self.points[right - 1], self.points[right]
+        share = log(size / x0) / log(x1 / x0)
+        return exp((1 - share) * log(y0) + share * log(y1))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Operations per second by two sizes ([side, depth] x [depth, side]): bilinear in the logarithms, and at the edge
+    what it is there."""
+
+    sides: tuple[float, ...]
+    depths: tuple[float, ...]
+    rates: tuple[tuple[float, ...], ...]  # by side, then by depth
+
+    def at(self, side: float, depth: float) -> float:
+        (i, u), (j, v) = _place(self.sides, side), _place(self.depths, depth)
+        corners = ((i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v))
+        return exp(sum(weight * log(self.rates[a][b]) for a, b, weight in corners if weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Seconds that the program takes whatever the sizes are (dispatch, Python, tiny messages), and per parameter."""
+
+    block: float  # of a block and a microbatch, forward and backward
+    microbatch: float  # of a microbatch, embedding, head and loss included
+    layer: float  # of a layer, once a step
+    step: float
+    parameter: float  # of a parameter that the rank holds, once a step
+
+    def scaled(self, factor: float) -> Overhead:
+        return Overhead(**{name: factor * value for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process alone, with so many threads (or a GPU)."""
+
+    matmul: Mapping[str, Grid]  # by precision
+    attention: Mapping[str, tuple[Grid, Grid]]  # by keys and head dim: a causal one's operations, each way
+    memory: Curve  # seconds by bytes moved
+    elementwise: float  # traffic of a block's other operators, over the least that fused ones would have
+    logit_s: float  # of the loss, per logit, forward and backward
+    overhead: Overhead
+    recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """So many ranks of one host at once: over one axis, each kind of message, a pipeline."""
+
+    contention: float  # how much longer equal work takes than the cores' share alone explains
+    action_s: float  # of a pipeline's action
+    transfer: Curve  # a message between two stages, by bytes
+    axes: Mapping[str, Overhead]  # what an axis of this size adds
+    collectives: Mapping[str, Curve]  # of the tp layers, by kind: seconds by bytes of the whole tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """`cores`: those that the ranks of a host share, 0 where each has a device of its own. `synchronous`: the host
+    computes what it dispatches, one after the other."""
+
+    cores: int
+    synchronous: bool
+    processes: Mapping[int, Process]  # by threads
+    ranks: Mapping[int, Together]  # by how many
+
+    def process(self, ranks: int) -> Process:
+        """What one of so many ranks of a host is: with its share of the cores as threads."""
+        threads = max(1, self.cores // ranks)
+        return self.processes[max((n for n in self.processes if n <= threads), default=min(self.processes))]
+
+    def together(self, ranks: int) -> Together | None:
+        """The measurement with as many ranks, or the next fewer."""
+        if not self.ranks or ranks == 1:
+            return None
+        return self.ranks[max((n for n in self.ranks if n <= ranks), default=min(self.ranks))]
+
+    def slowdown(self, ranks: int) -> float:
+        """Of each of so many ranks of a host that all compute."""
+        shared = max(1.0, ranks / self.cores) if self.cores else 1.0
+        there = self.together(ranks)
+        return shared * (there.contention if there else 1.0)
+
+    def overhead(self, axis: str, size: int) -> Overhead | None:
+        """What an axis adds: as measured, or by the logarithm from the next smaller size that was."""
+        sizes = [n for n, each in self.ranks.items() if axis in each.axes]
+        if size == 1 or not sizes:
+            return None
+        near = max((n for n in sizes if n <= size), default=min(sizes))
+        return self.ranks[near].axes[axis].scaled(log(size) / log(near))
+
+    def collective_s(self, kind: str, size: int, bytes_: float) -> float:
+        """Beyond what the smallest message takes, which is in the overhead of the axis."""
+        if size == 1 or not self.ranks:
+            return 0.0
+        near = max((n for n in self.ranks if n <= size), default=min(self.ranks))
+        curve = self.ranks[near].collectives[kind]
+        return max(0.0, curve.at(bytes_) - curve.points[0][1]) * log(size) / log(near)
+
+
+def measured_from_tree(tree: Mapping[str, Any]) -> Measured:
+    """The section `measured` of a hardware file. Raises KeyError, TypeError or ValueError where it misses something."""
+    return Measured(
+        cores=int(tree["cores"]),
+        synchronous=bool(tree["synchronous"]),
+        processes={int(n): process_from_tree(each) for n, each in tree["processes"].items()},
+        ranks={int(n): _together(each) for n, each in (tree.get("ranks") or {}).items()},
+    )
+
+
+def process_from_tree(tree: Mapping[str, Any]) -> Process:
+    return Process(
+        matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
+        attention={p: (_grid(way["forward"]), _grid(way["backward"])) for p, way in tree["attention"].items()},
+        memory=_curve(tree["memory"]),
+        elementwise=float(tree["elementwise"]),
+        logit_s=float(tree["logit_s"]),
+        overhead=Overhead(**tree["overhead"]),
+        recompute={kind: float(seconds) for kind, seconds in tree["recompute"].items()},
+    )
+
+
+def _together(tree: Mapping[str, Any]) -> Together:
+    return Together(
+        contention=float(tree["contention"]),
+        action_s=float(tree["action_s"]),
+        transfer=_curve(tree["transfer"]),
+        axes={axis: Overhead(**each) for axis, each in tree["axes"].items()},
+        collectives={kind: _curve(points) for kind, points in tree["collectives"].items()},
+    )
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    """Raises ValueError where sizes do not rise."""
+    pairs = tuple((float(size), max(float(seconds), 1e-9)) for size, seconds in points)
+    if not pairs or any(a[0] >= b[0] for a, b in zip(pairs[:-1], pairs[1:], strict=True)):
+        raise ValueError("a curve of [size, seconds] whose sizes rise")
+    return Curve(pairs)
+
+
+def _grid(rows: Sequence[Sequence[float]]) -> Grid:
+    """From rows of [side, depth, operations per second]. Raises ValueError where one of the pairs is missing."""
+    rates = {(float(side), float(depth)): float(rate) for side, depth, rate in rows}
+    sides, depths = sorted({side for side, _ in rates}), sorted({depth for _, depth in rates})
+    if not rates or len(rates) != len(sides) * len(depths):
+        raise ValueError("a grid of [side, depth, operations per second] with every side at every depth")
+    return Grid(tuple(sides), tuple(depths), tuple(tuple(rates[side, depth] for depth in depths) for side in sides))
+
+
+def _place(values: Sequence[float], value: float) -> tuple[int, float]:
+    """The interval of a value, and how far into it."""
+    if len(values) == 1 or value <= values[0]:
+        return 0, 0.0
+    if value >= values[-1]:
+        return len(values) - 2, 1.0
+    at = bisect_right(values, value) - 1
+    return at, log(value / values[at]) / log(values[at + 1] / values[at])

@@ -1,0 +1,116 @@
+"""What `parallel3d-plan calibrate` measures of one process: products, attention and norms by size, through the layers'
+own functions. On a GPU the clock is read when the device is done; nothing else differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel3d.layers.norm import RMSNorm
+from parallel3d.layers.scores import attend
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LEAST_SHARE = 0.2  # of a call, that is taken for its work and not for its dispatch
+_HEADS = 4
+
+Rows = list[list[float]]
+
+
+def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
+    """The sections `matmul`, `attention` and `memory` of a process (`planner.measured.Process`)."""
+    gpu = device.type != "cpu"
+    sides: Sequence[int] = (512, 2048, 8192) if gpu else (32, 128, 512) if quick else (32, 64, 128, 256, 512, 1024)
+    coarse: Sequence[int] = sides if gpu else (128, 512)
+    keys: Sequence[int] = (512, 2048, 8192) if gpu else (64, 256) if quick else (64, 256, 1024)
+    depths = (64, 128) if gpu else (32, 64) if quick else (32, 64, 128)
+    largest = 28 if gpu else 24 if quick else 26
+    attention: dict[str, Any] = {}
+    for precision in _DTYPES:
+        attention[precision] = _attention(device, precision, keys if gpu or precision == "fp32" else (256,), depths)
+    return {
+        "matmul": {p: _matmul(device, p, sides if p == "fp32" else coarse) for p in _DTYPES},
+        "attention": attention,
+        "memory": _memory(device, [2**n for n in range(14, largest + 1, 2)]),
+    }
+
+
+def best_s(work: Callable[[], object], device: torch.device, *, budget_s: float = 0.02) -> float:
+    """The least time of a call, over rounds of several calls each."""
+    work()
+    once = max(1e-7, timed_s(work, device, 1))
+    calls = max(1, int(budget_s / 4 / once))
+    return min(timed_s(work, device, calls) for _ in range(4))
+
+
+def timed_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds of a call, the mean of `calls`."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _beyond(seconds: float, dispatch_s: float) -> float:
+    return max(seconds - dispatch_s, _LEAST_SHARE * seconds)
+
+
+@torch.no_grad()
+def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
+    """[side, depth, operations per second] of a linear layer's product."""
+
+    def seconds(side: int, depth: int) -> float:
+        x, weight = (torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
+        return best_s(lambda: F.linear(x, weight), device)
+
+    dispatch = seconds(8, 8)
+    return [[s, d, 2.0 * s * s * d / _beyond(seconds(s, d), dispatch)] for s, d in product(sides, sides)]
+
+
+def _attention(device: torch.device, precision: str, keys: Sequence[int], depths: Sequence[int]) -> dict[str, Rows]:
+    """[keys, head dim, operations per second], causal: 4 (forward) and 10 (backward) of which half count."""
+
+    def seconds(length: int, depth: int) -> tuple[float, float]:
+        shape = (1, _HEADS, length, depth)
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True) for _ in range(3)
+        )
+
+        def forward() -> Tensor:
+            return attend(q, k, v, None, causal=True, scale=None)
+
+        gradient = torch.randn(shape, device=device, dtype=_DTYPES[precision])
+        alone = best_s(forward, device)
+        both = best_s(lambda: torch.autograd.grad(forward(), (q, k, v), gradient), device)
+        return alone, max(both - alone, _LEAST_SHARE * both)
+
+    dispatch = seconds(8, 32)
+    rows: dict[str, Rows] = {"forward": [], "backward": []}
+    for length, depth in product(keys, depths):
+        found = seconds(length, depth)
+        for way, products, took, least in zip(rows, (4.0, 10.0), found, dispatch, strict=True):
+            operations = 0.5 * products * _HEADS * length * length * depth
+            rows[way].append([length, depth, operations / _beyond(took, least)])
+    return rows
+
+
+@torch.no_grad()
+def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
+    """[bytes, seconds] of a norm, which reads and writes."""
+    features = 256
+    norm = RMSNorm(features, device=device)
+    norm.weight.fill_(1.0)
+
+    def seconds(bytes_: int) -> float:
+        x = torch.randn(max(1, bytes_ // (8 * features)), features, device=device)
+        return best_s(lambda: norm(x), device)
+
+    dispatch = seconds(8 * features)
+    return [[float(size), _beyond(seconds(size), dispatch)] for size in sizes]

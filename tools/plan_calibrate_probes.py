@@ -1,0 +1,111 @@
+"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of microbatches tell what
+the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element does.
+
+Which runs there are is decided without torch; `time_probe` trains one with the real trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
+TINY_SEQ = 8
+LARGER = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048)
+LARGER_SEQ = 128
+TINY_LAYERS, TINY_MICROBATCHES = (2, 6), (2, 10)
+LARGER_LAYERS, LARGER_MICROBATCHES = (1, 3), (2, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A run to time; `name` is what its time is looked up by."""
+
+    name: str
+    recipe: Recipe
+
+
+def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int) -> str:
+    size = "tiny" if model is TINY else "larger"
+    return f"{axis} {size} {layers} {microbatches}"
+
+
+def probe(axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int) -> Probe:
+    seq = TINY_SEQ if model is TINY else LARGER_SEQ
+    numbers = {key: getattr(model, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab")}
+    batch = microbatches * parallel.dp * parallel.microbatch_size
+    recipe = Recipe(
+        model=ModelConfig(layers=layers, **numbers),
+        parallel=parallel,
+        train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq),
+        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
+    )
+    return Probe(name=probe_name(axis, model, layers, microbatches), recipe=recipe)
+
+
+def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
+    return [probe(axis, parallel, TINY, layers, m) for layers in TINY_LAYERS for m in TINY_MICROBATCHES]
+
+
+def probes(world_size: int) -> list[Probe]:
+    """The runs of so many ranks, each along one axis."""
+    if world_size == 1:
+        alone = ParallelConfig()
+        found = _tiny("alone", alone)
+        found += [probe("alone", alone, LARGER, layers, m) for layers in LARGER_LAYERS for m in LARGER_MICROBATCHES]
+        for kind in ("selective", "full"):
+            found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
+        return found
+    axes = {
+        "dp_shard": ParallelConfig(dp_shard=world_size),
+        "dp_replicate": ParallelConfig(dp_replicate=world_size),
+    }
+    if TINY.heads % world_size == 0:
+        axes["tp"] = ParallelConfig(tp=world_size)
+        axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
+    found = []
+    for axis, parallel in axes.items():
+        found += _tiny(axis, parallel)
+        found += [probe(axis, parallel, LARGER, LARGER_LAYERS[-1], m) for m in LARGER_MICROBATCHES]
+    pipeline = ParallelConfig(pp=world_size)
+    return [*found, *(probe("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
+
+
+def time_probe(recipe: Recipe, device: torch.device, *, steps: int, rounds: int) -> float:
+    """Seconds of a step with the trainer, the least of several rounds. Every rank of the world calls it."""
+    import torch.distributed as dist
+
+    from parallel3d.mesh import build_mesh
+    from parallel3d.models import model_class
+    from parallel3d.tools.plan_calibrate_kernels import timed_s
+    from parallel3d.training.trainer import Trainer
+
+    mesh = build_mesh(recipe.parallel, device.type)
+    trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class(recipe.model.architecture))
+    batch = _batch(recipe, dist.get_rank())
+
+    def step() -> Any:
+        return trainer.train_step(batch)
+
+    for _ in range(2):
+        step()
+    dist.barrier()
+    return min(timed_s(step, device, steps) for _ in range(rounds))
+
+
+def _batch(recipe: Recipe, rank: int) -> Any:
+    import torch
+
+    from parallel3d.data.loader import Batch
+
+    place = recipe.parallel.coordinates(rank)
+    shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
+    # The same on the ranks of one data rank.
+    generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
+    tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
+    return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
