@@ -41,7 +41,7 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 def drawn_key(batch: int) -> Tensor:
     """A key [batch] from torch's default CPU generator, whose state has to agree over tp; torch.utils.checkpoint puts
     it back before it recomputes (`preserve_rng_state`, its default)."""
-    return _split_mix(torch.arange(batch) * _GOLDEN + torch.randint(2**62, (1,)))
+    return _split_mix((torch.arange(batch) + torch.randint(2**62, (1,))) * _GOLDEN)
 
 
 class Dropout(nn.Module):
@@ -89,11 +89,12 @@ class Dropout(nn.Module):
         for dim in range(x.ndim - 1, 0, -1):
             size = x.shape[dim]
             first = self.axis.rank * size if dim == split else 0
-            place = torch.arange(first, first + size, device=x.device) * stride * _GOLDEN
+            place = torch.arange(first, first + size, device=x.device) * stride
             counter = counter + place.view(-1, *[1] * (x.ndim - 1 - dim))
             stride = stride * size * (self.axis.size if dim == split else 1)
         # The p 2^64 smallest of all 2^64 values are dropped.
-        return _split_mix(counter) < int(self.p * 2**64) - 2**63
+        # Multiplied at last: of places alone inductor would write an index, and that no int64 holds.
+        return _split_mix(counter * _GOLDEN) < int(self.p * 2**64) - 2**63
 
     def _fast(self, x: Tensor, key: Tensor) -> Tensor:
         rank = 0 if self.split_dim is None else self.axis.rank

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
 from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
 from parallel3d.layers.main_grad import add_product, total_gradient
-from parallel3d.layers.parameter import give_gradient, local_tensor
+from parallel3d.layers.parameter import give_gradient, local_tensor, traced
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
 
 
@@ -71,12 +72,10 @@ def head_cross_entropy(
     x = all_gather_to_region(x, axis) if head.sequence_parallel else copy_to_region(x, axis)
     first = axis.rank * -(-vocab // axis.size)
     how = TokenLoss(axis, vocab, first, ignore_index, label_smoothing, z_loss)
-    return _apply(x, head, labels, how, chunk_tokens)
-
-
-@torch.compiler.disable  # it writes to .grad, and there is little to fuse around products of this size
-def _apply(x: Tensor, head: ColumnParallelLinear, labels: Tensor, how: TokenLoss, chunk_tokens: int) -> Tensor:
-    losses: Tensor = _HeadCrossEntropy.apply(x, head.weight, labels, how, chunk_tokens, head.fused_gradients)
+    compiling = is_compiling()
+    weight = traced(head.weight, head, "weight") if compiling else head.weight
+    fused = head.fused_gradients and not compiling
+    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, how, chunk_tokens, fused)
     return losses
 
 
