@@ -19,6 +19,7 @@ from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
+from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
@@ -35,9 +36,18 @@ class StepResult:
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once."""
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect`: how the
+    ranks of a pipeline reach each other."""
 
-    def __init__(self, recipe: Recipe, *, mesh: DeviceMesh, device: torch.device, model_class: ModelClass) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        model_class: ModelClass,
+        connect: Connect = Links,
+    ) -> None:
         self.recipe = recipe
         self.mesh = mesh
         self.axes = axes_of(mesh)
@@ -51,7 +61,7 @@ class Trainer:
             microbatches=recipe.microbatches,
             virtual_stages=recipe.parallel.virtual_stages,
         )
-        parts = parallelize(model_class, recipe, mesh, device, schedule, loss_fn)
+        parts = parallelize(model_class, recipe, mesh, device, schedule, loss_fn, connect=connect)
         self.parameter_count = parts.parameter_count
         self.pipeline = parts.pipeline
         self.stages = parts.stages
