@@ -179,7 +179,8 @@ def _few(pp: int, microbatches: int) -> Iterator[int]:
 
 def _batch(recipe: Recipe) -> Batch:
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
-    return Batch(inputs=torch.zeros(shape, dtype=torch.int64), labels=torch.zeros(shape, dtype=torch.int64))
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return Batch(inputs=ids, labels=torch.zeros_like(ids), samples=torch.zeros(shape[:2], dtype=torch.int64))
 
 
 @contextmanager
