@@ -16,6 +16,7 @@ from parallel3d.mesh import Axis
 from parallel3d.pipeline.balance import balanced_cut, part_costs, sizes_between
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
+from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
@@ -78,9 +79,12 @@ def parallelize(
     device: torch.device,
     schedule: Schedule,
     loss_fn: LossFunction,
+    *,
+    connect: Connect = Links,
 ) -> Parallelized:
     """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
-    them with weights that depend on the seed and their names alone."""
+    them with weights that depend on the seed and their names alone. `connect`: how the pipeline's ranks reach each
+    other."""
     parallel, model = recipe.parallel, recipe.model
     spans = stage_spans(recipe, schedule.stages)
 
@@ -116,7 +120,9 @@ def parallelize(
 
     # "seq" is the local sequence: under sequence parallelism what crosses is split along it (`Trainer`).
     boundary = TensorSpec(("batch", "seq", model.hidden), dtypes.compute)
-    pipeline = PipelineRuntime(stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device)
+    pipeline = PipelineRuntime(
+        stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device, connect=connect
+    )
     count = sum(parameter.numel() for parameter in reference.parameters())
     return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()))
 
@@ -140,12 +146,13 @@ def shard_stage(
     """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
     of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
     strategy = parallel.strategy
+    blocks = ["layers.*"] if len(module.layers) else []  # a head may stand alone
     ends = [name for name in LAST_PARTS if strategy in WHOLE and getattr(module, name) is not None]
     return shard(
         module,
         mesh,
         strategy,
-        wrap=["layers.*", *ends],
+        wrap=[*blocks, *ends],
         dtypes=dtypes,
         average=False,
         gather=parallel.gather,

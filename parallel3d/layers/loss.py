@@ -151,8 +151,11 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
         flat = (logits.flatten(0, -2), labels.flatten(), lse, grad.flatten())
-        parts = [
-            ctx.how.backward(*part, overwrite=ctx.overwrite).to(logits.dtype)
-            for part in chunks(ctx.chunk_tokens, *flat)
-        ]
+        if ctx.overwrite:
+            for part in chunks(ctx.chunk_tokens, *flat):
+                grad_logits = ctx.how.backward(*part, overwrite=True)
+                if grad_logits.dtype != logits.dtype:  # else it has been made where the logits were
+                    part[0].copy_(grad_logits)
+            return logits, None, None, None, None
+        parts = [ctx.how.backward(*part).to(logits.dtype) for part in chunks(ctx.chunk_tokens, *flat)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None, None

@@ -37,13 +37,16 @@ _EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, SharedExchange | None] = WeakKe
 
 def shared_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     """The exchange of a group, made when first asked for, by all of its ranks at once. None where they are on several
-    hosts, or where there is no memory to share; all ranks then have None."""
+    hosts, where there is no memory to share, or where the group has no other processes (torch's "fake" backend); all
+    ranks then have None."""
     if group not in _EXCHANGES:
         _EXCHANGES[group] = _open_exchange(group)
     return _EXCHANGES[group]
 
 
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
+    if dist.get_backend(group) == "fake":
+        return None
     size = dist.get_world_size(group)
     hosts: list[str | None] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname() if _MEMORY_FOLDER.is_dir() else None, group=group)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,13 @@ class Links:
         self._groups: dict[bool, dist.ProcessGroup] = {}  # by whether it is for what goes to a higher rank
         self._is_closed = False
         self._failure_key = ""
+        self._timeout_ms = 0
         if self.size > 1:
-            self._timeout_ms = _timeout_s(pp.get_group(), device) * 1000
             self._meet(pp.get_group(), schedule, device)
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes its links' memory, tells all where it is, and both ends open it."""
+        self._timeout_ms = _timeout_s(pipeline, device) * 1000
         is_possible = device.type == "cpu" and _MEMORY_FOLDER.is_dir()
         folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=_MEMORY_FOLDER if is_possible else None))
         try:
@@ -143,6 +145,23 @@ class Links:
         if self.size == 1 or not _store().check([self._failure_key]):
             return None
         return str(_store().get(self._failure_key).decode())
+
+
+Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
+
+
+class LoneLinks(Links):
+    """Of a rank whose pipeline has no other processes (a dry run in torch's "fake" process group): all that it sends
+    and receives goes through the groups, as on GPUs, and nobody is there to be told of a failure."""
+
+    def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
+        pass
+
+    def told(self) -> str | None:
+        return None
+
+    def fail(self, message: str) -> None:
+        self._is_closed = True
 
 
 @dataclass(frozen=True)

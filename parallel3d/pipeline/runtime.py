@@ -22,7 +22,7 @@ from parallel3d.layers.deferral import make_linears_deferrable
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
 from parallel3d.pipeline.check import check_schedule
 from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
-from parallel3d.pipeline.links import Links
+from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import forward_only
@@ -43,7 +43,8 @@ class PipelineRuntime:
 
     `stages` are this rank's, in the order of the model (`schedule.stages_of`). `loss_fn(output, labels)` gives the
     scalar that is differentiated, already divided as the sum over microbatches and data ranks needs it. `boundaries`:
-    what crosses between stages, one for all gaps or a list of them. Built by all ranks of `pp` at once.
+    what crosses between stages, one for all gaps or a list of them. `connect`: how the ranks reach each other. Built by
+    all ranks of `pp` at once.
 
     Raises ScheduleError where the schedule cannot be carried out, or the ranks do not have the same one; ValueError
     where the stages do not suit it.
@@ -58,6 +59,7 @@ class PipelineRuntime:
         *,
         boundaries: TensorSpec | Boundary | Sequence[Boundary] = (),
         device: torch.device | str | None = None,
+        connect: Connect = Links,
     ) -> None:
         check_schedule(schedule)
         self._check(schedule, stages, pp)
@@ -66,7 +68,7 @@ class PipelineRuntime:
         own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
         self.device = torch.device(device) if device is not None else _device_of(own)
         self._boundaries = normalized(boundaries, schedule.stages)
-        self.links = Links(pp, schedule, self.device)
+        self.links = connect(pp, schedule, self.device)
         self.stages = dict(zip(schedule.stages_of(self.links.rank), own, strict=True))
         self._shapes: _Shapes | None = None
         self._forward_schedules: dict[int, Schedule] = {}

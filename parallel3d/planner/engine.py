@@ -52,6 +52,7 @@ class Engine:
     gradients_follow_optimizer: bool = False  # gradients are kept sharded like the optimizer (ZeRO-2)
     # activations
     fused_mlp: bool = False  # the activation's output is not kept beside its input
+    cuts_by_cost: bool = False  # stages get as many layers as make them equally dear, head included
     embedding_slots: bool = False  # embedding and head count as a layer each when stages are cut
     gathers_logits: bool = False  # the loss is computed on the whole vocabulary by every tp rank
     logit_bytes: float = 8.0  # kept or at once alive per logit at the loss
@@ -77,6 +78,7 @@ PARALLEL3D = Engine(
     pads_vocab=False,
     reduces_each_microbatch=False,
     always_sharded=True,
+    cuts_by_cost=True,
     action_s=1e-4,  # Python between them
     p2p_hidden=0.8,  # pipeline/transport.py sends and receives ahead
     weight_bytes=4.0,  # FSDP2 keeps float32 and computes with a gathered 16-bit copy

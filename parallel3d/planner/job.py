@@ -8,10 +8,12 @@ from typing import Literal
 
 from parallel3d.config import ParallelConfig, ScheduleName
 from parallel3d.pipeline.schedules import STAGES_PER_RANK, placement
+from parallel3d.pipeline.balance import PartCosts, balanced_cut, sizes_between
 from parallel3d.planner.collectives import Group, axis_group
 from parallel3d.planner.engine import Engine
 from parallel3d.planner.hardware import Cluster
-from parallel3d.planner.shapes import ModelShape, StageSlice
+from parallel3d.planner.shapes import ModelShape, StageSlice, layer_matrix_parameters
+from parallel3d.sharding.strategy import WHOLE, How, ShardingName
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
 
@@ -34,6 +36,13 @@ class Layout:
     sequence_parallel: bool = False
     recompute: RecomputeKind = "none"
     recompute_share: float = 1.0  # of the blocks, for "layer"
+    # of this project's own engine alone: how the data dimension is carried out (`sharding/`)
+    strategy: ShardingName | None = None  # None: another engine's run
+    gather: How = "step"
+    reduce: How = "step"
+    reduce_bytes: int = 4  # of a gradient on its way
+    dp_shard: int = 1
+    recompute_every: int = 1  # of so many blocks one is recomputed
 
     @property
     def world_size(self) -> int:
@@ -76,6 +85,11 @@ class Job:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether operators are the CPU's, and no CUDA takes memory."""
+        return self.cluster.device.name.lower().startswith("cpu")
+
+    @property
     def gathers_each_microbatch(self) -> bool:
         """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward."""
         only_one = self.layout.pp == 1 and self.layout.microbatches == 1
@@ -91,8 +105,10 @@ class Job:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
+        """Layers of each stage: as its engine cuts them, this project's own by what they cost (`pipeline.balance`)."""
         slots = self.engine.embedding_slots
+        if self.engine.cuts_by_cost and not self.stage_layers:
+            return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
         return self.stage_layers or spread(self.shape.layers, self.layout.stages, embedding_slots=slots)
 
     @cached_property
@@ -156,6 +172,18 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
+def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
+    """The trainer's own cut (`balance.part_costs`)."""
+    weights = layer_matrix_parameters(shape)
+    costs = PartCosts(
+        embedding=2.0 * shape.hidden,
+        block=2.0 * weights + 2 * shape.hidden * seq_len,
+        head=2.0 * shape.hidden * shape.vocab,
+    )
+    return tuple(balanced_cut(shape.layers, stages, costs))
+
+
+@lru_cache(maxsize=4096)
 def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[int, ...]:
     """Layers of each stage: even, what is left over in the middle (`pipeline.stage.spread_layers`); with
     `embedding_slots` the first and the last have one less."""
@@ -172,8 +200,9 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[
 
 
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
-    """The layout of a recipe: ZeRO-3 within dp_shard, gradients reduced and kept in shards."""
-    shards = parallel.dp_shard
+    """The layout of a recipe, run by this project's own engine."""
+    strategy, shards = parallel.strategy, parallel.dp_shard
+    whole = strategy in WHOLE
     return Layout(
         pp=parallel.pp,
         dp=parallel.dp,
@@ -182,10 +211,16 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
         schedule=parallel.schedule,
         microbatch_size=parallel.microbatch_size,
         microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
-        parameter_shards=shards,
-        gradient_shards=shards,
-        optimizer_shards=shards,
+        parameter_shards=1 if whole else shards,
+        gradient_shards=1 if whole else shards,
+        optimizer_shards=1 if strategy == "NO_SHARD" else shards,
         sequence_parallel=parallel.sequence_parallel,
         recompute="layer" if parallel.recompute == "every_n" else parallel.recompute,
         recompute_share=1 / (parallel.recompute_every or 1),
+        strategy=strategy,
+        gather=parallel.gather,
+        reduce=parallel.reduce,
+        reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
+        dp_shard=shards,
+        recompute_every=parallel.recompute_every or 1,
     )

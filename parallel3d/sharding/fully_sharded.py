@@ -138,7 +138,8 @@ def _fully_shard(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
         reduce_dtype=dtypes.reduce if dtypes.reduce != dtypes.compute else None,
     )
-    model.to(dtypes.master)
+    if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
+        model.to(dtypes.master)
     for unit in reversed(units):  # inner ones first
         if unit.modules:
             modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)

@@ -23,6 +23,8 @@ from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import Part, own_rows
 from parallel3d.sharding.units import Slot, Unit
 
+_UNDER_WAY = 2  # buckets
+
 
 class WholePart:
     """The part of a parameter that is whole here. `split`: the optimizer has this rank's rows of it alone."""
@@ -257,6 +259,10 @@ class _Progress:
         self._next = len(self._buckets) - 1
 
     def _start_next(self) -> None:
+        """At most _UNDER_WAY are on their way at once: what is sent may be a copy."""
+        oldest = self._next + _UNDER_WAY
+        if oldest < len(self._buckets):
+            self._buckets[oldest].finish_reduction()
         self._buckets[self._next].start_reduction()
         self._next -= 1
 

@@ -18,6 +18,7 @@ from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import axes_of
 from parallel3d.parallelize import ModelClass, parallelize
+from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
@@ -56,9 +57,18 @@ class Totals:
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once."""
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect`: how the
+    ranks of a pipeline reach each other."""
 
-    def __init__(self, recipe: Recipe, *, mesh: DeviceMesh, device: torch.device, model_class: ModelClass) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        model_class: ModelClass,
+        connect: Connect = Links,
+    ) -> None:
         self.recipe = recipe
         self.mesh = mesh
         self.axes = axes_of(mesh)
@@ -72,7 +82,7 @@ class Trainer:
         self.loss = MeanLoss(recipe, mesh["tp"])
         self._schedules: dict[int, Schedule] = {}
         schedule = self.schedule_of(recipe.microbatches)
-        parts = parallelize(model_class, recipe, mesh, device, schedule, self.loss)
+        parts = parallelize(model_class, recipe, mesh, device, schedule, self.loss, connect=connect)
         self.parameter_count = parts.parameter_count
         self.pipeline = parts.pipeline
         self.stages = parts.stages

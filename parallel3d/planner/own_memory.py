@@ -1,0 +1,343 @@
+"""The memory of this project's own engine: what its runtime, its layers and its sharding hold at once, found by going
+through the moments of a step at which a rank may hold most. `parallel3d-plan verify` compares it with a dry run of the
+real thing (docs/verify.md).
+
+A rank's step: parameters are gathered, forwards fill up activations, the first backward begins with most of them alive
+(`first`); once every stage has had a backward there are whole gradients beside them (`steady`); the last backward
+reduces block after block (`last`), and the optimizer has shards alone (`step`).
+
+Per rank: P parameters, e bytes of an activation, m = 4 bytes of a master weight, s = dp_shard:
+
+                          one data rank, fp32    NO_SHARD, SHARD_OPTIMIZER     sharded at rest (fully_shard)
+    parameters            m P                    e P, and where e < m m P / s  m P / s
+    gradients             m P, from the first    m P throughout                m P whole, from the first backward to the
+                          backward on                                          last (reduce = step), then m P / s
+    optimizer             2 m P                  2 m P / s                     2 m P / s
+    gathered              -                      -                             e P from the first forward to the last
+                                                                               backward (gather = step)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from parallel3d.layers.activations import BlockActivations, BlockRecompute
+from parallel3d.planner.activations import live_microbatches
+from parallel3d.planner.job import Job
+from parallel3d.planner.parameters import Table, block_tables, end_tables, vocabulary_rows
+from parallel3d.planner.shapes import StageSlice
+from parallel3d.sharding.strategy import WHOLE, ZERO_3
+
+_MASTER = 4  # bytes of a master weight, of its gradient, and of each of the optimizer's two states
+_POSTED = 3  # receives from each rank that are open at once (pipeline.transport.AHEAD, and the one waited for)
+_UNDER_WAY = 4  # sends to each rank that are kept until they are done (pipeline.transport.IN_FLIGHT)
+_BUCKET = 25 * 2**20  # bytes of gradients that NO_SHARD and SHARD_OPTIMIZER send in one go (sharding.apply.BUCKET_MIB)
+
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporary"]
+Moment = Literal["first backward", "backward", "last backward", "optimizer's step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes held at one moment of a step, by kind."""
+
+    moment: Moment
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.temporary
+
+
+def most_held(job: Job, rank: int) -> Held:
+    """At the moment of a step when a pipeline rank holds most."""
+    return max(_Rank(job, rank).moments(), key=lambda held: held.total)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage of a rank: its slice, and the index of its first block in the whole model."""
+
+    part: StageSlice
+    first: int
+    blocks: int  # parameters
+    ends: int  # parameters
+
+
+class _Rank:
+    """What one pipeline rank has, and holds when."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        layout = job.layout
+        self.item = int(job.item_bytes)
+        self.tokens = job.tokens
+        self.outside = job.tokens // (layout.tp if layout.sequence_parallel else 1)
+        self.block_tables = block_tables(job.shape, layout.tp)
+        self.block_numel = sum(table.numel for table in self.block_tables)
+        self.alone = layout.dp == 1 and self.item == _MASTER
+        self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
+        self.sharded = not self.alone and not self.whole
+        shards = layout.dp_shard if layout.strategy != "NO_SHARD" else 1
+        self.shards = 1 if self.alone else shards
+        starts = accumulate((part.layers for part in job.stages), initial=0)
+        self.stages = [
+            _Stage(part, first, part.layers * self.block_numel, sum(t.numel for t in self._ends(part)))
+            for part, first, holder in zip(job.stages, starts, job.placement, strict=False)
+            if holder == rank
+        ]
+        self.parameters = sum(stage.blocks + stage.ends for stage in self.stages)
+        tables = [t for stage in self.stages for t in (*self.block_tables * stage.part.layers, *self._ends(stage.part))]
+        self.shard = sum(table.shard(self.shards) for table in tables)
+
+    def moments(self) -> list[Held]:
+        layout = self.job.layout
+        live = live_microbatches(
+            layout.schedule,
+            pp=layout.pp,
+            rank=self.rank,
+            microbatches=layout.microbatches,
+            virtual_stages=layout.virtual_stages,
+        )
+        forwards = layout.microbatches * len(self.stages)
+        whole = self._whole_gradients
+        found = [self._step()]
+        for stage in self.stages:
+            if forwards > live:
+                found += [self._backward("backward", stage, live, ends=ends, gradients=whole) for ends in (False, True)]
+            found.append(self._backward("first backward", stage, live, ends=False, gradients=0.0))
+            found.append(self._backward("first backward", stage, live, ends=True, gradients=self._gradients_but(stage)))
+            found.append(self._last(stage))
+        return found
+
+    # What is there throughout.
+
+    @property
+    def _at_rest(self) -> tuple[float, float, float]:
+        """Parameters, gradients and optimizer states."""
+        shard = self.shard
+        if self.alone:
+            return _MASTER * self.parameters, 0.0, 2 * _MASTER * self.parameters
+        if self.whole:
+            masters = _MASTER * shard if self.item < _MASTER else 0
+            return self.item * self.parameters + masters, _MASTER * self.parameters, 2 * _MASTER * shard
+        return _MASTER * shard, 0.0, 2 * _MASTER * shard
+
+    @property
+    def _gathered(self) -> float:
+        """Between a step's first forward and its last backward."""
+        if not self.sharded:
+            return 0.0
+        if self._frees_each:  # the units in use, and the next one; what no block holds stays
+            ends = sum(stage.ends for stage in self.stages)
+            return self.item * (ends + 2 * self.block_numel)
+        return self.item * self.parameters
+
+    @property
+    def _frees_each(self) -> bool:
+        layout = self.job.layout
+        only_one = layout.pp == 1 and layout.microbatches == 1
+        return layout.gather == "microbatch" or (only_one and layout.strategy in ZERO_3)
+
+    @property
+    def _whole_gradients(self) -> float:
+        """Once every stage has had a backward."""
+        if self.alone or (self.sharded and self.job.layout.reduce == "step"):
+            return _MASTER * self.parameters
+        return _MASTER * self.shard if self.sharded else 0.0  # of `whole` they are there throughout
+
+    def _gradients_but(self, stage: _Stage) -> float:
+        """When a first backward has come to its first block and nothing else has had one."""
+        return self._whole_gradients * (stage.blocks + stage.ends * stage.part.head) / max(self.parameters, 1)
+
+    @cached_property
+    def _boundary(self) -> float:
+        """One activation between stages."""
+        return self.item * self.outside * self.job.shape.hidden
+
+    def _transport(self, *, sends: bool) -> float:
+        """Receives that are open, and sends that may not be done."""
+        placement = self.job.placement
+        pairs = [{a, b} for a, b in zip(placement[:-1], placement[1:], strict=True) if a != b]
+        peers = {peer for pair in pairs if self.rank in pair for peer in pair} - {self.rank}
+        count = min(_POSTED, self.job.layout.microbatches) + (_UNDER_WAY if sends else 1)
+        return self._boundary * count * len(peers)
+
+    # Activations.
+
+    @cached_property
+    def _block(self) -> BlockActivations:
+        shape, layout = self.job.shape, self.job.layout
+        return BlockActivations(
+            batch=layout.microbatch_size,
+            seq=self.job.seq_len,
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            ffn_hidden=shape.ffn_hidden,
+            item_bytes=self.item,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            fused_norm=not self.job.on_cpu,
+            layer_norm=shape.layer_norm,
+            gated=shape.feed_forward_inputs == 2,
+        )
+
+    @property
+    def _recompute(self) -> BlockRecompute:
+        kind = self.job.layout.recompute
+        return "full" if kind in ("full", "layer", "op") else kind
+
+    def _kept(self, stage: _Stage) -> float:
+        """Bytes of a stage and a microbatch, between its forward and its backward, but for logits."""
+        part, shape = stage.part, self.job.shape
+        blocks = range(stage.first, stage.first + part.layers)
+        kept = float(self._block.bytes_of_blocks(blocks, self._recompute, every=self.job.layout.recompute_every))
+        if part.embedding and self.job.layout.tp > 1:
+            kept += 9 * self.tokens  # ids as rows of this rank, and which are another's
+        if part.head:
+            kept += self.outside * (2 * shape.hidden * self.item + 4) + 4 * self.tokens
+        return kept
+
+    def _logits(self, stage: _Stage) -> float:
+        """Of a microbatch, between the head's forward and its backward."""
+        return float(self.item * self.tokens * self._vocab) if stage.part.head else 0.0
+
+    @property
+    def _vocab(self) -> int:
+        return vocabulary_rows(self.job.shape, self.job.layout.tp)
+
+    # At work: what a backward of a stage makes for itself, less what it has freed of what its forward kept.
+
+    def _work_at_start(self, stage: _Stage) -> float:
+        """While all of the stage's blocks wait: the loss, the head, or the last block."""
+        found = [0.0]
+        after = 0.0  # what the head leaves to the blocks
+        if stage.part.head:
+            e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
+            found.append(4.0 * self.tokens * vocab)  # softmax in float32
+            found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+            after = -self._logits(stage) + (e * (stage.ends if self.sharded else 0))
+        if stage.part.layers:
+            found.append(after + self._block_work)
+        return max(found)
+
+    def _work_at_end(self, stage: _Stage) -> float:
+        """With the activations of the first block alone."""
+        gradients = self.item * stage.ends * (stage.part.head and self.sharded)
+        found = [self._block_work + gradients if stage.part.layers else 0.0]
+        if stage.part.embedding:
+            e, hidden = self.item, self.job.shape.hidden
+            numbers = self.tokens * hidden
+            table = e * hidden * self._vocab if self.sharded else 4 * numbers * self._makes_gradients
+            own = e * numbers * (1 if self.job.layout.tp > 1 else 0)
+            gathered = e * numbers if self._gathers_sequence else 0
+            found.append(gradients + self._boundary + gathered + own + table - self._one_block)
+        return max(found)
+
+    @cached_property
+    def _one_block(self) -> float:
+        return float(self._block.bytes(self._recompute))
+
+    @property
+    def _gathers_sequence(self) -> bool:
+        return self.job.layout.sequence_parallel and self.job.layout.tp > 1
+
+    @property
+    def _makes_gradients(self) -> int:
+        """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider,
+        or new in each backward."""
+        return 1 if self.item < _MASTER or self.sharded else 0
+
+    @cached_property
+    def _into_columns(self) -> float:
+        """The input of a column-parallel layer gathered again, its gradient, and that summed over tp."""
+        whole = self.item * self.tokens * self.job.shape.hidden
+        return 2.0 * whole + self._boundary if self._gathers_sequence else 1.0 * whole
+
+    @cached_property
+    def _block_work(self) -> float:
+        """Of the MLP, which comes first in a block's backward, with the whole block's activations there."""
+        e, shape, tp = self.item, self.job.shape, self.job.layout.tp
+        inner = float(e * self.tokens * shape.ffn_hidden // tp)
+        whole = float(e * self.tokens * shape.hidden) if self._gathers_sequence else 0.0
+        weight = float(e * shape.hidden * shape.ffn_hidden // tp * self._makes_gradients)
+        kept = weight if self.sharded else 0.0  # until the block is done, where its gradients are new in each backward
+        arriving = self._boundary
+        recomputed = self._block.bytes("none") - self._one_block if self._recompute == "full" else 0.0
+        down = whole + inner + weight
+        if shape.feed_forward_inputs == 2:
+            product = kept + 2 * inner  # gradients of both factors and of their product, which itself is gone
+            columns = kept + 2 * max(weight, kept) - 2 * inner + self._into_columns
+        else:
+            product = kept + 2 * inner - inner
+            columns = kept + weight - inner + self._into_columns
+        return recomputed + arriving + max(down, product, columns)
+
+    # Moments.
+
+    def _held(self, moment: Moment, *, gradients: float, activations: float, logits: float, buffers: float, temporary: float) -> Held:
+        parameters, at_rest, optimizer = self._at_rest
+        return Held(
+            moment=moment,
+            parameters=parameters,
+            gradients=at_rest + gradients,
+            optimizer=optimizer,
+            activations=activations,
+            logits=logits,
+            buffers=buffers,
+            temporary=temporary,
+        )
+
+    def _backward(self, moment: Moment, stage: _Stage, live: float, *, ends: bool, gradients: float) -> Held:
+        """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one that
+        is differentiated has but one block left."""
+        count = len(self.stages)
+        kept = sum(map(self._kept, self.stages)) * live / count
+        logits = sum(map(self._logits, self.stages)) * live / count
+        if ends:
+            kept -= self._kept(stage) - (self._one_block if stage.part.layers else 0.0)
+            logits -= self._logits(stage)
+        return self._held(
+            moment,
+            gradients=gradients,
+            activations=kept,
+            logits=logits,
+            buffers=self._gathered + self._transport(sends=gradients > 0),
+            temporary=self._work_at_end(stage) if ends else self._work_at_start(stage),
+        )
+
+    def _last(self, stage: _Stage) -> Held:
+        reduced = 2.0 * _MASTER * self.block_numel if self.sharded else 0.0
+        return self._held(
+            "last backward",
+            gradients=self._whole_gradients,
+            activations=self._kept(stage) - self._one_block,
+            logits=0.0,
+            buffers=self._gathered + self._transport(sends=True),
+            temporary=reduced,
+        )
+
+    def _step(self) -> Held:
+        gradients = _MASTER * self.shard if self.sharded else self._whole_gradients
+        return self._held(
+            "optimizer's step",
+            gradients=gradients,
+            activations=0.0,
+            logits=0.0,
+            buffers=self._transport(sends=False),
+            temporary=0.0,
+        )
+
+    def _ends(self, part: StageSlice) -> tuple[Table, ...]:
+        return end_tables(self.job.shape, part, self.job.layout.tp)

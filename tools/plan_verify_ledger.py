@@ -1,0 +1,149 @@
+"""The memory of a dry run: every storage from its first tensor to the last reference, with what it was made for.
+
+A `TorchDispatchMode` sees each operator's outputs, and a weak reference tells when a storage goes. `fully_shard` frees
+and allocates the gathered parameters by resizing their storages, which passes by the dispatcher: while a ledger is open
+`UntypedStorage.resize_` tells it, as torch's own MemTracker has it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+Made = Literal["parameters", "optimizer", "gradients", "gathered", "forward", "backward", "between"]
+
+
+@dataclass
+class _Piece:
+    """One storage that is alive."""
+
+    nbytes: int
+    made: Made
+    action: int  # in which it was made
+    watch: Any  # its weak reference, which must live
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes alive at once, by what they were made for; `at_work` are of those the ones made since the current action
+    began, and `action` is its number in the step, from 0."""
+
+    made: dict[Made, int]
+    at_work: dict[Made, int]
+    action: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.made.values())
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes alive, now and at their most since `forget_peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: dict[int, _Piece] = {}
+        self._made: Counter[Made] = Counter()
+        self._at_work: Counter[Made] = Counter()
+        self._total = 0
+        self._action = 0
+        self._phase: Made = "between"
+        self._resize: Callable[..., Any] | None = None
+        self.peak = Snapshot({}, {}, 0)
+
+    def begin(self, phase: Made) -> None:
+        """A new action, or the time after one."""
+        self._action += 1
+        self._phase = phase
+        self._at_work.clear()
+
+    def forget_peak(self) -> None:
+        """Starts a step: actions are counted from here."""
+        self._action = 0
+        self._at_work.clear()
+        for piece in self._pieces.values():
+            piece.action = -1
+        self.peak = self._snapshot()
+
+    def mark(self, tensors: Iterable[Tensor], made: Made) -> None:
+        """Says what some of what is alive is for."""
+        for tensor in tensors:
+            piece = self._pieces[tensor.untyped_storage()._cdata]
+            self._made[piece.made] -= piece.nbytes
+            self._made[made] += piece.nbytes
+            piece.made = made
+
+    def __enter__(self) -> Ledger:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What happens within a DTensor's operator is not seen: it tries each new one out at the global shape.
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._see(result)
+        elif isinstance(result, list | tuple):
+            for each in tree_iter(result):
+                if isinstance(each, Tensor):
+                    self._see(each)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor  # to_local() would be an operator
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._pieces:
+            return
+        piece = _Piece(0, self._phase, self._action, weakref.ref(storage, lambda _: self._gone(key)))
+        self._pieces[key] = piece
+        self._grow(piece, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        piece = self._pieces.get(storage._cdata)
+        if piece is None:
+            return
+        if storage.nbytes() > piece.nbytes and piece.made != "gathered":
+            self._made[piece.made] -= piece.nbytes
+            self._made["gathered"] += piece.nbytes
+            piece.made = "gathered"
+        piece.action = -1  # at work is what an action makes for itself
+        self._grow(piece, storage.nbytes())
+
+    def _grow(self, piece: _Piece, nbytes: int) -> None:
+        more = nbytes - piece.nbytes
+        piece.nbytes = nbytes
+        self._total += more
+        self._made[piece.made] += more
+        if piece.action == self._action:
+            self._at_work[piece.made] += more
+        if self._total > self.peak.total:
+            self.peak = self._snapshot()
+
+    def _gone(self, key: int) -> None:
+        piece = self._pieces.pop(key)
+        self._grow(piece, 0)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(dict(self._made), dict(self._at_work), self._action)
