@@ -146,7 +146,9 @@ def shard_stage(
     """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
     of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
     strategy = parallel.strategy
-    blocks = ["layers.*"] if len(module.layers) else []  # a head may stand alone
+    layers = module.layers
+    assert isinstance(layers, nn.ModuleDict)
+    blocks = ["layers.*"] if layers else []  # a head may stand alone
     ends = [name for name in LAST_PARTS if strategy in WHOLE and getattr(module, name) is not None]
     return shard(
         module,

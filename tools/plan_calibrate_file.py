@@ -42,7 +42,7 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     head = [
         f"{alone['device']} of {platform.node() or 'this host'}, measured by parallel3d-plan calibrate on {date}",
         f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch {alone['torch']}",
-        "Keys: docs/planner.md, \"Hardware files\". `network` is a guess: nothing here has left the host.",
+        'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',
     ]
     body = yaml.safe_dump(_rounded(tree), sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {line}\n" for line in head) + body
@@ -52,9 +52,7 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
     """Peaks are the best that was measured, so that no efficiency is left to guess."""
     peaks = {p: max(rate for _, _, rate in rows) / 1e12 for p, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
-    attention = {
-        way: max(rate for _, _, rate in rows) / 1e12 for way, rows in process["attention"]["bf16"].items()
-    }
+    attention = {way: max(rate for _, _, rate in rows) / 1e12 for way, rows in process["attention"]["bf16"].items()}
     return {
         "name": alone["device"],
         "peak_tflops": {**peaks, "fp16": peaks["bf16"]},

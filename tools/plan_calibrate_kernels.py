@@ -79,9 +79,7 @@ def _attention(device: torch.device, precision: str, keys: Sequence[int], depths
 
     def seconds(length: int, depth: int) -> tuple[float, float]:
         shape = (1, _HEADS, length, depth)
-        q, k, v = (
-            torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True) for _ in range(3)
-        )
+        q, k, v = (torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True) for _ in range(3))
 
         def forward() -> Tensor:
             return attend(q, k, v, None, causal=True, scale=None)

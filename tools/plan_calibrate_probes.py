@@ -108,4 +108,8 @@ def _batch(recipe: Recipe, rank: int) -> Any:
     # The same on the ranks of one data rank.
     generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
     tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
-    return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous())
+    return Batch(
+        inputs=tokens[..., :-1].contiguous(),
+        labels=tokens[..., 1:].contiguous(),
+        samples=torch.arange(tokens[..., 0].numel()).view(shape[:2]),
+    )

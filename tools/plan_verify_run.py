@@ -142,7 +142,9 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         count = sum(local.numel() for local in locals_)
-        return DryRun(ledger.peak, _place(ledger.peak, actions), count, recipe.microbatches, time.perf_counter() - start)
+        return DryRun(
+            ledger.peak, _place(ledger.peak, actions), count, recipe.microbatches, time.perf_counter() - start
+        )
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:

@@ -46,7 +46,7 @@ class Links:
         self._groups: dict[bool, dist.ProcessGroup] = {}  # by whether it is for what goes to a higher rank
         self._is_closed = False
         self._failure_key = ""
-        self._timeout_ms = 0
+        self._timeout_ms = 0.0
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
 

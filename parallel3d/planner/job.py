@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from parallel3d.config import ParallelConfig, ScheduleName
+from parallel3d.pipeline.balance import PartCosts, balanced_cut
 from parallel3d.pipeline.schedules import STAGES_PER_RANK, placement
-from parallel3d.pipeline.balance import PartCosts, balanced_cut, sizes_between
 from parallel3d.planner.collectives import Group, axis_group
 from parallel3d.planner.engine import Engine
 from parallel3d.planner.hardware import Cluster

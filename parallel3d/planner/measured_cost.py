@@ -108,7 +108,9 @@ def _sum(parts: list[Overhead]) -> Overhead:
 def _kernels(job: Job, host: _Host) -> tuple[Job, Kernels]:
     """The job with what was measured in the place of what its engine assumes."""
     engine = replace(job.engine, elementwise=host.process.elementwise, launches=0, blocking=False, loss_passes=0.0)
-    return replace(job, engine=engine), Kernels(device=job.cluster.device, precision=job.precision, process=host.process)
+    return replace(job, engine=engine), Kernels(
+        device=job.cluster.device, precision=job.precision, process=host.process
+    )
 
 
 def _block(job: Job, host: _Host) -> tuple[_Way, _Way]:
@@ -222,4 +224,3 @@ def _once(job: Job, host: _Host, parameters: int, layers: int) -> dict[str, floa
         "dp": slow * (host.dp.step + layers * host.dp.layer + parameters * host.dp.parameter),
         "overhead": slow * (base.step + added.step - host.dp.step + layers * host.tp.layer),
     }
-

@@ -196,7 +196,7 @@ class _Rank:
     @property
     def _recompute(self) -> BlockRecompute:
         kind = self.job.layout.recompute
-        return "full" if kind in ("full", "layer", "op") else kind
+        return "full" if kind == "layer" or kind == "op" else kind
 
     def _kept(self, stage: _Stage) -> float:
         """Bytes of a stage and a microbatch, between its forward and its backward, but for logits."""
@@ -286,7 +286,9 @@ class _Rank:
 
     # Moments.
 
-    def _held(self, moment: Moment, *, gradients: float, activations: float, logits: float, buffers: float, temporary: float) -> Held:
+    def _held(
+        self, moment: Moment, *, gradients: float, activations: float, logits: float, buffers: float, temporary: float
+    ) -> Held:
         parameters, at_rest, optimizer = self._at_rest
         return Held(
             moment=moment,

@@ -69,7 +69,9 @@ def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> t
     return tuple(tables)
 
 
-def rank_numel(shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)) -> int:
+def rank_numel(
+    shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)
+) -> int:
     """Numbers that a rank of these stages holds of `shards` data shards; `at`: its place on tp and dp_shard."""
     tp_rank, shard = at
     blocks = sum(part.layers for part in parts)
