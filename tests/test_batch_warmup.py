@@ -83,10 +83,9 @@ def refusal(**train: object) -> str:
 
 def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can() -> None:
     validate(RECIPE)
+    slice_ = "must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4"
     assert refusal(batch_warmup_start=6, batch_warmup_increment=26) == (
-        "train.batch_warmup_start = 6: must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4; try 4 or 8\n"
-        "train.batch_warmup_increment = 26: must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4; "
-        "try 24 or 28"
+        f"train.batch_warmup_start = 6: {slice_}; try 4 or 8\ntrain.batch_warmup_increment = 26: {slice_}; try 24 or 28"
     )
     assert refusal(batch_warmup_increment=16) == (
         "train.batch_warmup_increment = 16: must divide train.global_batch_size - train.batch_warmup_start = 24; "

@@ -332,6 +332,36 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml", cards={})
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss_scale.initial=0", "loss_scale.initial = 0.0: must be above 0 and finite; try 65536"),
+        ("loss_scale.growth=1", "loss_scale.growth = 1.0: must be above 1 and finite; try 2"),
+        ("loss_scale.backoff=1.5", "loss_scale.backoff = 1.5: must be above 0 and below 1; try 0.5"),
+        ("loss_scale.interval=0", "loss_scale.interval = 0: must be at least 1; try 1"),
+        ("train.loss_chunk_tokens=0", "train.loss_chunk_tokens = 0: must be at least 1; try 1"),
+        ("train.precision=fp8", "train.precision = fp8 (command line): must be one of fp32, bf16, bf16_pure, fp16"),
+        ("optimizer.stochastic_rounding=true", "there is nothing to round; try train.precision=bf16_pure"),
+        ("data.ignore_token_ids=[256, 300]", "300 is no token of model.vocab = 264; try ids from 0 to 263"),
+    ],
+)
+def test_precision_and_masks_are_checked(load: Load, override: str, message: str) -> None:
+    assert message in refused(load, override)
+
+
+def test_masks_and_a_warm_up_survive_being_written(load: Load) -> None:
+    settings = ("data.ignore_token_ids=[256, 0]", "train.batch_warmup_start=8", "train.batch_warmup_steps=10")
+    recipe = load(*settings, "train.precision=bf16_pure", "optimizer.stochastic_rounding=true")
+    assert recipe.data.ignore_token_ids == (256, 0) and recipe.batch_sizes.at(0) == 8
+    assert load(text=to_yaml(recipe)) == recipe
+
+
+def test_a_loss_scale_without_float16_is_told(load: Load) -> None:
+    (line,) = warnings_for(load("loss_scale.interval=500"))
+    assert line.startswith("loss_scale: not used, because train.precision = fp32")
+    assert warnings_for(load("loss_scale.interval=500", "train.precision=fp16")) == []
+
+
 def test_a_decay_that_ends_before_the_run_is_allowed_with_a_warning(load: Load) -> None:
     (line,) = warnings_for(load("optimizer.decay_steps=50", "optimizer.lr=1e-3"))
     assert line.startswith("optimizer.decay_steps = 50: shorter than train.steps = 100")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.data.loader import IGNORED, Batch, BatchLoader
 from parallel3d.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own place, so a sequence tells where it comes from
@@ -118,6 +118,14 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_by_every_rank_in_the_same_w
                 "token id 300 at sample 20: model.vocab = 264 has ids 0 to 263; "
                 "try model.vocab=301 or more, or the data of this model's tokenizer"
             )
+
+
+def test_ignored_ids_are_read_and_not_learned() -> None:
+    some = replace(loader(), seed=None, ignored_ids=(3, 5, 999))
+    batch = some.batch(0)
+    first = batch.inputs[0, 0].tolist(), batch.labels[0, 0].tolist()
+    assert first == ([0, 1, 2, 3, 4, 5, 6], [1, 2, IGNORED, 4, IGNORED, 6, 7])
+    assert (batch.labels == IGNORED).sum().item() == 2
 
 
 def test_a_last_label_and_a_negative_id_are_checked_too() -> None:

@@ -34,6 +34,8 @@ def test_a_line_says_what_a_person_asks() -> None:
         describe(LINE, 300) == "step 20/300  loss 3.1235  grad 0.812  lr 1.00e-03  8,192 tok/s  mem 412 MiB  eta 1:10"
     )
     assert "loss 3.1235  val 3.2000  grad" in describe(replace(LINE, val_loss=3.2), 300)
+    in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
+    assert "lr 1.00e-03  scale 65536  skipped 3  8,192 tok/s" in describe(in_float16, 300)
     assert "mfu 41.3%" in describe(replace(LINE, mfu=0.4127), 300)
 
 
@@ -71,6 +73,13 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
         cut_off.write('{"step": 40, "lo')
     MetricsFile(path, resumed_step=30)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+def test_a_norm_that_overflowed_is_null_because_json_has_no_infinity(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
+    file.write(replace(LINE, grad_norm=float("inf"), loss_scale=65536.0, skipped_steps=1))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (line["grad_norm"], line["loss"], line["loss_scale"], line["skipped_steps"]) == (None, 3.12345, 65536.0, 1)
 
 
 def test_flops_count_the_head_and_not_the_table() -> None:

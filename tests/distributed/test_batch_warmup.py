@@ -49,7 +49,7 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
 def whole(recipe: Recipe, step: int) -> Batch:
     """The global batch as a single microbatch."""
     batch = whole_batch(recipe, step)
-    return Batch(rearrange(batch.inputs, "m b s -> 1 (m b) s"), rearrange(batch.labels, "m b s -> 1 (m b) s"))
+    return Batch(*(rearrange(x, "m b ... -> 1 (m b) ...") for x in (batch.inputs, batch.labels, batch.samples)))
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
@@ -97,4 +97,5 @@ def rates(recipe: Recipe) -> list[float]:
 
 def whole_batch_of_two(recipe: Recipe, step: int) -> Batch:
     batch = whole_batch(recipe, step)
-    return Batch(*(rearrange(x, "(m b) 1 s -> m b s", b=2) for x in (batch.inputs, batch.labels)))
+    parts = (batch.inputs, batch.labels, batch.samples)
+    return Batch(*(rearrange(x, "(m b) 1 ... -> m b ...", b=2) for x in parts))

@@ -56,7 +56,7 @@ CASES = {
         (TIED, ParallelConfig(tp=2, microbatch_size=4, sequence_parallel=True)),
         (GROUPED, ParallelConfig(tp=2, microbatch_size=4)),
         (TIED, ParallelConfig(dp_shard=2)),
-        (TIED, ParallelConfig(dp_replicate=2, microbatch_size=4)),
+        (TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4)),
         (TIED, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)),
         (TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
     ],

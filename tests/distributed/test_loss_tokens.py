@@ -28,8 +28,9 @@ def masked(recipe: Recipe, step: int) -> Batch:
     """The whole global batch as one microbatch, [1, 8, seq], and of each sequence's labels the last `REAL` ones."""
     whole = whole_batch(recipe, step)
     inputs, labels = (rearrange(x, "m b s -> 1 (m b) s") for x in (whole.inputs, whole.labels))
+    samples = rearrange(whole.samples, "m b -> 1 (m b)")
     kept = torch.arange(SEQ_LEN) >= SEQ_LEN - torch.tensor(REAL).unsqueeze(1)
-    return Batch(inputs, labels.masked_fill(~kept, IGNORED))
+    return Batch(inputs, labels.masked_fill(~kept, IGNORED), samples)
 
 
 def share(recipe: Recipe, batch: Batch) -> Batch:
@@ -37,11 +38,9 @@ def share(recipe: Recipe, batch: Batch) -> Batch:
     parallel = recipe.parallel
     place = parallel.coordinates(dist.get_rank())
     rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
-    cut = "1 (rank m b) s -> rank m b s"
-    inputs, labels = (
-        rearrange(x, cut, rank=parallel.dp, b=parallel.microbatch_size)[rank] for x in (batch.inputs, batch.labels)
-    )
-    return Batch(inputs, labels)
+    cut = "1 (rank m b) ... -> rank m b ..."
+    parts = (batch.inputs, batch.labels, batch.samples)
+    return Batch(*(rearrange(x, cut, rank=parallel.dp, b=parallel.microbatch_size)[rank] for x in parts))
 
 
 def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:

@@ -32,6 +32,8 @@ LAYOUTS = {
         ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
         ParallelConfig(dp_shard=2, microbatch_size=2),
         ParallelConfig(dp_replicate=2, microbatch_size=4),
+        ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
+        ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=2),
     ],
     4: [ParallelConfig(tp=2, pp=2, microbatch_size=2)],
 }
@@ -198,7 +200,11 @@ def noise_as_whole(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
 
 def test_noise_does_not_depend_on_the_layout(world: Callable) -> None:
     (alone,) = world(1).run(noise_as_whole, ParallelConfig())
-    for parallel in (ParallelConfig(tp=2, dp_shard=2), ParallelConfig(pp=2, dp_replicate=2)):
+    for parallel in (
+        ParallelConfig(tp=2, dp_shard=2),
+        ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER"),
+        ParallelConfig(pp=2, dp_replicate=2),
+    ):
         for seen in world(4).run(noise_as_whole, parallel):
             assert all(torch.equal(part, alone[name]) for name, part in seen.items())
     assert len({tuple(n.flatten()[:8].tolist()) for n in alone.values()}) == len(alone)
