@@ -35,7 +35,7 @@ def test_a_line_says_what_a_person_asks() -> None:
     )
     assert "loss 3.1235  val 3.2000  grad" in describe(replace(LINE, val_loss=3.2), 300)
     in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
-    assert "lr 1.00e-03  scale 65536  skipped 3  8,192 tok/s" in describe(in_float16, 300)
+    assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300)
     assert "mfu 41.3%" in describe(replace(LINE, mfu=0.4127), 300)
 
 
