@@ -25,8 +25,9 @@ WIDE_ELEMENTS = 2**26  # of the parameters that are float32 at a time, counted o
 def step_in_float32(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], *, seed: int, step: int
 ) -> None:
-    """`optimizer.step()` for bf16 parameters, computed in float32 and rounded stochastically, its states as well. A few
-    parameters are widened at a time, so that the memory for it is small. `parameters` are all that it has."""
+    """`optimizer.step()` for bf16 parameters, computed in float32 and rounded stochastically, and so are those of its
+    states that are bf16. A few parameters are widened at a time, so that the memory for it is small. `parameters` are
+    all that it has."""
     gradients = {parameter.local: parameter.local.grad for parameter in parameters}
     for local in gradients:
         local.grad = None  # an optimizer leaves out what has none

@@ -57,8 +57,8 @@ class Totals:
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect`: how the
-    ranks of a pipeline reach each other."""
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect`: how
+    the ranks of a pipeline reach each other."""
 
     def __init__(
         self,

@@ -225,6 +225,33 @@ def test_replicas_round_alike(world: Callable) -> None:
     world(4).run(replicas_alike, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4))
 
 
+def round_with(parallel: ParallelConfig) -> list[tuple[Curve, Curve]]:
+    """Each optimizer in pure bf16 with stochastic rounding, and in float32."""
+    found = []
+    for name, state_dtype in (("adamw", "fp32"), ("sgd", None), ("muon", None), ("adafactor", None)):
+        curves = []
+        for precision in ("bf16_pure", "fp32"):
+            recipe = recipe_of(precision, parallel)
+            settings = {"name": name, "state_dtype": state_dtype, "lr": 5e-2 if name == "sgd" else 2e-3}
+            trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
+            curves.append(train(trainer, 8))
+            if precision == "bf16_pure" and name != "adafactor":  # whose statistics are of rows and columns
+                states = [s for p in trainer.parameters for s in trainer.optimizer.state[p.local].values() if s.ndim]
+                assert {s.dtype for s in states} == {torch.float32 if state_dtype == "fp32" else torch.bfloat16}
+            assert trainer.parameters[0].local.dtype == (torch.bfloat16 if precision == "bf16_pure" else torch.float32)
+        found.append((curves[0], curves[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tp=2, microbatch_size=8), ParallelConfig(dp_shard=2, microbatch_size=4)], ids=str
+)
+def test_every_optimizer_rounds_what_it_computes_in_float32(world: Callable, parallel: ParallelConfig) -> None:
+    for pure, exact in world(2).run(round_with, parallel)[0]:
+        assert [loss for loss, _ in pure] == pytest.approx([loss for loss, _ in exact], rel=5e-3)
+        assert pure[-1][0] < pure[0][0]
+
+
 def small_updates(stochastic: bool) -> tuple[float, float]:
     """How far 20 steps at a rate far below bf16's spacing carry the embedding, and how far they would in float32."""
     moved = []
