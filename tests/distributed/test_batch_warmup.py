@@ -14,6 +14,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
+from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.tools.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import TIED, make_recipe, make_trainer, train, whole_batch
@@ -71,6 +72,8 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
     save_trainer(trainer, path)
     load_trainer(resumed, path)
     assert resumed.tokens == trainer.tokens == 24 * (2 + 2 + 4)
+    with pytest.raises(ValueError, match="schedule 1f1b: places or splits stages in another way"):
+        trainer.pipeline.run(None, schedule=build_schedule("1f1b", pp=2, microbatches=2))
     other = make_trainer(ramp_recipe(parallel, batch_warmup_steps=3))
     with pytest.raises(CheckpointError) as error:
         load_trainer(other, path)

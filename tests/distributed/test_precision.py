@@ -58,11 +58,19 @@ def curves(precision: Precision, layouts: list[ParallelConfig]) -> list[Curve]:
     return found
 
 
+@pytest.fixture(scope="module")
+def exact(world: Callable) -> Curve:
+    """In float32, in one process."""
+    curve: Curve = world(1).run(curves, "fp32", [ParallelConfig(microbatch_size=8)])[0][0]
+    return curve
+
+
 @pytest.mark.parametrize("size", LAYOUTS)
 @pytest.mark.parametrize(("precision", "close"), [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)])
-def test_16_bits_follow_float32_in_every_layout(world: Callable, precision: Precision, close: float, size: int) -> None:
+def test_16_bits_follow_float32_in_every_layout(
+    world: Callable, exact: Curve, precision: Precision, close: float, size: int
+) -> None:
     """A rounding of bf16 changes 0.4 % and one of fp16 0.05 %: over ten steps the loss stays as close to float32's."""
-    (exact,) = world(1).run(curves, "fp32", [ParallelConfig(microbatch_size=8)])[0]
     for curve in world(size).run(curves, precision, LAYOUTS[size])[0]:
         assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in exact], rel=close)
         assert curve != exact
@@ -225,31 +233,34 @@ def test_replicas_round_alike(world: Callable) -> None:
     world(4).run(replicas_alike, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4))
 
 
-def round_with(parallel: ParallelConfig) -> list[tuple[Curve, Curve]]:
-    """Each optimizer in pure bf16 with stochastic rounding, and in float32."""
+def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
+    """What eight steps of each optimizer take off the first batch's loss, in pure bf16 with stochastic rounding and in
+    float32."""
     found = []
     for name, state_dtype in (("adamw", "fp32"), ("sgd", None), ("muon", None), ("adafactor", None)):
-        curves = []
+        gains = []
         for precision in ("bf16_pure", "fp32"):
             recipe = recipe_of(precision, parallel)
             settings = {"name": name, "state_dtype": state_dtype, "lr": 5e-2 if name == "sgd" else 2e-3}
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
-            curves.append(train(trainer, 8))
+            first = train(trainer, 8)[0][0]
+            gains.append(first - trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
             if precision == "bf16_pure" and name != "adafactor":  # whose statistics are of rows and columns
                 states = [s for p in trainer.parameters for s in trainer.optimizer.state[p.local].values() if s.ndim]
                 assert {s.dtype for s in states} == {torch.float32 if state_dtype == "fp32" else torch.bfloat16}
             assert trainer.parameters[0].local.dtype == (torch.bfloat16 if precision == "bf16_pure" else torch.float32)
-        found.append((curves[0], curves[1]))
+        found.append((gains[0], gains[1]))
     return found
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(tp=2, microbatch_size=8), ParallelConfig(dp_shard=2, microbatch_size=4)], ids=str
+    "parallel",
+    [ParallelConfig(tp=2, microbatch_size=8), ParallelConfig(dp_shard=2, microbatch_size=4)],
+    ids=["tp2", "dp2"],
 )
 def test_every_optimizer_rounds_what_it_computes_in_float32(world: Callable, parallel: ParallelConfig) -> None:
     for pure, exact in world(2).run(round_with, parallel)[0]:
-        assert [loss for loss, _ in pure] == pytest.approx([loss for loss, _ in exact], rel=5e-3)
-        assert pure[-1][0] < pure[0][0]
+        assert pure == pytest.approx(exact, rel=0.1) and exact > 0.01
 
 
 def small_updates(stochastic: bool) -> tuple[float, float]:
