@@ -2,9 +2,8 @@
 
 Of a matrix's squared gradients only the means of each row and each column are kept. A rank has some rows, or columns,
 of a matrix: means over what is split are summed over the axes that split it, so that they are those of the whole
-matrix, and so are the three norms of the update. Each step sends, per axis that splits anything, three all-reduces: the
-row and column means with the norms of the parameters, the means of the row factors, the norms of the updates. All are
-of vectors.
+matrix, and so are the norms that scale the update. Each step sends, per axis that splits anything, three all-reduces of
+vectors: the row and column means with the norms of the parameters, the means of the row factors, the updates' norms.
 """
 
 from __future__ import annotations
