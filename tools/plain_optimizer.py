@@ -29,7 +29,9 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
         return [muon, adamw(rest, config)]
     if config.name == "sgd":
         momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
-        return [torch.optim.SGD(_groups(model.parameters(), config), lr=config.lr, momentum=momentum, nesterov=nesterov)]
+        return [
+            torch.optim.SGD(_groups(model.parameters(), config), lr=config.lr, momentum=momentum, nesterov=nesterov)
+        ]
     if config.name == "adafactor":
         decay, clip = config.beta2_decay, config.update_clip
         assert decay is not None and clip is not None
