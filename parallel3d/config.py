@@ -191,6 +191,27 @@ class OptimizerConfig:
     decay_steps: int | None = None  # None: train.steps
     min_lr_ratio: float = 0.1
 
+    @property
+    def resolved(self) -> OptimizerConfig:
+        """With the optimizer's own defaults in the place of None, where it has one."""
+        defaults = _OPTIMIZER_DEFAULTS[self.name]
+        missing = {key: value for key, value in defaults.items() if getattr(self, key) is None}
+        return replace(self, **missing)
+
+
+_OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"momentum": 0.9, "nesterov": False},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "lr_adjust": "match_rms_adamw",
+        "ns_steps": 5,
+        "ns_dtype": "bf16",
+    },
+    "adafactor": {"beta2_decay": -0.8, "update_clip": 1.0},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:

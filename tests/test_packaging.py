@@ -18,9 +18,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_list_of_packages_is_that_of_the_folders() -> None:
-    folders = {path for path in (ROOT / "parallel3d").iterdir() if (path / "__init__.py").exists()}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"parallel3d"} | {f"parallel3d.{f.name}" for f in folders}
-    assert not [init for folder in folders for init in folder.glob("*/**/__init__.py")], "a package below a package"
+    tops = [path for path in ROOT.joinpath("parallel3d").iterdir() if path.is_dir()]
+    folders = {init.parent for top in tops for init in top.glob("**/__init__.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"parallel3d"} | names
 
 
 def test_mapped_folders_are_linked_into_the_package() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallel3d.config import CheckpointConfig, ModelConfig, Recipe
+from parallel3d.config import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe
 from parallel3d.validation import validate
 
 SEQ_LEN, VOCAB = 16, 264
@@ -44,13 +44,21 @@ def shrink(recipe: Recipe, size: Size) -> Recipe:
             sample_top_k=1,
             timeout_s=min(train.timeout_s, 120.0),
         ),
-        optimizer=replace(recipe.optimizer, eps=EPS, warmup_steps=0, decay_steps=None, stochastic_rounding=False),
+        optimizer=_shrink_optimizer(recipe.optimizer),
         data=replace(recipe.data, ignore_token_ids=()),
         checkpoint=CheckpointConfig(),
         run_dir=None,
     )
     validate(small)
     return small
+
+
+def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """All in float32: bf16 would turn the last bit of a gradient into the first of a state or an update."""
+    small = replace(optimizer, warmup_steps=0, decay_steps=None, state_dtype=None, stochastic_rounding=False)
+    if small.name == "muon":
+        small = replace(small, ns_dtype="fp32")
+    return replace(small, eps=EPS) if small.name in ("adamw", "muon") else small
 
 
 def _shrink_model(model: ModelConfig, size: Size, *, tp: int, stages: int) -> ModelConfig:

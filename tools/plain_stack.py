@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config import OptimizerConfig, Recipe
+from parallel3d.config import Recipe
 from parallel3d.tools.plain_llama import PlainLlama
+from parallel3d.tools.plain_optimizer import plain_optimizers
 
 
 class TokenBatch(Protocol):
@@ -21,17 +22,6 @@ class TokenBatch(Protocol):
 
     @property
     def labels(self) -> Tensor: ...
-
-
-def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW at the peak learning rate, held constant. The first group, the matrices, decays; norms do not."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=True)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -46,11 +36,11 @@ class PlainStack:
         self.grad_clip = recipe.train.grad_clip
         self.model = PlainLlama(recipe.model)
         self.model.load(weights)
-        self.optimizer = adamw(self.model.parameters(), recipe.optimizer)
+        self.optimizers = plain_optimizers(self.model, recipe.optimizer)
 
     def train_step(self, batch: TokenBatch) -> tuple[float, float]:
         """One step on `batch`; returns the mean loss over its tokens and the norm of its gradient."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         total = torch.zeros(())
         for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
             loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
@@ -59,5 +49,6 @@ class PlainStack:
         # An infinite limit measures the norm and leaves the gradient as it is.
         limit = float("inf") if self.grad_clip is None else self.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return total.item(), norm.item()

@@ -31,7 +31,6 @@ from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.tools.plan_verify_ledger import Ledger, Snapshot
-from parallel3d.training.state import start_moments
 from parallel3d.training.trainer import Trainer
 
 _GROWING = ("gpipe", "looped_bfs")  # schedules whose live microbatches grow with their number
@@ -134,7 +133,8 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
         batch = _batch(recipe)
         trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
-        start_moments(trainer.parameters, trainer.optimizer)
+        for parameter in trainer.parameters:
+            parameter.refresh()
         locals_ = [parameter.local for parameter in trainer.parameters]
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())

@@ -30,7 +30,8 @@ from torch.distributed.tensor.parallel import (
 from parallel3d.config import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.tools.plain_llama import PlainLlama
-from parallel3d.tools.plain_stack import TokenBatch, adamw, token_loss
+from parallel3d.tools.plain_optimizer import adamw
+from parallel3d.tools.plain_stack import TokenBatch, token_loss
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,8 +51,11 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) 
         raise SaveError(f"{path}: cannot be written: {_cause(error)}") from error
 
 
-def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
-    """Reads a checkpoint of any layout into `state`'s tensors. Every rank calls it.
+def load_tensors(
+    state: dict[str, Tensor], path: Path, *, check: Callable[[SavedProgress], None] = lambda progress: None
+) -> SavedProgress:
+    """Reads a checkpoint of any layout into `state`'s tensors. Every rank calls it. `check` is asked before names are
+    compared, and raises CheckpointError where the checkpoint is not one to go on from.
 
     Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or not what was saved
     to the bit, and CheckpointError where it is of another model.
@@ -61,6 +65,7 @@ def load_tensors(state: dict[str, Tensor], path: Path) -> SavedProgress:
         if name not in checksums or differs(path, name, checksums[name]):
             raise _damaged(path / name)
     progress = read_progress(path)
+    check(progress)
     reader = IndexReader(path)
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in state.items():

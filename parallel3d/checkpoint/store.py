@@ -36,6 +36,7 @@ class SavedProgress:
     skipped_steps: int = 0  # by the loss scaler
     loss_scale: float | None = None  # of the next step; None: not trained in float16
     loss_scale_good_steps: int = 0  # in a row, at that scale
+    optimizer: str = "adamw"  # whose states it has
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

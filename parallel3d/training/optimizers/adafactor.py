@@ -2,14 +2,12 @@
 
 Of a matrix's squared gradients only the means of each row and each column are kept. A rank has some rows, or columns,
 of a matrix: means over what is split are summed over the axes that split it, so that they are those of the whole
-matrix, and so are the three norms of the update. Each step sends, per axis that splits anything, three all-reduces: the
-row and column means with the norms of the parameters, the means of the row factors, the norms of the updates. All are
-of vectors.
+matrix, and so are the norms that scale the update. A step sends, per axis that splits anything, three all-reduces of
+vectors: row and column means with the norms of the parameters, the means of the row factors, the updates' norms.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.optimizers.narrow import apply
-from parallel3d.training.optimizers.split import Split, Sums
+from parallel3d.training.optimizers.split import Split, Sums, rounds
 
 SMALLEST_RMS = 1e-3  # epsilon_2: of a parameter, which its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
@@ -34,13 +32,6 @@ class _Stepping:
     state: dict[str, Tensor]
     gradient: Tensor  # float32
     split: Split
-    norm: Tensor  # [], of the parameter, squared
-    row_sum: Tensor | None  # [..., rows, 1], of the squared gradient; None: a vector
-    col_sum: Tensor | None  # [..., 1, columns]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.parameter.own.spec.shape)
 
     @property
     def decay(self) -> float:
@@ -61,52 +52,63 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        sums = Sums()
-        stepping = [self._begin(p, group, sums) for group in self.param_groups for p in _with_gradient(group)]
-        sums.finish()
-        means = [_update_statistics(each, sums) for each in stepping]
-        sums.finish()
-        updates = [_update(each, mean) for each, mean in zip(stepping, means, strict=True)]
-        norms = [sums.add(_square(update), each.split.axes) for each, update in zip(stepping, updates, strict=True)]
-        sums.finish()
-        for each, update, norm in zip(stepping, updates, norms, strict=True):
-            lr, weight_decay = each.group["lr"], each.group["weight_decay"]
-            rate = min(lr, each.state["step"].item() ** -0.5)
-            rms = (each.norm / each.elements).sqrt().clamp(min=SMALLEST_RMS)
-            too_large = (norm / each.elements).sqrt().div(each.group["update_clip"]).clamp(min=1.0)
-            apply(each.parameter.local, update.mul_(rate * rms / too_large), decay=lr * weight_decay)
+        pairs = [(parameter, group) for group in self.param_groups for parameter in group["parameters"]]
+        pairs = [(parameter, group) for parameter, group in pairs if parameter.local.grad is not None]
+        for some in rounds(pairs, lambda pair: self._splits[pair[0].local].part_elements):
+            _step([self._begin(parameter, group) for parameter, group in some])
 
-    def _begin(self, parameter: LocalParameter, group: dict[str, Any], sums: Sums) -> _Stepping:
-        """Asks for the sums of squares: of the parameter, and of its gradient's rows and columns."""
-        local, split = parameter.local, self._splits[parameter.local]
+    def _begin(self, parameter: LocalParameter, group: dict[str, Any]) -> _Stepping:
+        local = parameter.local
         assert local.grad is not None
         state = self.state[local]
         state["step"] += 1
-        gradient = local.grad.float()
-        row_sum = col_sum = None
-        if gradient.ndim > 1:
-            rows, columns = gradient.ndim - 2, gradient.ndim - 1
-            row_sum = sums.add(_square(gradient, columns), split.along(columns))
-            col_sum = sums.add(_square(gradient, rows), split.along(rows))
-        norm = sums.add(_square(local), split.axes)
-        return _Stepping(parameter, group, state, gradient, split, norm, row_sum, col_sum)
+        return _Stepping(parameter, group, state, local.grad.float(), self._splits[local])
 
 
-def _update_statistics(each: _Stepping, sums: Sums) -> Tensor:
+def _step(stepping: Sequence[_Stepping]) -> None:
+    """Steps some parameters, their sums taken together."""
+    sums = Sums()
+    norms = [sums.add(_square(each.parameter.local), each.split.axes) for each in stepping]
+    squares = [_squares(each, sums) for each in stepping]
+    sums.finish()
+    means = [_update_statistics(each, *of, sums) for each, of in zip(stepping, squares, strict=True)]
+    sums.finish()
+    updates = [_update(each, mean) for each, mean in zip(stepping, means, strict=True)]
+    changes = [sums.add(_square(update), each.split.axes) for each, update in zip(stepping, updates, strict=True)]
+    sums.finish()
+    for each, update, norm, change in zip(stepping, updates, norms, changes, strict=True):
+        lr, weight_decay = each.group["lr"], each.group["weight_decay"]
+        rate = min(lr, each.state["step"].item() ** -0.5)
+        rms = (norm / each.split.elements).sqrt().clamp(min=SMALLEST_RMS)
+        too_large = (change / each.split.elements).sqrt().div(each.group["update_clip"]).clamp(min=1.0)
+        apply(each.parameter.local, update.mul_(rate * rms / too_large), decay=lr * weight_decay)
+
+
+def _squares(each: _Stepping, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
+    """Asks for the sums of squares of a matrix's gradient over its columns [..., rows, 1] and rows [..., 1, columns];
+    of a vector there are none."""
+    if each.gradient.ndim < 2:
+        return None, None
+    rows, columns = each.gradient.ndim - 2, each.gradient.ndim - 1
+    of_rows = sums.add(_square(each.gradient, columns), each.split.along(columns))
+    return of_rows, sums.add(_square(each.gradient, rows), each.split.along(rows))
+
+
+def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor | None, sums: Sums) -> Tensor:
     """The running means; of a matrix, asks for the sum of its row factors [..., 1, 1], which it returns."""
     state = each.state
-    if each.row_sum is None or each.col_sum is None:
+    if row_sum is None or col_sum is None:
         state["variance"].lerp_(each.gradient.square(), each.decay)
         return state["variance"]
     *_, rows, columns = each.parameter.own.spec.shape
-    state["row_var"].lerp_(each.row_sum.div_(columns), each.decay)
-    state["col_var"].lerp_(each.col_sum.div_(rows), each.decay)
+    state["row_var"].lerp_(row_sum.div_(columns), each.decay)
+    state["col_var"].lerp_(col_sum.div_(rows), each.decay)
     return sums.add(state["row_var"].sum(dim=-2, keepdim=True), each.split.along(each.gradient.ndim - 2))
 
 
 def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
     """The gradient over the root of its estimated second moment."""
-    if each.row_sum is not None:
+    if each.gradient.ndim > 1:
         mean = row_sum.div_(each.parameter.own.spec.shape[-2]).clamp_(min=_EPSILON)
         moment = (each.state["row_var"] @ each.state["col_var"]).div_(mean)
     else:
@@ -122,10 +124,6 @@ def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
         return {"variance": zeros}
     rows = zeros.new_zeros((*local.shape[:-1], 1))
     return {"row_var": rows, "col_var": zeros.new_zeros((*local.shape[:-2], 1, local.shape[-1]))}
-
-
-def _with_gradient(group: dict[str, Any]) -> Sequence[LocalParameter]:
-    return [parameter for parameter in group["parameters"] if parameter.local.grad is not None]
 
 
 def _square(x: Tensor, dim: int | None = None) -> Tensor:

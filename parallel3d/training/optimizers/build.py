@@ -58,12 +58,13 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 def build_optimizer(parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> LocalOptimizer:
     """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it."""
+    config = config.resolved
     if config.name == "muon":
         matrices = [p for p in parameters if is_hidden_matrix(p)]
         rest = [p for p in parameters if not is_hidden_matrix(p)]
         return LocalOptimizer([*_muon(matrices, config, mesh), *_adamw(rest, config)], "muon")
     if config.name == "sgd":
-        return LocalOptimizer(_sgd(parameters, config), "sgd" if _momentum(config) else "sgd without momentum")
+        return LocalOptimizer(_sgd(parameters, config), "sgd" if config.momentum else "sgd without momentum")
     if config.name == "adafactor":
         return LocalOptimizer(_adafactor(parameters, config), "adafactor")
     return LocalOptimizer(_adamw(parameters, config), "adamw")
@@ -94,9 +95,10 @@ def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> lis
 
 
 def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """SGD, by default with a momentum of 0.9 that is not Nesterov's; weight decay is added to the gradient."""
+    """SGD as torch has it: weight decay is added to the gradient."""
     groups = _groups(parameters, config.weight_decay)
-    momentum, nesterov = _momentum(config), bool(config.nesterov)
+    momentum, nesterov = config.momentum, config.nesterov
+    assert momentum is not None and nesterov is not None
     dtype = _state_dtype(parameters, config)
     optimizer: torch.optim.Optimizer
     if dtype == parameters[0].local.dtype:
@@ -111,17 +113,19 @@ def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[
 def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
+    assert config.momentum is not None and config.nesterov is not None and config.ns_steps is not None
+    assert config.lr_adjust is not None and config.ns_dtype is not None
     optimizer = Muon(
         matrices,
         mesh,
         lr=config.lr,
         lr_ratio=1.0 if config.muon_lr is None else config.muon_lr / config.lr,
         weight_decay=config.weight_decay,
-        momentum=_momentum(config),
-        nesterov=True if config.nesterov is None else config.nesterov,
-        ns_steps=config.ns_steps or 5,
-        ns_dtype=_DTYPES[config.ns_dtype or "bf16"],
-        lr_adjust=config.lr_adjust or "match_rms_adamw",
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        ns_dtype=_DTYPES[config.ns_dtype],
+        lr_adjust=config.lr_adjust,
     )
     dtype = _state_dtype(matrices, config)
     for matrix in matrices:
@@ -130,10 +134,9 @@ def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: Dev
 
 
 def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    beta2_decay = -0.8 if config.beta2_decay is None else config.beta2_decay
-    update_clip = 1.0 if config.update_clip is None else config.update_clip
+    assert config.beta2_decay is not None and config.update_clip is not None
     groups = _groups(parameters, config.weight_decay)
-    optimizer = Adafactor(groups, lr=config.lr, beta2_decay=beta2_decay, update_clip=update_clip)
+    optimizer = Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, update_clip=config.update_clip)
     for parameter in parameters:
         optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **adafactor.start_states(parameter)}
     return [optimizer]
@@ -148,12 +151,6 @@ def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[d
         for some, decay in ((matrices, weight_decay), (vectors, 0.0))
         if some
     ]
-
-
-def _momentum(config: OptimizerConfig) -> float:
-    if config.momentum is not None:
-        return config.momentum
-    return 0.95 if config.name == "muon" else 0.9
 
 
 def _state_dtype(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> torch.dtype:

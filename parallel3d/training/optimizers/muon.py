@@ -8,7 +8,7 @@ the update of a sharded matrix is the one that the whole matrix has in one proce
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -18,10 +18,10 @@ from torch.distributed import DeviceMesh
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.optimizers.matrices import Exchange, StageGroup
 from parallel3d.training.optimizers.narrow import apply
+from parallel3d.training.optimizers.split import Split, rounds
 
 LrAdjust = Literal["original", "match_rms_adamw"]
 
-ROUND_ELEMENTS = 2**25  # of the matrices that each rank of a stage has in hand at a time
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at zero, and near one from there on
 _EPSILON = 1e-7
 
@@ -48,6 +48,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "lr_ratio": lr_ratio, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([matrix.local for matrix in matrices], defaults)
         self._matrices = matrices
+        self._part_elements = [Split.of(matrix).part_elements for matrix in matrices]
         self._nesterov, self._ns_steps, self._ns_dtype, self._lr_adjust = nesterov, ns_steps, ns_dtype, lr_adjust
         self._stage = StageGroup.of(mesh)
         self._boxes = self._stage.boxes(matrices)
@@ -57,8 +58,9 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         (group,) = self.param_groups
-        for matrices in self._rounds():
-            exchange = self._exchange_of(matrices)
+        stepped = [index for index, matrix in enumerate(self._matrices) if matrix.local.grad is not None]
+        for matrices in rounds(stepped, self._part_elements.__getitem__):
+            exchange = self._exchange_of(tuple(matrices))
             parts = [self._momentum(self._matrices[matrix], group["momentum"]) for matrix in matrices]
             like = parts[0]
             wholes = [orthogonalize(whole, self._ns_steps) for whole in exchange.gather(parts)]
@@ -76,21 +78,6 @@ class Muon(torch.optim.Optimizer):
         buffer = narrow.float().lerp_(gradient, 1 - momentum)
         narrow.copy_(buffer)
         return (gradient.lerp(buffer, momentum) if self._nesterov else buffer).to(self._ns_dtype)
-
-    def _rounds(self) -> Iterator[tuple[int, ...]]:
-        """The matrices that have a gradient, a few at a time: cut alike on all ranks, so that memory stays small."""
-        found: list[int] = []
-        elements = 0
-        for index, matrix in enumerate(self._matrices):
-            if matrix.local.grad is None:
-                continue
-            found.append(index)
-            elements += math.prod(matrix.own.spec.shape)
-            if elements >= ROUND_ELEMENTS * self._stage.size:
-                yield tuple(found)
-                found, elements = [], 0
-        if found:
-            yield tuple(found)
 
     def _exchange_of(self, matrices: tuple[int, ...]) -> Exchange:
         if matrices not in self._exchanges:

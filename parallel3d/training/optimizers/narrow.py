@@ -27,7 +27,7 @@ class NarrowAdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["step"] += 1
                 step = state["step"].item()
-                gradient = wide(parameter.grad)
+                gradient = parameter.grad.float()
                 mean = wide(state["exp_avg"]).lerp_(gradient, 1 - beta1)
                 square = wide(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 state["exp_avg"].copy_(mean)

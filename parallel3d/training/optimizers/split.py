@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.training.gradients import LocalParameter
+
+ROUND_ELEMENTS = 2**25
+
+T = TypeVar("T")
 
 
 class Box(NamedTuple):
@@ -46,6 +52,7 @@ def box_of(matrix: LocalParameter) -> Box:
 class Split:
     """The axes that split each dim of a parameter. An axis splits one dim at most, a dim may be split by several."""
 
+    elements: int  # of the whole
     axes: dict[str, Axis]  # all that split it, by name
     dims: dict[str, int]  # which dim each splits
 
@@ -60,7 +67,12 @@ class Split:
                 axis = Axis.of(tensor.device_mesh[name])
                 if axis.size > 1 and not placement.is_replicate():
                     axes[name], dims[name] = axis, placement.dim  # type: ignore[attr-defined]  # a shard's
-        return cls(axes, dims)
+        return cls(math.prod(parameter.own.spec.shape), axes, dims)
+
+    @property
+    def part_elements(self) -> float:
+        """Of a rank's part, on average: the same on all ranks."""
+        return self.elements / math.prod(axis.size for axis in self.axes.values())
 
     def along(self, dim: int) -> dict[str, Axis]:
         """Those that split `dim`, which is not negative."""
@@ -80,6 +92,21 @@ def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
     ]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
+    """A few at a time, so that what a step makes of them takes little memory: ROUND_ELEMENTS or so of a rank's part.
+    Cut alike on all ranks, where the items are and `elements_of` is."""
+    found: list[T] = []
+    elements = 0.0
+    for item in items:
+        found.append(item)
+        elements += elements_of(item)
+        if elements >= ROUND_ELEMENTS:
+            yield found
+            found, elements = [], 0.0
+    if found:
+        yield found
 
 
 class Sums:

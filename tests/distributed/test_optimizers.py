@@ -1,0 +1,233 @@
+"""Optimizers over sharded parameters do what torch's own do in one process with plain ones: PlainStack is the referee.
+
+Muon's iteration is in bf16 on both sides, where the last bit of a gradient may become the first of an update; its
+losses differ by 1e-5 even so. Of the same gradient both make the same update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.errors import CheckpointError
+from parallel3d.layers.init import initial_weights
+from parallel3d.models.llama import Llama
+from parallel3d.tools.plain_llama import PlainLlama
+from parallel3d.tools.plain_optimizer import plain_optimizers
+from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.training.optimizers.build import is_hidden_matrix
+from parallel3d.training.state import load_trainer, save_trainer, tensors_of
+from parallel3d.training.trainer import Trainer
+from tests.distributed.layouts import GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+
+Curve = list[tuple[float, float]]
+
+OPTIMIZERS = {
+    # With the usual eps AdamW's first step has the sign of each element's gradient, also of one that is but rounding.
+    "muon": OptimizerConfig(name="muon", lr=3e-3, eps=1e-5, min_lr_ratio=1.0),
+    "adafactor": OptimizerConfig(name="adafactor", lr=2e-2, min_lr_ratio=1.0),
+    "sgd": OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0),
+}
+NARROW = {
+    "muon in bf16": replace(OPTIMIZERS["muon"], state_dtype="bf16", lr_adjust="original", muon_lr=0.02),
+    "adamw in bf16": OptimizerConfig(lr=1e-3, state_dtype="bf16", min_lr_ratio=1.0),
+}
+
+
+def recipe_of(name: str, model: ModelConfig, parallel: ParallelConfig, **settings: object) -> Recipe:
+    return replace(make_recipe(model, parallel, **settings), optimizer=(OPTIMIZERS | NARROW)[name])
+
+
+@cache
+def referee(name: str, model: ModelConfig, batch: int) -> Curve:
+    """Of torch's own optimizer."""
+    recipe = recipe_of(name, model, ParallelConfig(), global_batch_size=batch)
+    plain = PlainStack(recipe, initial_weights(Llama(model, device="meta"), recipe.train.seed))
+    return [plain.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def trained(model: ModelConfig, parallel: ParallelConfig, batch: int) -> dict[str, tuple[Curve, dict[str, float]]]:
+    """With each optimizer: the curve, and by how much each parameter of this rank's stages differs, after one step more
+    that does not clip, from what torch's own makes of the same whole parameters, gradients and no states."""
+    results = {}
+    for name in OPTIMIZERS:
+        recipe = recipe_of(name, model, parallel, global_batch_size=batch)
+        curve = train(make_trainer(recipe), STEPS)
+        results[name] = curve, one_step(replace(recipe, train=replace(recipe.train, grad_clip=None)))
+    return results
+
+
+def one_step(recipe: Recipe) -> dict[str, float]:
+    trainer = make_trainer(recipe)
+    plain = PlainLlama(recipe.model)
+    parameters = dict(plain.named_parameters())
+
+    def take_gradients() -> None:
+        for p in trainer.parameters:
+            assert p.local.grad is not None
+            parameters[p.own.name].data = whole(p.distributed(p.local.detach()))
+            parameters[p.own.name].grad = whole(p.distributed(p.local.grad))
+
+    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradients)
+    for optimizer in plain_optimizers(plain, recipe.optimizer):
+        optimizer.step()
+    after = {p.own.name: whole(p.distributed(p.local.detach())) for p in trainer.parameters}
+    return {name: (value - parameters[name].detach()).abs().max().item() for name, value in after.items()}
+
+
+LAYOUTS = {
+    "tp2-dp_shard2-sp": (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=4)),
+    "tp2-dp_replicate2-tied": (TIED, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4)),
+    "pp2-dp_shard2-tied": (TIED, ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)),
+    "dp_replicate2-dp_shard2": (GROUPED, ParallelConfig(dp_replicate=2, dp_shard=2, microbatch_size=2)),
+    "dp_shard3-uneven": (TIED, ParallelConfig(dp_shard=3, microbatch_size=2)),
+    "zero1-tp2": (GROUPED, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=4)),
+    "one": (GROUPED, ParallelConfig(microbatch_size=8)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_torch_does_in_one_process(world: Callable, layout: str) -> None:
+    model, parallel = LAYOUTS[layout]
+    batch = 6 if parallel.dp == 3 else 8
+    ranks = world(parallel.world_size).run(trained, model, parallel, batch)
+    for name in OPTIMIZERS:
+        curves, theirs = [rank[name][0] for rank in ranks], referee(name, model, batch)
+        assert all(curve == curves[0] for curve in curves)
+        assert curves[0][0] == pytest.approx(theirs[0], rel=1e-6)
+        assert [loss for loss, _ in curves[0]] == pytest.approx([loss for loss, _ in theirs], rel=1e-4)
+        differences = {key: value for rank in ranks for key, value in rank[name][1].items()}
+        assert differences.keys() == {key for key, _ in PlainLlama(model).named_parameters()}
+        assert max(differences.values()) <= 3e-7, f"{name}: {differences}"  # of weights up to 1, and updates of 1e-3
+
+
+def sent_elements(parallel: ParallelConfig) -> tuple[list[int], int]:
+    """Of each all-to-all of a step of Muon, to itself included; and of the matrices of a block and all their like."""
+    counted: list[int] = []
+    real = dist.all_to_all_single
+
+    def counting(out: Tensor, sent: Tensor, *args: object, **kwargs: object) -> object:
+        assert sent.dtype == torch.bfloat16
+        counted.append(sent.numel())
+        return real(out, sent, *args, **kwargs)
+
+    trainer = make_trainer(recipe_of("muon", GROUPED, parallel))
+    with patch.object(dist, "all_to_all_single", counting):
+        train(trainer, 1)
+    shapes = [p.own.spec.shape for p in trainer.parameters if is_hidden_matrix(p)]
+    return counted, sum(math.prod(shape) for shape in shapes)
+
+
+def test_matrices_cross_once_each_way(world: Callable) -> None:
+    """From one replica to their owners, and back to every replica."""
+    for replicas, parallel in (
+        (1, ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)),
+        (2, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4)),
+    ):
+        ranks = world(4).run(sent_elements, parallel)
+        elements = ranks[0][1]
+        assert elements == 6 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
+        assert [sum(step) for step in zip(*(counted for counted, _ in ranks), strict=True)] == [
+            elements,
+            elements * replicas,
+        ]
+
+
+def first_half(path: Path) -> dict[str, tuple[Curve, int]]:
+    """Of tp 2 x dp_shard 2: ten steps, a checkpoint, the next three; and the bytes of the states on this rank."""
+    results = {}
+    for name in OPTIMIZERS | NARROW:
+        trainer = make_trainer(recipe_of(name, GROUPED, ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)))
+        train(trainer, 10)
+        save_trainer(trainer, path / name)
+        results[name] = train(trainer, 3), state_bytes(trainer)
+    return results
+
+
+def state_bytes(trainer: Trainer) -> int:
+    states = trainer.optimizer.state.values()
+    return sum(tensor.nbytes for state in states for key, tensor in state.items() if key != "step")
+
+
+def resumed(path: Path, parallel: ParallelConfig) -> dict[str, Curve]:
+    results = {}
+    for name in OPTIMIZERS | NARROW:
+        trainer = make_trainer(recipe_of(name, GROUPED, parallel))
+        load_trainer(trainer, path / name)
+        results[name] = train(trainer, 3)
+    return results
+
+
+def test_states_are_saved_and_resharded(world: Callable, tmp_path: Path) -> None:
+    """Of each optimizer, and as large as docs/optimizers.md has it."""
+    ranks = world(4).run(first_half, tmp_path)
+    assert {name: sum(rank[name][1] for rank in ranks) for name in ranks[0]} == all_state_bytes(GROUPED, tp=2)
+    alike = ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)
+    for size, parallel in (
+        (4, alike),
+        (4, ParallelConfig(dp_shard=4, microbatch_size=2)),
+        (2, ParallelConfig(pp=2, microbatch_size=4)),
+        (1, ParallelConfig(microbatch_size=8)),
+    ):
+        for name, curve in world(size).run(resumed, tmp_path, parallel)[0].items():
+            expected = ranks[0][name][0]
+            if parallel == alike:
+                assert curve == expected, f"{name}: not to the bit"
+            assert curve[0][0] == pytest.approx(expected[0][0], rel=1e-6), name
+            assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-4), name
+
+
+def all_state_bytes(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Over tp 2 x dp_shard 2, which divide every shape: a number for each of a parameter's elements, once for each tp
+    rank where it is whole on them; of Adafactor the rows and columns, each once for the ranks that split the other."""
+    shapes = {name: tuple(p.shape) for name, p in Llama(model, device="meta").named_parameters()}
+    by_rows = ("o.weight", "down.weight")  # row-parallel: tp splits their columns
+    matrices = [shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+    hidden = sum(math.prod(shape) for shape in matrices)
+    vectors = sum(tp * shape[0] for shape in shapes.values() if len(shape) == 1)
+    tables = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2) - hidden
+    factors = 0
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            rows, columns = shape
+            factors += rows * tp + columns * 2 if name.endswith(by_rows) else rows + columns * 2 * tp
+    return {
+        "sgd": 4 * (hidden + tables + vectors),
+        "adafactor": 4 * (factors + vectors),
+        "muon": 4 * hidden + 8 * (tables + vectors),
+        "muon in bf16": 2 * hidden + 4 * (tables + vectors),
+        "adamw in bf16": 4 * (hidden + tables + vectors),
+    }
+
+
+def other_optimizer(path: Path) -> tuple[str, str]:
+    trainer = make_trainer(recipe_of("sgd", GROUPED, ParallelConfig(microbatch_size=8)))
+    save_trainer(trainer, path)
+    names = [name for name in tensors_of(trainer.parameters, trainer.optimizer) if name.endswith("embed.weight")]
+    other = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
+    with pytest.raises(CheckpointError) as error:
+        load_trainer(other, path)
+    return str(error.value), " ".join(names)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(world: Callable, tmp_path: Path) -> None:
+    message, names = world(1).run(other_optimizer, tmp_path / "step_00000000")[0]
+    assert message.endswith(
+        "has the states of sgd, and this run's optimizer is adamw; resume with optimizer.name=sgd and its settings"
+    )
+    assert names == "model.embed.weight optimizer.momentum_buffer.embed.weight"
