@@ -22,6 +22,7 @@ from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.rendezvous import Rendezvous
 from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
+from parallel3d.toolchain import check_compiler
 from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
@@ -186,6 +187,8 @@ def _prepare(recipe: Recipe) -> None:
     """What one process does for all, before they meet."""
     from parallel3d.data import check_data  # numpy, which --help and a wrong key need not wait for
 
+    if recipe.train.compile:
+        check_compiler()
     check_data(recipe.data, seq_len=recipe.train.seq_len, vocab=recipe.model.vocab)
     for line in (*warnings_for(recipe), *prepare_run_dir(recipe)):
         print(f"warning: {line}", file=sys.stderr, flush=True)

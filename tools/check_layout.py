@@ -96,7 +96,11 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparis
     size = Size(layers=options.layers or Size.layers, hidden=options.hidden or Size.hidden, steps=options.steps)
     recipe = shrink(recipe, size)
     _check_ranks(recipe.parallel)
-    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size))
+    alone = replace(
+        recipe,
+        parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),
+        train=replace(recipe.train, compile=False),
+    )
 
     from parallel3d.tools.bench_ranks import run_ranks  # torch, which --help and a wrong key do not wait for
     from parallel3d.tools.check_layout_compare import compare

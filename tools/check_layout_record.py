@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from parallel3d.compile import inside_compiled
 from parallel3d.config import Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.parameter import local_tensor
@@ -137,7 +138,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
 @contextmanager
 def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """The outputs of every module that has parameters, one tensor a microbatch, in the order of their first forward.
-    Forwards that a backward recomputes are not looked at."""
+    Forwards that a backward recomputes are not looked at, nor the parts of a compiled block."""
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -147,11 +148,13 @@ def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tenso
 
         return keep
 
+    models = list(models)
+    hidden = {module for model in models for module in inside_compiled(model)}
     hooks = [
         module.register_forward_hook(keeper(name))
         for model in models
         for name, module in model.named_modules()
-        if name and any(True for _ in module.parameters())
+        if name and module not in hidden and any(True for _ in module.parameters())
     ]
     try:
         yield outputs

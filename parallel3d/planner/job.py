@@ -185,7 +185,7 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[int, ...]:
-    """Layers of each stage: even, what is left over in the middle (`pipeline.stage.spread_layers`); with
+    """Layers of each stage: even, what is left over in the middle; with
     `embedding_slots` the first and the last have one less."""
     slots = layers + 2 if embedding_slots and stages > 1 else layers
     each, left = divmod(slots, stages)
