@@ -175,11 +175,7 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """The trainer's own cut (`balance.part_costs`)."""
     weights = layer_matrix_parameters(shape)
-    costs = PartCosts(
-        embedding=2.0 * shape.hidden,
-        block=2.0 * weights + 2 * shape.hidden * seq_len,
-        head=2.0 * shape.hidden * shape.vocab,
-    )
+    costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
     return tuple(balanced_cut(shape.layers, stages, costs))
 
 
