@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import parallel3d
 from parallel3d.config import Recipe, load_recipe, to_yaml
@@ -23,6 +22,7 @@ from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.rendezvous import Rendezvous
 from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
 from parallel3d.toolchain import check_compiler
+from parallel3d.tools.arguments import Parser
 from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
@@ -81,7 +81,7 @@ class _Command:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> _Command:
-        parser = _Parser(
+        parser = Parser(
             prog="parallel3d-train",
             description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it "
             "is one worker.",
@@ -121,12 +121,6 @@ class _Command:
 
 def _as_override(option: str) -> str:
     return f"; write {option.lstrip('-')} to set a key of the recipe" if "=" in option else ""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Usage errors look like every other: one line, which says where to read on."""
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def _launch(command: _Command) -> int:

@@ -26,6 +26,7 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.worker import training_loader
 
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
@@ -62,19 +63,10 @@ def _keep_gradients(trainer: Trainer, kept: list[Views]) -> None:
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:
     """Batches of random ids for the data rank that `rank` belongs to; none of the run's own data is read."""
-    parallel, train = recipe.parallel, recipe.train
-    place = parallel.coordinates(rank)
+    train = recipe.train
     length = train.steps * train.global_batch_size * train.seq_len + 1
-    return BatchLoader(
-        np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32),
-        seq_len=train.seq_len,
-        global_batch_size=train.global_batch_size,
-        microbatch_size=parallel.microbatch_size,
-        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
-        dp_size=parallel.dp,
-        vocab=recipe.model.vocab,
-        seed=train.seed,
-    )
+    ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
+    return training_loader(recipe, ids, rank)
 
 
 def joined(activations: dict[str, list[Tensor]]) -> dict[str, Tensor]:
