@@ -57,11 +57,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             draws = self.drops and key is None  # a dropout that has its key asks no generator
-            y: Tensor = checkpoint(self._residual, x, key, use_reentrant=False, preserve_rng_state=draws)
+            y: Tensor = checkpoint(self.body, x, key, use_reentrant=False, preserve_rng_state=draws)
             return y
-        return self._residual(x, key)
+        return self.body(x, key)
 
-    def _residual(self, x: Tensor, key: Tensor | None) -> Tensor:
+    def body(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """What is recomputed, and what is compiled (`compile.compile_blocks`)."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 

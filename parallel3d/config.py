@@ -145,6 +145,7 @@ class TrainConfig:
     seed: int = 0
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, where they are not large
+    compile: bool = False  # each block by torch.compile
     grad_clip: float | None = 1.0  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64

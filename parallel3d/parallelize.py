@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
+from parallel3d.compile import compile_blocks
 from parallel3d.config import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, set_fused_gradients
@@ -109,6 +110,8 @@ def parallelize(
         module = cut(whole(), spans[index])
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
         set_fused_gradients(module, True)
+        if recipe.train.compile:
+            compile_blocks(module)
         sharded = shard_stage(module, mesh, parallel, dtypes, recipe.microbatches)
         materialize(module, device)
         sharded.allocate()

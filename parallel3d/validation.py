@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
-from parallel3d.pipeline.schedules import STAGES_PER_RANK
+from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD
 from parallel3d.sharding.strategy import sharding_faults
 from parallel3d.validation_optimizer import optimizer_faults
 
@@ -220,6 +220,8 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
             )
             yield f"parallel.stage_boundaries = {list(parallel.stage_boundaries)}: {fault}; try {tries}"
     yield from _stages_per_rank(parallel)
+    if recipe.train.compile:
+        yield from _compile(recipe)
 
 
 def _stages_per_rank(parallel: ParallelConfig) -> Iterator[str]:
@@ -247,6 +249,22 @@ def _stages_per_rank(parallel: ParallelConfig) -> Iterator[str]:
         yield (
             f"parallel.schedule = {name}: needs a pipeline, and parallel.pp = 1; "
             "try parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
+        )
+
+
+def _compile(recipe: Recipe) -> Iterator[str]:
+    """What `torch.compile` makes of a block is one piece."""
+    schedule, recompute = recipe.parallel.schedule, recipe.parallel.recompute
+    if schedule in WHOLE_INSTEAD:
+        yield (
+            f"train.compile = true: parallel.schedule = {schedule} puts off the gradients of weights, and a compiled "
+            f"block's backward has both gradients in one graph; try parallel.schedule={WHOLE_INSTEAD[schedule]}, or "
+            "train.compile=false"
+        )
+    if recompute == "selective":
+        yield (
+            "train.compile = true: the compiler itself chooses what to compute again inside a block, and "
+            "parallel.recompute = selective would be passed over; try parallel.recompute=none, or full"
         )
 
 

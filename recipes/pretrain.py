@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import parallel3d
 from parallel3d.config import Recipe, load_recipe, to_yaml
@@ -22,6 +21,8 @@ from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.rendezvous import Rendezvous
 from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
+from parallel3d.toolchain import check_compiler
+from parallel3d.tools.arguments import Parser
 from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
@@ -80,7 +81,7 @@ class _Command:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> _Command:
-        parser = _Parser(
+        parser = Parser(
             prog="parallel3d-train",
             description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it "
             "is one worker.",
@@ -120,12 +121,6 @@ class _Command:
 
 def _as_override(option: str) -> str:
     return f"; write {option.lstrip('-')} to set a key of the recipe" if "=" in option else ""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Usage errors look like every other: one line, which says where to read on."""
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def _launch(command: _Command) -> int:
@@ -186,6 +181,8 @@ def _prepare(recipe: Recipe) -> None:
     """What one process does for all, before they meet."""
     from parallel3d.data import check_data  # numpy, which --help and a wrong key need not wait for
 
+    if recipe.train.compile:
+        check_compiler()
     check_data(recipe.data, seq_len=recipe.train.seq_len, vocab=recipe.model.vocab)
     for line in (*warnings_for(recipe), *prepare_run_dir(recipe)):
         print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# What a property takes on a busy machine says nothing of it.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 _PRELOAD = ["torch", "torch.distributed.checkpoint", "parallel3d.training.worker", "parallel3d.models.llama"]
 _LONGEST_JOB_S = 240.0

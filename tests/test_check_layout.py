@@ -225,7 +225,10 @@ def test_help_and_a_wrong_key_do_not_import_torch() -> None:
     ("arguments", "message"),
     [
         ([], "no RECIPE is given; try one of quickstart"),
-        (["quickstart", "--steps", "0"], "argument --steps: 0: must be 1 or more; see parallel3d-check-layout --help"),
+        (
+            ["quickstart", "--steps", "0"],
+            "--steps: '0' must be a whole number from 1 on; see parallel3d-check-layout --help",
+        ),
         (["quickstart", "--vocab", "9"], "--vocab: goes with --model"),
         (["quickstart", "parallel.tp=3"], "parallel.tp = 3: must divide"),
         (["quickstart", "parallel.dp_shard=8"], "a check starts at most 16; 2 along each axis show the same faults"),

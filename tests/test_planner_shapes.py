@@ -11,7 +11,8 @@ import pytest
 from parallel3d.config import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.job import spread
+from parallel3d.pipeline.balance import PartCosts, balanced_cut, part_costs
+from parallel3d.planner.job import _cut_by_cost, spread
 from parallel3d.planner.named import from_hugging_face, named_shape, shape_names
 from parallel3d.planner.shapes import StageSlice, from_config, stage_parameters, total_parameters
 
@@ -55,11 +56,11 @@ MODELS = {
 def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, model: str) -> None:
     from parallel3d.layers.parameter import ParallelModule
     from parallel3d.models import model_class
-    from parallel3d.pipeline.stage import cut, spread_layers
+    from parallel3d.pipeline.stage import cut, spans_of
 
     config = MODELS[model]
     whole = model_class(config.architecture)
-    for span in spread_layers(config.layers, stages):
+    for span in spans_of(spread(config.layers, stages)):
         stage = cut(
             whole(config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"), span
         )
@@ -74,9 +75,17 @@ def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, mo
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_layers_are_spread_as_the_pipeline_spreads_them(stages: int) -> None:
-    from parallel3d.pipeline.stage import spread_layers
+    even = PartCosts(embedding=0.0, block=1.0, head=0.0)
+    assert list(spread(8, stages)) == balanced_cut(8, stages, even)
 
-    assert spread(8, stages) == tuple(span.end - span.first for span in spread_layers(8, stages))
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_planner_prices_the_stages_that_the_trainer_cuts(model: str) -> None:
+    config = replace(MODELS[model], layers=30, vocab=4096)
+    for stages in (2, 3, 8):
+        trained = balanced_cut(30, stages, part_costs(config, 512))
+        assert list(_cut_by_cost(from_config(config), stages, 512)) == trained
+    assert trained[-1] < trained[1], "the head takes blocks from the last stage"
 
 
 def test_a_config_json_gives_the_same_shape_as_the_card(tmp_path: Path) -> None:

@@ -25,33 +25,33 @@ from parallel3d.pipeline.stage import (
     cut_sequential,
     names_of,
     spans_of,
-    spread_layers,
 )
 
+EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
 MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
 
 
 @given(stages=st.integers(1, 12), more=st.integers(0, 30))
 def test_every_layer_is_on_one_stage(stages: int, more: int) -> None:
     layers = stages + more
-    spans = spread_layers(layers, stages)
+    spans = spans_of(balanced_cut(layers, stages, EVEN))
     assert [i for span in spans for i in range(span.first, span.end)] == list(range(layers))
     sizes = [span.end - span.first for span in spans]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_left_over_layers_go_to_the_middle() -> None:
-    assert [span.end - span.first for span in spread_layers(30, 4)] == [7, 8, 8, 7]
+    assert balanced_cut(30, 4, EVEN) == [7, 8, 8, 7]
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="2 layers cannot fill 4 stages"):
-        spread_layers(2, 4)
+        balanced_cut(2, 4, EVEN)
 
 
 def test_stages_hold_the_whole_model_under_its_own_names() -> None:
     names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
-    spans = spread_layers(MODEL.layers, 3)
+    spans = spans_of([1, 3, 1])
     check_nothing_lost(names, spans)
     cut_names = [{n for n, _ in cut(Llama(MODEL, device="meta"), span).named_parameters()} for span in spans]
     assert cut_names == [names_of(span, names) for span in spans]
@@ -62,7 +62,7 @@ def test_stages_hold_the_whole_model_under_its_own_names() -> None:
 
 def test_a_parameter_that_no_stage_would_take_is_refused() -> None:
     with pytest.raises(ValueError, match="position.weight"):
-        check_nothing_lost({"embed.weight", "position.weight"}, spread_layers(1, 1))
+        check_nothing_lost({"embed.weight", "position.weight"}, spans_of([1]))
 
 
 @given(

@@ -48,7 +48,7 @@ benchmarks:
   layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
          of the loss at vocabulary 128,256 in chunks, against the whole
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
-         memory of 200 steps
+         bubble as measured, against the simulated one; the memory of 200 steps
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
 

@@ -2,7 +2,8 @@
 processes, with nothing else around them: no trainer, no data dimension, no optimizer.
 
 Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have next to nothing to
-compute, and `compute`, where matrix products rule. Then the memory of 200 steps, which must not grow.
+compute, and `compute`, where matrix products rule. Then the measured bubble beside the simulated one (`bench_bubble`),
+and the memory of 200 steps, which must not grow.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.tools import bench_bubble
 from parallel3d.tools.bench_ranks import run_ranks
 from parallel3d.tools.bench_report import Options, Round, Row, Timing, rows_against_peer
 
@@ -102,9 +104,11 @@ _MEMORY_NAME = f"memory: {_MEMORY_STEPS} steps of {MEMORY.name}, after against b
 def bench_pipeline(options: Options) -> list[Row]:
     """The rows of every case that `options` names."""
     cases = [case for case in CASES if options.case in case.name]
+    bubbles = [each for each in bench_bubble.SCHEDULES if options.case in bench_bubble.name_of(each[0])]
     wants_memory = options.case in _MEMORY_NAME
-    if not cases and not wants_memory:
-        names = ", ".join([*(case.name for case in CASES), _MEMORY_NAME])
+    if not cases and not bubbles and not wants_memory:
+        bubble_names = (bench_bubble.name_of(name) for name, _ in bench_bubble.SCHEDULES)
+        names = ", ".join([*(case.name for case in CASES), *bubble_names, _MEMORY_NAME])
         raise ConfigError(f"--case {options.case}: no such case; the cases are {names}")
     rows: list[Row] = []
     for done, case in enumerate(cases):
@@ -113,6 +117,11 @@ def bench_pipeline(options: Options) -> list[Row]:
             measure, case, options.rounds or case.size.rounds, options.steps or case.size.steps, world_size=case.pp
         )
         rows += rows_against_peer(case.name, rounds, case.size.cpu_bar)
+    for name, virtual_stages in bubbles:
+        print(bench_bubble.name_of(name), file=sys.stderr, flush=True)
+        steps = options.steps or bench_bubble.STEPS
+        found = run_ranks(bench_bubble.measure_bubble, name, virtual_stages, steps, world_size=bench_bubble.PP)
+        rows.append(bench_bubble.bubble_row(name, *found))
     if wants_memory:
         print(_MEMORY_NAME, file=sys.stderr, flush=True)
         before, after = run_ranks(measure_memory, MEMORY, _MEMORY_STEPS, world_size=MEMORY.pp)

@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from parallel3d.config import ParallelConfig, load_recipe
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import print_error
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
+from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.check_layout_shrink import VOCAB, Size, shrink
 
 if TYPE_CHECKING:
@@ -53,13 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if comparison.first is None else _DIFFERS
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="parallel3d-check-layout",
         description="Trains a few steps in a layout and in one process, from the same weights on the same batches, and "
         "compares every loss, gradient, gradient norm and weight.",
@@ -72,19 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead")
-    parser.add_argument("--layers", type=_positive, metavar="N", help="blocks of the model (default: 2, or the stages)")
-    parser.add_argument("--hidden", type=_positive, metavar="N", help="its width (default: 64, or what heads need)")
-    parser.add_argument("--vocab", type=_positive, metavar="N", help=f"with --model: ids (default: {VOCAB})")
-    parser.add_argument("--steps", type=_positive, metavar="N", default=3, help="steps to compare (default: 3)")
+    parser.add_argument("--layers", type=whole, metavar="N", help="blocks of the model (default: 2, or the stages)")
+    parser.add_argument("--hidden", type=whole, metavar="N", help="its width (default: 64, or what heads need)")
+    parser.add_argument("--vocab", type=whole, metavar="N", help=f"with --model: ids (default: {VOCAB})")
+    parser.add_argument("--steps", type=whole, metavar="N", default=3, help="steps to compare (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
 
 
 def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparison]:
@@ -96,7 +85,11 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparis
     size = Size(layers=options.layers or Size.layers, hidden=options.hidden or Size.hidden, steps=options.steps)
     recipe = shrink(recipe, size)
     _check_ranks(recipe.parallel)
-    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size))
+    alone = replace(
+        recipe,
+        parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),
+        train=replace(recipe.train, compile=False),
+    )
 
     from parallel3d.tools.bench_ranks import run_ranks  # torch, which --help and a wrong key do not wait for
     from parallel3d.tools.check_layout_compare import compare

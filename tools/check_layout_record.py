@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from parallel3d.compile import inside_compiled
 from parallel3d.config import Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.parameter import local_tensor
@@ -25,6 +26,7 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.worker import training_loader
 
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
@@ -61,19 +63,10 @@ def _keep_gradients(trainer: Trainer, kept: list[Views]) -> None:
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:
     """Batches of random ids for the data rank that `rank` belongs to; none of the run's own data is read."""
-    parallel, train = recipe.parallel, recipe.train
-    place = parallel.coordinates(rank)
+    train = recipe.train
     length = train.steps * train.global_batch_size * train.seq_len + 1
-    return BatchLoader(
-        np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32),
-        seq_len=train.seq_len,
-        global_batch_size=train.global_batch_size,
-        microbatch_size=parallel.microbatch_size,
-        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
-        dp_size=parallel.dp,
-        vocab=recipe.model.vocab,
-        seed=train.seed,
-    )
+    ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
+    return training_loader(recipe, ids, rank)
 
 
 def joined(activations: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -137,7 +130,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
 @contextmanager
 def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """The outputs of every module that has parameters, one tensor a microbatch, in the order of their first forward.
-    Forwards that a backward recomputes are not looked at."""
+    Forwards that a backward recomputes are not looked at, nor the parts of a compiled block."""
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -147,11 +140,13 @@ def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tenso
 
         return keep
 
+    models = list(models)
+    hidden = {module for model in models for module in inside_compiled(model)}
     hooks = [
         module.register_forward_hook(keeper(name))
         for model in models
         for name, module in model.named_modules()
-        if name and any(True for _ in module.parameters())
+        if name and module not in hidden and any(True for _ in module.parameters())
     ]
     try:
         yield outputs

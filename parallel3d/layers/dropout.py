@@ -67,7 +67,9 @@ class Dropout(nn.Module):
             raise ValueError(f"Dropout: p = {p}: must be at least 0 and below 1")
         self.p, self.name, self.mode, self.split_dim = p, name, mode, split_dim
         self.axis = Axis.of(tp)
-        self.salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
+        salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
+        # A tensor, of which a compiler asks no value: one graph for all blocks of a model. No part of a state dict.
+        self.salt = torch.tensor(salt, device="cpu")
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -103,7 +105,7 @@ class Dropout(nn.Module):
 
 
 @torch.library.custom_op("parallel3d::keyed_bernoulli", mutates_args=())
-def _keyed_bernoulli(like: Tensor, key: Tensor, salt: int, rank: int, p: float) -> Tensor:
+def _keyed_bernoulli(like: Tensor, key: Tensor, salt: Tensor, rank: int, p: float) -> Tensor:
     """True with probability p, in the shape of `like`: an operator of its own, because no compiler can follow a
     generator that is made here. A key on the CPU costs a GPU no wait."""
     of_samples = _split_mix(key.cpu() + salt) * torch.arange(1, 2 * key.numel(), 2)  # their order counts
@@ -113,7 +115,7 @@ def _keyed_bernoulli(like: Tensor, key: Tensor, salt: int, rank: int, p: float) 
 
 
 @_keyed_bernoulli.register_fake
-def _(like: Tensor, key: Tensor, salt: int, rank: int, p: float) -> Tensor:
+def _(like: Tensor, key: Tensor, salt: Tensor, rank: int, p: float) -> Tensor:
     return torch.empty(like.shape, dtype=torch.bool, device=like.device)
 
 

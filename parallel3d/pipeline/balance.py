@@ -24,18 +24,21 @@ class PartCosts:
     block: float
     head: float
 
+    @classmethod
+    def of(cls, *, block_weights: int, hidden: int, vocab: int, seq_len: int) -> PartCosts:
+        """Two operations for each weight of a matrix, and causal attention's products with half of seq_len keys on
+        average. An embedding is looked up and not multiplied: what it costs is to read and write `hidden` numbers,
+        which is as nothing beside a block."""
+        attention = 2.0 * hidden * seq_len
+        return cls(embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab)
+
 
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
-    """Two operations for each weight of a matrix, and causal attention's products with half of seq_len keys on average.
-    An embedding is looked up and not multiplied: what it costs is to read and write `hidden` numbers, which is as
-    nothing beside a block."""
+    """Of a recipe's model. A caller with numbers of its own makes them by `PartCosts.of`."""
     kv = model.key_value_heads * model.head_dim
     mlp_matrices = 2 if model.architecture == "gpt" else 3  # without a gate, and with
     weights = 2 * model.hidden**2 + 2 * model.hidden * kv + mlp_matrices * model.hidden * model.ffn_hidden
-    attention = 2 * model.hidden * seq_len
-    return PartCosts(
-        embedding=2.0 * model.hidden, block=2.0 * weights + attention, head=2.0 * model.hidden * model.vocab
-    )
+    return PartCosts.of(block_weights=weights, hidden=model.hidden, vocab=model.vocab, seq_len=seq_len)
 
 
 def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:

@@ -60,6 +60,14 @@ STAGES_PER_RANK: dict[ScheduleName, StagesPerRank] = {
     "naive": StagesPerRank(most=None),
 }
 
+# Whose backwards are done in two halves, and what does as well where they cannot be.
+WHOLE_INSTEAD: dict[ScheduleName, ScheduleName] = {
+    "zb_h1": "1f1b",
+    "interleaved_zb": "interleaved_1f1b",
+    "zb_v": "interleaved_1f1b",
+    "dualpipe_v": "interleaved_1f1b",
+}
+
 
 def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True

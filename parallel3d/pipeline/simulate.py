@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from parallel3d.pipeline.check import in_order
 from parallel3d.pipeline.schedule import Kind, Schedule
@@ -83,3 +85,24 @@ def _ways(placement: Sequence[int], transfers: Sequence[float]) -> list[float]:
     """The cost of the way between stages s - 1 and s, at s; nothing at both ends."""
     between = zip(placement[:-1], placement[1:], transfers, strict=True)
     return [0.0, *(0.0 if one == other else cost for one, other, cost in between), 0.0]
+
+
+def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> Costs:
+    """The median time of each kind of action on each stage; transfers cost nothing, which the difference then shows."""
+    times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in spans:
+        times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+
+    def usual(stage: int, kind: Kind) -> float:
+        return median(times[stage, kind]) if (stage, kind) in times else 0.0
+
+    stages = [
+        StageTimes(
+            forward=usual(stage, Kind.FORWARD),
+            input=usual(stage, Kind.INPUT),
+            weight=usual(stage, Kind.WEIGHT),
+            full_backward=usual(stage, Kind.BACKWARD),
+        )
+        for stage in range(schedule.stages)
+    ]
+    return Costs(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))

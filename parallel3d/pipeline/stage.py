@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel3d.pipeline.balance import PartCosts, balanced_cut, cut_points
+from parallel3d.pipeline.balance import cut_points
 from parallel3d.pipeline.boundary import Boundary, TensorSpec
 
 FIRST_PARTS = ("embed",)
@@ -39,12 +39,6 @@ def spans_of(sizes: Sequence[int]) -> list[Span]:
         Span(start, start + size, is_first_stage=stage == 0, is_last_stage=stage == last)
         for stage, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
-
-
-def spread_layers(layers: int, stages: int) -> list[Span]:
-    """As evenly as can be, whatever the embedding and the head cost; what is left over goes to the middle. Raises
-    ValueError where there are more stages than layers."""
-    return spans_of(balanced_cut(layers, stages, PartCosts(embedding=0.0, block=1.0, head=0.0)))
 
 
 def cut(model: nn.Module, span: Span) -> nn.Module:

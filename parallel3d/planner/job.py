@@ -175,17 +175,13 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """The trainer's own cut (`balance.part_costs`)."""
     weights = layer_matrix_parameters(shape)
-    costs = PartCosts(
-        embedding=2.0 * shape.hidden,
-        block=2.0 * weights + 2 * shape.hidden * seq_len,
-        head=2.0 * shape.hidden * shape.vocab,
-    )
+    costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
     return tuple(balanced_cut(shape.layers, stages, costs))
 
 
 @lru_cache(maxsize=4096)
 def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[int, ...]:
-    """Layers of each stage: even, what is left over in the middle (`pipeline.stage.spread_layers`); with
+    """Layers of each stage: even, what is left over in the middle; with
     `embedding_slots` the first and the last have one less."""
     slots = layers + 2 if embedding_slots and stages > 1 else layers
     each, left = divmod(slots, stages)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import torch.distributed as dist
 
 from parallel3d.data.loader import Batch
 from parallel3d.pipeline.draw_trace import draw_trace
 from parallel3d.pipeline.recorder import Recorder
-from parallel3d.pipeline.schedule import Kind, Schedule
-from parallel3d.pipeline.simulate import Costs, StageTimes, simulate
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.simulate import measured_costs, simulate
 from parallel3d.pipeline.timeline import Span, Timeline
 from parallel3d.training.trainer import StepResult, Trainer
 
@@ -60,27 +59,6 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     path.write_text(draw_trace(*measured, simulated))
     bubble = mean(timeline.bubble_fraction for timeline in measured)
     return result, TimelineReport(path, bubble, simulated.bubble_fraction)
-
-
-def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> Costs:
-    """The median time of each kind of action on each stage; transfers cost nothing, which the difference then shows."""
-    times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for span in spans:
-        times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
-
-    def usual(stage: int, kind: Kind) -> float:
-        return median(times[stage, kind]) if (stage, kind) in times else 0.0
-
-    stages = [
-        StageTimes(
-            forward=usual(stage, Kind.FORWARD),
-            input=usual(stage, Kind.INPUT),
-            weight=usual(stage, Kind.WEIGHT),
-            full_backward=usual(stage, Kind.BACKWARD),
-        )
-        for stage in range(schedule.stages)
-    ]
-    return Costs(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))
 
 
 @dataclass(frozen=True)

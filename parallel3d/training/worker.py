@@ -9,6 +9,7 @@ from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config import Recipe
 from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.loader import BatchLoader
+from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.mesh import build_mesh, choose_device, process_group
 from parallel3d.parallelize import ModelClass
@@ -58,10 +59,19 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
 
 def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
     """The batches of the data rank that `rank` belongs to."""
+    loader = training_loader(recipe, corpus.train, rank)
+    # Drawn from all of the validation files, and the same for every seed of the run.
+    sequences = recipe.train.eval_sequences
+    validation = replace(loader, tokens=corpus.validation, global_batch_size=sequences, sizes=None, seed=0)
+    return Loaders(loader, validation)
+
+
+def training_loader(recipe: Recipe, tokens: TokenIds, rank: int) -> BatchLoader:
+    """The recipe's batches of `tokens` for the data rank that `rank` belongs to."""
     parallel, train = recipe.parallel, recipe.train
     place = parallel.coordinates(rank)
-    loader = BatchLoader(
-        corpus.train,
+    return BatchLoader(
+        tokens,
         seq_len=train.seq_len,
         global_batch_size=train.global_batch_size,
         microbatch_size=parallel.microbatch_size,
@@ -72,9 +82,6 @@ def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
         sizes=recipe.batch_sizes,
         ignored_ids=recipe.data.ignore_token_ids,
     )
-    # Drawn from all of the validation files, and the same for every seed of the run.
-    validation = replace(loader, tokens=corpus.validation, global_batch_size=train.eval_sequences, sizes=None, seed=0)
-    return Loaders(loader, validation)
 
 
 def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:

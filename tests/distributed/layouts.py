@@ -18,6 +18,7 @@ from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.worker import training_loader
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
 
@@ -51,21 +52,8 @@ def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -
 
 def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     """Batches of a Python module's source, for the data rank that `rank` belongs to."""
-    parallel = recipe.parallel
-    place = parallel.coordinates(rank)
     tokens = np.frombuffer(inspect.getsource(textwrap).encode("ascii", "replace"), dtype=np.uint8)
-    return BatchLoader(
-        tokens,
-        seq_len=recipe.train.seq_len,
-        global_batch_size=recipe.train.global_batch_size,
-        microbatch_size=parallel.microbatch_size,
-        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
-        dp_size=parallel.dp,
-        vocab=recipe.model.vocab,
-        seed=recipe.train.seed,
-        sizes=recipe.batch_sizes,
-        ignored_ids=recipe.data.ignore_token_ids,
-    )
+    return training_loader(recipe, tokens, rank)
 
 
 def make_trainer(recipe: Recipe) -> Trainer:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from parallel3d.config import ParallelConfig
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.pipeline.simulate import StageTimes
+from parallel3d.pipeline.simulate import StageTimes, measured_costs
 from parallel3d.pipeline.timeline import Span
-from parallel3d.training.timeline import TimelineReport, measured_costs, traced_step
+from parallel3d.training.timeline import TimelineReport, traced_step
 from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
