@@ -136,8 +136,12 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
                 part, ReplicatedForm if whole else None, {}, whole, {k: v // part.tp for k, v in counts.items()}
             )
         case Replicate():
-            settings = {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence}
-            return Plan(part, ReplicatedForm if whole else None, settings, whole)
+            return Plan(
+                part,
+                ReplicatedForm if whole else None,
+                {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence},
+                whole,
+            )
 
 
 def _plan_column(part: Part, style: Column, entered: bool) -> Plan:
