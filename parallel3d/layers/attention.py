@@ -166,7 +166,7 @@ class ParallelAttention(ParallelModule):
         if lengths is None:
             return self._attend(q_BSHK, k_BTGK, v_BTGK, mask, key)
         documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q_BSHK, k_BTGK, v_BTGK))
-        parts = [self._attend(*document, None, None) for document in zip(*documents, strict=True)]
+        parts = [self._attend(q, k, v, None, None) for q, k, v in zip(*documents, strict=True)]
         return torch.cat(parts, dim=1).view(*q_BSHK.shape[:3], -1)
 
     def _attend(
