@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from parallel3d.config import ModelConfig, ParallelConfig, Recipe, load_recipe
     from parallel3d.layers.attention import ParallelAttention
+    from parallel3d.layers.convert import tensor_parallelize
     from parallel3d.layers.embedding import VocabParallelEmbedding
     from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
     from parallel3d.layers.loss import vocab_parallel_cross_entropy
     from parallel3d.layers.mlp import ParallelMLP
     from parallel3d.layers.norm import RMSNorm
+    from parallel3d.layers.pretrained import load_safetensors, parameters_on_meta
     from parallel3d.mesh import build_mesh
     from parallel3d.pipeline.runtime import PipelineRuntime
     from parallel3d.pipeline.schedule import Schedule
@@ -39,6 +41,9 @@ __all__ = [
     "VocabParallelEmbedding",
     "build_mesh",
     "load_recipe",
+    "load_safetensors",
+    "parameters_on_meta",
+    "tensor_parallelize",
     "vocab_parallel_cross_entropy",
 ]
 
@@ -57,6 +62,9 @@ _HOMES = {
     "VocabParallelEmbedding": "parallel3d.layers.embedding",
     "build_mesh": "parallel3d.mesh",
     "load_recipe": "parallel3d.config",
+    "load_safetensors": "parallel3d.layers.pretrained",
+    "parameters_on_meta": "parallel3d.layers.pretrained",
+    "tensor_parallelize": "parallel3d.layers.convert",
     "vocab_parallel_cross_entropy": "parallel3d.layers.loss",
 }
 

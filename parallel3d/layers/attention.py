@@ -6,6 +6,9 @@ K head dim, n = tp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -120,13 +123,18 @@ class ParallelAttention(ParallelModule):
         *,
         context: Tensor | None = None,
         mask: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor:
         """`context` [batch, T, context_hidden] (T / tp of it under sequence parallelism): where keys and values come
         from, if not from x. `mask` [batch or 1, 1, S, T], bool, True where a query may see a key: holds beside the
-        attention's own causality and window; for packed documents `mask.same_document(ids)`. `positions` [batch, S]:
-        of the rotation. `key` [batch]: of dropout."""
+        attention's own causality and window; for packed documents `mask.same_document(ids)`, or instead of a mask
+        their `lengths`, in order and S in sum for each sequence: then each is attended to alone, and no S^2 numbers
+        exist. `positions` [batch, S]: of the rotation. `key` [batch]: of dropout. Raises ValueError where lengths do
+        not add up, or come with a mask, a context or dropout."""
+        if lengths is not None:
+            self._check_lengths(lengths, x_BSD, mask, context)
         if context is None:
             q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         else:
@@ -139,10 +147,27 @@ class ParallelAttention(ParallelModule):
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.recompute and torch.is_grad_enabled() and not is_compiling():
             keep_generator = self.dropout is not None and key is None
-            y = checkpoint(self._attend, q, k, v, mask, key, use_reentrant=False, preserve_rng_state=keep_generator)
+            y = checkpoint(
+                self._attend_all, q, k, v, mask, lengths, key, use_reentrant=False, preserve_rng_state=keep_generator
+            )
         else:
-            y = self._attend(q, k, v, mask, key)
+            y = self._attend_all(q, k, v, mask, lengths, key)
         return self.o(y.flatten(-2))
+
+    def _attend_all(
+        self,
+        q_BSHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        mask: Tensor | None,
+        lengths: Sequence[int] | None,
+        key: Tensor | None,
+    ) -> Tensor:
+        if lengths is None:
+            return self._attend(q_BSHK, k_BTGK, v_BTGK, mask, key)
+        documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q_BSHK, k_BTGK, v_BTGK))
+        parts = [self._attend(q, k, v, None, None) for q, k, v in zip(*documents, strict=True)]
+        return torch.cat(parts, dim=1).view(*q_BSHK.shape[:3], -1)
 
     def _attend(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, key: Tensor | None
@@ -161,6 +186,19 @@ class ParallelAttention(ParallelModule):
         else:
             y_BHSK = attend(q, k, v, mask, causal=False, scale=self.scale)
         return y_BHSK.transpose(1, 2)
+
+    def _check_lengths(
+        self, lengths: Sequence[int], x_BSD: Tensor, mask: Tensor | None, context: Tensor | None
+    ) -> None:
+        if mask is not None or context is not None or (self.dropout is not None and self.training):
+            raise ValueError("ParallelAttention: lengths go with no mask, context or dropout; try mask.same_document")
+        seq = x_BSD.shape[1] * (self.axis.size if self.q.sequence_parallel else 1)
+        ends = set(accumulate(lengths))
+        if not {seq * (i + 1) for i in range(x_BSD.shape[0])} <= ends or max(ends) != seq * x_BSD.shape[0]:
+            raise ValueError(
+                f"ParallelAttention: lengths of {sum(lengths)} tokens in all, and there are {x_BSD.shape[0]} sequences "
+                f"of {seq}; a document must end with its sequence"
+            )
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         n = self.axis.size

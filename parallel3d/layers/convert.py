@@ -3,7 +3,7 @@
 Every parameter becomes a DTensor on the tp axis under its old name and global shape, so that a state dict,
 `fully_shard` and a checkpoint of any other tp see what they saw before. A module keeps its class as a base, and its
 forward unless it is split: that then works on local tensors and local heads. Activations between the split layers are
-whole on every rank (no sequence parallelism), so a norm's gradient is whole too.
+whole on every rank, and so is a norm's gradient; or, where the table says so, split along the sequence.
 
 [Note: packed weights] q, k and v packed along the output features cannot be split along them: a shard would be q and
 half of k, and at another tp something else. Such a weight [I, P * O] (GPT-2's c_attn, transposed) is kept split along
@@ -24,7 +24,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce_max
-from parallel3d.layers.convert_forms import EnterForm, ReplicatedForm, reform
+from parallel3d.layers.convert_forms import EnterForm, ReplicatedForm, ScatterForm, reform
 from parallel3d.layers.convert_plan import Plan, plan_modules, split_dims
 from parallel3d.layers.rules import Rules
 from parallel3d.mesh import Axis
@@ -49,7 +49,7 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
     _refuse_different_weights(module, tp, axis)
     _place(plans, dims, tp, axis)
     for plan in plans:
-        if plan.form is EnterForm and plan.part.module._parameters:
+        if plan.form in (EnterForm, ScatterForm) and plan.part.module._parameters:
             reform(plan.part.module, ReplicatedForm, axis)
         if plan.form is not None:
             reform(plan.part.module, plan.form, axis, **plan.settings)

@@ -17,7 +17,15 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
-from parallel3d.layers.regions import copy_to_region, reduce_from_region
+from parallel3d.layers.collectives import SEQUENCE_DIM
+from parallel3d.layers.regions import (
+    all_gather_to_region,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
+)
 from parallel3d.mesh import Axis
 
 
@@ -82,12 +90,19 @@ class ColumnForm(Form):
 
 class RowForm(Form):
     """A linear layer of this rank's input features: [B, S, I / n] -> [B, S, O]. All-reduces y forward; sends nothing
-    backward. The bias is added after the sum."""
+    backward. With `sequence` -> [B, S / n, O]: reduce-scatters y forward, all-gathers dy backward. The bias is added
+    after the sum."""
+
+    sequence: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight_and_bias()
-        y = reduce_from_region(F.linear(x, weight.t() if is_conv1d(self) else weight), self.axis)
-        return y if bias is None else y + bias
+        y = F.linear(x, weight.t() if is_conv1d(self) else weight)
+        if not self.sequence:
+            y = reduce_from_region(y, self.axis)
+            return y if bias is None else y + bias
+        y = reduce_scatter_from_region(y, self.axis)
+        return y if bias is None else y + copy_to_region(bias, self.axis)  # each rank's is of its tokens
 
 
 class EmbeddingForm(Form):
@@ -112,14 +127,17 @@ class EmbeddingForm(Form):
 
 class ReplicatedForm(Form):
     """A module that every rank has whole. While its own forward runs, its parameters read as plain tensors; for all
-    others they are the DTensors that they are. Where its gradient is partial it is all-reduced in the backward."""
+    others they are the DTensors that they are. Where its gradient is partial it is all-reduced in the backward. With
+    `gather_sequence` its output [B, S / n, D] is all-gathered."""
 
     partial_gradient: bool = False
+    gather_sequence: bool = False
     _computing: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_plain_tensors():
-            return super().forward(*args, **kwargs)
+            y = super().forward(*args, **kwargs)
+        return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
 
     @contextmanager
     def _as_plain_tensors(self) -> Iterator[None]:
@@ -137,16 +155,29 @@ class ReplicatedForm(Form):
 
 
 class EnterForm(Form):
-    """A module whose input several column-parallel layers read. Sends nothing forward; all-reduces dx backward."""
+    """A module whose input several column-parallel layers read. Sends nothing forward; all-reduces dx backward. With
+    `sequence` its input is [B, S / n, D]: all-gathered forward, dx reduce-scattered backward."""
 
     argument: str
+    sequence: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (copy_to_region(args[0], self.axis), *args[1:])
+            args = (self._taken(args[0]), *args[1:])
         else:
-            kwargs[self.argument] = copy_to_region(kwargs[self.argument], self.axis)
+            kwargs[self.argument] = self._taken(kwargs[self.argument])
         return super().forward(*args, **kwargs)
+
+    def _taken(self, x: Tensor) -> Tensor:
+        return all_gather_to_region(x, self.axis) if self.sequence else copy_to_region(x, self.axis)
+
+
+class ScatterForm(EnterForm):
+    """A module whose input [B, S, D] is whole and that works on [B, S / n, D]. Sends nothing forward; all-gathers dx
+    backward."""
+
+    def _taken(self, x: Tensor) -> Tensor:
+        return scatter_to_region(x, self.axis, SEQUENCE_DIM)
 
 
 def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) -> None:

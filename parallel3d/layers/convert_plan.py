@@ -17,10 +17,11 @@ from parallel3d.layers.convert_forms import (
     Form,
     ReplicatedForm,
     RowForm,
+    ScatterForm,
     is_conv1d,
 )
 from parallel3d.layers.parameter import ParallelModule
-from parallel3d.layers.rules import WORDS, Column, Divide, Enter, Replicate, Row, Rules, Style, Vocab
+from parallel3d.layers.rules import WORDS, Column, Divide, Enter, Replicate, Row, Rules, Scatter, Style, Vocab
 
 
 def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[Plan]:
@@ -118,12 +119,14 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
             dim = 0 if _is_transposed(part) else 1
             if part.size_of_weight(dim) % part.tp:
                 raise part.uneven(part.size_of_weight(dim), "input features")
-            return Plan(part, RowForm, dims={**whole, "weight": dim})
+            return Plan(part, RowForm, {"sequence": style.sequence}, {**whole, "weight": dim})
         case Vocab():
             _refuse_odd_embedding(part)
             return Plan(part, EmbeddingForm, dims={"weight": 0})
         case Enter():
-            return Plan(part, EnterForm, {"argument": style.argument}, whole)
+            return Plan(part, EnterForm, {"argument": style.argument, "sequence": style.sequence}, whole)
+        case Scatter():
+            return Plan(part, ScatterForm, {"argument": style.argument}, whole)
         case Divide():
             counts = {(part.module, name): part.count(name, part.module) for name in style.attributes}
             for (_, name), count in counts.items():
@@ -133,7 +136,12 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
                 part, ReplicatedForm if whole else None, {}, whole, {k: v // part.tp for k, v in counts.items()}
             )
         case Replicate():
-            return Plan(part, ReplicatedForm if whole else None, {"partial_gradient": style.partial_gradient}, whole)
+            return Plan(
+                part,
+                ReplicatedForm if whole else None,
+                {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence},
+                whole,
+            )
 
 
 def _plan_column(part: Part, style: Column, entered: bool) -> Plan:

@@ -1,7 +1,8 @@
 """The output end of a vocabulary that is split over tp: the head that makes the logits, and head and loss in one, which
 never holds the logits of more than a chunk of tokens.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n).
+Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n), w' = w rounded up to
+`pad_to_multiple_of`.
 """
 
 from __future__ import annotations
@@ -12,39 +13,77 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
+from parallel3d.layers.init import normal
 from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
+from parallel3d.layers.linear_autograd import padded_product
 from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
 from parallel3d.layers.main_grad import add_product, total_gradient
-from parallel3d.layers.parameter import give_gradient, local_tensor, traced
+from parallel3d.layers.parameter import Initializer, give_gradient, local_tensor, traced
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w], or [B, S, V] with `gather_output`.
+    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w'], or [B, S, V] with `gather_output`.
 
     A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary] in `embedding`): where
-    the last rank has fewer than w, its logits are filled up with -inf, which no softmax sees. Its weight may be the
+    a rank has fewer than w', its logits are filled up with -inf, which no softmax sees. Its weight may be the
     embedding's (`head.weight = embed.weight`). Sends what a `ColumnParallelLinear` sends.
+
+    `pad_to_multiple_of`: a GPU multiplies faster into rows of logits that are aligned, of 64 numbers, say. The weight
+    stays [V, D]: there is no padded row to train, save or export. The loss then has to be told `vocab`.
 
     With `is_deferred` forward gives x as it came, and sends nothing: who has x then makes the loss of it by
     `head_cross_entropy`, or the logits by `logits`.
     """
 
     uneven = True
+    padded_width: int
     is_deferred = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        pad_to_multiple_of: int = 1,
+        tp: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        init: Initializer = normal(0.02),
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init=init,
+            gather_output=gather_output,
+            device=device,
+            dtype=dtype,
+        )
+        if pad_to_multiple_of < 1:
+            raise ValueError(
+                f"VocabParallelHead: pad_to_multiple_of = {pad_to_multiple_of}: must be at least 1; try 64"
+            )
+        self.rows_each = -(-out_features // self.axis.size)
+        self.padded_width = -(-self.rows_each // pad_to_multiple_of) * pad_to_multiple_of
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.is_deferred else self.logits(x)
 
     def logits(self, x: Tensor) -> Tensor:
         (logits,) = column_parallel(x, (self,))
-        missing = -(-self.out_features // self.axis.size) - logits.shape[-1]
+        missing = self.padded_width - logits.shape[-1]
         if missing:
             logits = F.pad(logits, (0, missing), value=float("-inf"))
         if self.gather_output:
-            logits = gather_from_region(logits, self.axis)[..., : self.out_features]
+            each = gather_from_region(logits, self.axis).unflatten(-1, (self.axis.size, self.padded_width))
+            logits = each[..., : self.rows_each].flatten(-2)[..., : self.out_features]
         return logits
 
 
@@ -75,19 +114,26 @@ def head_cross_entropy(
     compiling = is_compiling()
     weight = traced(head.weight, head, "weight") if compiling else head.weight
     fused = head.fused_gradients and not compiling
-    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, how, chunk_tokens, fused)
+    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, how, chunk_tokens, fused, head.padded_width)
     return losses
 
 
 class _HeadCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: TokenLoss, chunk_tokens: int, fused: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        how: TokenLoss,
+        chunk_tokens: int,
+        fused: bool,
+        width: int | None,
     ) -> Tensor:
-        ctx.weight, ctx.how, ctx.chunk_tokens, ctx.fused = weight, how, chunk_tokens, fused
+        ctx.weight, ctx.how, ctx.chunk_tokens, ctx.fused, ctx.width = weight, how, chunk_tokens, fused, width
         rows = local_tensor(weight)
         parts = [
-            how.forward(F.linear(part, rows), own_labels, overwrite=True)
+            how.forward(padded_product(part, rows, width), own_labels, overwrite=True)
             for part, own_labels in chunks(chunk_tokens, x.flatten(0, -2), labels.flatten())
         ]
         losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -102,14 +148,16 @@ class _HeadCrossEntropy(Function):
         grad_weight, given = _where_to_add(weight, fused=ctx.fused)
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in chunks(ctx.chunk_tokens, *flat):
-            logits = F.linear(part, rows)
+            logits = padded_product(part, rows, ctx.width)
             grad_logits = ctx.how.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
+            grad_logits = grad_logits[:, : rows.shape[0]]
             torch.mm(grad_logits, rows, out=out)
             add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
         if not given:
-            return grad_x, give_gradient(weight, grad_weight.to(rows.dtype), fused=ctx.fused), None, None, None, None
-        return grad_x, None, None, None, None, None
+            result = give_gradient(weight, grad_weight.to(rows.dtype), fused=ctx.fused)
+            return grad_x, result, None, None, None, None, None
+        return grad_x, None, None, None, None, None, None
 
 
 def _where_to_add(weight: Tensor, *, fused: bool) -> tuple[Tensor, bool]:

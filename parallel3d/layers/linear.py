@@ -64,6 +64,7 @@ class ColumnParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     uneven = False  # whether the last rank may have fewer output features
+    padded_width: int | None = None  # of the output, where it is filled up with -inf
 
     def __init__(
         self,

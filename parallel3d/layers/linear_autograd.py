@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import (
@@ -33,6 +35,20 @@ def _own(parameter: Tensor, rows: slice | None) -> Tensor:
     return local if rows is None else local[rows]
 
 
+def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
+    """x [..., I] times weight [O, I], filled up to [..., width] with -inf: multiplied into the wider rows at once."""
+    features = weight.shape[0]
+    if width is None or features == width:
+        return F.linear(x, weight)
+    if is_compiling():
+        return F.pad(F.linear(x, weight), (0, width - features), value=float("-inf"))
+    y = x.new_empty(*x.shape[:-1], width)
+    flat = y.view(-1, width)
+    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=flat[:, :features])
+    flat[:, features:] = float("-inf")
+    return y
+
+
 class ColumnParallelProduct(Function):
     """`parameters`: every layer's weight, then the biases that there are."""
 
@@ -48,6 +64,8 @@ class ColumnParallelProduct(Function):
         ctx.rows = [layer.rows for layer in layers]
         if ctx.sequence_parallel:
             x = gather_sequence(x, ctx.axis)
+        if first.padded_width is not None and len(layers) == 1 and first.bias is None:
+            return (padded_product(x, local_tensor(ctx.weights[0]), first.padded_width),)
         return tuple(
             F.linear(x, _own(weight, rows), None if bias is None else _own(bias, rows))
             for weight, bias, rows in zip(ctx.weights, ctx.biases, ctx.rows, strict=True)
@@ -58,8 +76,9 @@ class ColumnParallelProduct(Function):
         (x,) = ctx.saved_tensors
         # The input is gathered again while its gradient is computed, and that travels while the weights' are.
         gathered = start_gather_sequence(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
-        flat = [grad.flatten(0, -2) for grad in grads]  # [tokens, O / n]
         weights = [_own(weight, rows) for weight, rows in zip(ctx.weights, ctx.rows, strict=True)]
+        # [tokens, O / n], without what the output was filled up with.
+        flat = [grad.flatten(0, -2)[:, : weight.shape[0]] for grad, weight in zip(grads, weights, strict=True)]
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)

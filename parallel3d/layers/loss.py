@@ -50,7 +50,7 @@ class TokenLoss:
         shifted = _minus(logits, largest, overwrite)
         sums = [shifted.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)]
         if self.label_smoothing:
-            sums.append(shifted[:, : self._valid(logits)].sum(dim=-1))
+            sums.append(shifted[:, : self._valid(logits.shape[-1])].sum(dim=-1))
         sums.append(shifted.exp_().sum(dim=-1))
         label_logit, *logit_sum, exp_sum = all_reduce(torch.stack(sums), self.axis)
         log_sum = exp_sum.log()  # of the shifted logits, as the two others are
@@ -71,7 +71,7 @@ class TokenLoss:
         if self.z_loss:
             result.mul_(1.0 + 2.0 * self.z_loss * lse)
         if self.label_smoothing:
-            result[:, : self._valid(logits)].sub_(self.label_smoothing / self.vocab)
+            result[:, : self._valid(logits.shape[-1])].sub_(self.label_smoothing / self.vocab)
         at_label = (~elsewhere).to(lse.dtype).mul_(self.label_smoothing - 1.0)
         result.scatter_add_(-1, own, at_label.unsqueeze(-1))
         return result.mul_(grad.masked_fill(labels == self.ignore_index, 0.0).unsqueeze(-1))
@@ -79,12 +79,12 @@ class TokenLoss:
     def _own_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Labels [T, 1] as columns of this rank (0 for those of another's), and which [T] are another's."""
         own = labels - self.first
-        elsewhere = (own < 0) | (own >= width)
+        elsewhere = (own < 0) | (own >= self._valid(width))
         return own.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
 
-    def _valid(self, logits: Tensor) -> int:
-        """How many of the columns are of the vocabulary; those of a padded head's last rank are fewer."""
-        return min(logits.shape[-1], self.vocab - self.first)
+    def _valid(self, width: int) -> int:
+        """How many of the columns are of the vocabulary: a head may have filled them up."""
+        return min(width, -(-self.vocab // self.axis.size), self.vocab - self.first)
 
 
 def vocab_parallel_cross_entropy(
@@ -101,10 +101,10 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of each token, in float32 (float64 for such logits), the same on every tp rank; 0 where ignored.
 
-    logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab`: the true size where tp does not divide it and
-    the logits are a `VocabParallelHead`'s, padded with -inf (label smoothing has to know). `overwrite_logits`: nobody
-    reads them after the backward, which may then make their gradient in their memory. Sends two all-reduces forward
-    for every chunk (`TokenLoss.forward`) and nothing backward.
+    logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab`: the true size where the logits are a
+    `VocabParallelHead`'s that tp does not divide (label smoothing has to know) or that are filled up to a multiple.
+    `overwrite_logits`: nobody reads them after the backward, which may then make their gradient in their memory. Sends
+    two all-reduces forward for every chunk (`TokenLoss.forward`) and nothing backward.
     """
     axis = Axis.of(tp)
     width = logits.shape[-1]
@@ -115,8 +115,9 @@ def vocab_parallel_cross_entropy(
             wide, labels.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
         )
         return plain.view_as(labels)
-    first = axis.rank * width
-    how = TokenLoss(axis, vocab or width * axis.size, first, ignore_index, label_smoothing, z_loss)
+    size = vocab or width * axis.size
+    first = axis.rank * -(-size // axis.size)
+    how = TokenLoss(axis, size, first, ignore_index, label_smoothing, z_loss)
     losses: Tensor = _CrossEntropy.apply(logits, labels, how, chunk_tokens or labels.numel(), overwrite_logits)
     return losses
 

@@ -1,11 +1,14 @@
 """Which keys a query may see, as bool tensors that scaled_dot_product_attention takes: True where it may.
 
 Shapes: B batch, S queries, T keys. A mask is [B or 1, 1, S, T] and the same for every head, so that every tp rank uses
-the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead (flex_attention, varlen) run
-on GPUs alone and are not used.
+the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead train on GPUs alone and are
+not used: flex_attention has no backward on a CPU (2.13), and varlen is CUDA's. For packed documents
+`ParallelAttention.forward(lengths=...)` needs no mask.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,6 +28,16 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
         raise ValueError(f"cu_seqlens: ends at {tokens}, which is no multiple of seq_len = {seq_len}")
     places = torch.arange(tokens, device=cu_seqlens.device)
     return torch.bucketize(places, cu_seqlens[1:].to(places.dtype), right=True).view(-1, seq_len)
+
+
+def lengths_of_documents(documents: Tensor) -> list[int]:
+    """Document ids [B, S], equal and adjacent within a document -> their lengths in order, for `lengths` of
+    `ParallelAttention`; once a batch, since a GPU is waited for. A document ends with its sequence."""
+    batch, seq = documents.shape
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = starts.flatten().nonzero().flatten().tolist()
+    return [end - start for start, end in pairwise([*places, batch * seq])]
 
 
 def own_mask(queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:

@@ -31,7 +31,9 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     """A linear layer whose input features are split, as a column-parallel layer left them; its output is summed over
-    tp, and its bias added once."""
+    tp, and its bias added once. `sequence`: each rank gets its part of the sequence of that sum."""
+
+    sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,23 @@ class Replicate:
     a sum over tp."""
 
     partial_gradient: bool = False
+    gather_sequence: bool = False  # its input and its own work are a part of the sequence, its output is the whole
 
 
 @dataclass(frozen=True)
 class Enter:
     """A module inside which column-parallel layers alone read its input (the first argument, or the keyword
-    `argument`): the input's gradient is then summed over tp once, on the way out, and not in each of those layers."""
+    `argument`): the input's gradient is then summed over tp once, on the way out, and not in each of those layers.
+    `sequence`: the input is a part of the sequence, which is gathered."""
+
+    argument: str = "hidden_states"
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A module that takes its part of the sequence [batch, seq, ...] of an input that is whole: with it sequence
+    parallelism begins. What is not split along the sequence by a rule is whole, positions and masks too."""
 
     argument: str = "hidden_states"
 
@@ -63,7 +76,7 @@ class Divide:
     attributes: tuple[str, ...]
 
 
-Style = Column | Row | Vocab | Replicate | Enter | Divide
+Style = Column | Row | Vocab | Replicate | Enter | Scatter | Divide
 Word = Literal["column", "row", "vocab", "replicate"]
 Rules = Mapping[str, Style | Word]
 
@@ -92,6 +105,21 @@ QWEN3: dict[str, Style | Word] = {
     "**.layers.*.self_attn.q_norm": Replicate(partial_gradient=True),  # of this rank's heads
     "**.layers.*.self_attn.k_norm": Replicate(partial_gradient=True),
 }
+_OF_TOKENS = Replicate(partial_gradient=True)
+_SEQUENCE: dict[str, Style | Word] = {
+    "**.layers.0": Scatter(),
+    "**.layers.*.input_layernorm": _OF_TOKENS,
+    "**.layers.*.post_attention_layernorm": _OF_TOKENS,
+    "**.layers.*.self_attn": Enter(sequence=True),
+    "**.layers.*.self_attn.o_proj": Row(sequence=True),
+    "**.layers.*.mlp": Enter("x", sequence=True),
+    "**.layers.*.mlp.down_proj": Row(sequence=True),
+    "model.norm": Replicate(partial_gradient=True, gather_sequence=True),
+}
+# The same with sequence parallelism, from the first block to the last norm; tp must divide the sequence.
+LLAMA_SEQUENCE: dict[str, Style | Word] = {**LLAMA, **_SEQUENCE}
+MISTRAL_SEQUENCE = QWEN2_SEQUENCE = LLAMA_SEQUENCE
+QWEN3_SEQUENCE: dict[str, Style | Word] = {**QWEN3, **_SEQUENCE}
 GPT2_BLOCKS: dict[str, Style | Word] = {
     "**.h.*.attn": Divide(("split_size", "num_heads")),
     "**.h.*.attn.c_attn": Column(unit="head_dim", packed=3),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -146,9 +147,11 @@ def record(fault: str, job: Recipe | ModelJob) -> Record:
 def small(name: str, **parallel: object) -> Recipe:
     """A shipped recipe, shrunk, in a layout of the test's."""
     tied = bool(parallel.pop("tied", False))
+    changes: Any = parallel.pop("model", {})
     recipe = load_recipe(find_recipe(name), cards=shape_cards())
     layout = ParallelConfig(microbatch_size=2, **parallel)  # type: ignore[arg-type]
-    model = replace(recipe.model, tied_embeddings=tied or recipe.model.tied_embeddings)
+    model = replace(recipe.model, **changes)
+    model = replace(model, tied_embeddings=tied or model.tied_embeddings)
     return shrink(replace(recipe, model=model, parallel=layout), Size(steps=STEPS))
 
 
@@ -196,6 +199,33 @@ def test_a_shipped_recipe_is_the_same_model(checked: Callable, name: str, layout
     comparison = checked(small(name, **layout))
     assert comparison.first is None, comparison.first
     assert len(comparison.rows) == STEPS
+
+
+GPT = {
+    "architecture": "gpt",
+    "max_positions": 2048,
+    "kv_heads": None,
+    "tied_embeddings": True,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (GPT, {"tp": 2, "sequence_parallel": True, "recompute": "every_n", "recompute_every": 2}),
+        (GPT, {"tp": 2, "pp": 2}),
+        ({"heads": 8, "kv_heads": 2, "hidden": 128, "vocab": 1005, "qkv_bias": True, "qk_norm": True}, {"tp": 4}),
+    ],
+    ids=["gpt, sequence parallel", "gpt, pipeline", "shared heads, odd vocabulary"],
+)
+def test_every_architecture_is_the_same_model(
+    checked: Callable, model: dict[str, object], layout: dict[str, object]
+) -> None:
+    """Dropout's masks too are those of one process."""
+    comparison = checked(small("quickstart", model=model, **layout))
+    assert comparison.first is None, comparison.first
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}, {"tp": 2, "dp_shard": 2}], ids=str)

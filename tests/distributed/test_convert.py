@@ -36,6 +36,12 @@ TABLES: dict[str, Rules] = {
     "mistral": rules.MISTRAL,
     "gpt2": rules.GPT2,
 }
+SEQUENCE_TABLES: dict[str, Rules] = {
+    "llama": rules.LLAMA_SEQUENCE,
+    "qwen2": rules.QWEN2_SEQUENCE,
+    "qwen3": rules.QWEN3_SEQUENCE,
+    "mistral": rules.MISTRAL_SEQUENCE,
+}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -74,10 +80,12 @@ def whole(x: Tensor | None) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def compare_with_itself(kind: str, kv_heads: int, tied: bool, dtype: torch.dtype) -> None:
+def compare_with_itself(
+    kind: str, kv_heads: int, tied: bool, dtype: torch.dtype, tables: dict[str, Rules] = TABLES
+) -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone = build(kind, kv_heads=kv_heads, tied=tied, dtype=dtype)
-    split = tensor_parallelize(copy.deepcopy(alone), tp, TABLES[kind])
+    split = tensor_parallelize(copy.deepcopy(alone), tp, tables[kind])
     ids = torch.randint(0, VOCAB, (B, S))
     reference, ours = alone(ids, labels=ids), split(ids, labels=ids)
     reference.loss.backward()
@@ -206,6 +214,14 @@ def test_a_model_of_transformers_is_the_same_over_tp(world: Callable, size: int,
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_fewer_key_value_heads_than_tp_are_shared(world: Callable, kind: str) -> None:
     world(4).run(compare_with_itself, kind, 2, False, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "kv_heads"),
+    [(2, "llama", 4), (2, "qwen2", 4), (2, "mistral", 4), (4, "qwen3", 2), (4, "qwen2", 2)],
+)
+def test_sequence_parallelism_changes_nothing(world: Callable, size: int, kind: str, kv_heads: int) -> None:
+    world(size).run(compare_with_itself, kind, kv_heads, kind == "qwen2", torch.float64, SEQUENCE_TABLES)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

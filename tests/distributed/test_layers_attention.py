@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.attention import ParallelAttention
-from parallel3d.layers.mask import same_document
+from parallel3d.layers.mask import lengths_of_documents, same_document
 from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
 from parallel3d.layers.rotary import RotaryEmbedding
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
@@ -35,6 +35,7 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
 
 def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any) -> Case:
     packed, cross = options.pop("packed", False), options.get("context_hidden") is not None
+    alone = options.pop("alone", False)  # each document, without a mask
     causal, window = options.get("causal", True), options.get("window")
     positions = positions_in_documents(DOCUMENTS) if packed else torch.arange(S).expand(B, S)
 
@@ -64,7 +65,9 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
         y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(x.dtype) @ v
         return F.linear(y.transpose(1, 2).flatten(-2), w["o.weight"], w.get("o.bias"))
 
-    arguments = {"mask": same_document(DOCUMENTS), "positions": positions} if packed else {}
+    arguments: dict[str, Any] = {"positions": positions} if packed else {}
+    if packed:
+        arguments |= {"lengths": lengths_of_documents(DOCUMENTS)} if alone else {"mask": same_document(DOCUMENTS)}
     shapes = ((B, S, D), (B, T, options["context_hidden"])) if cross else ((B, S, D),)
     return Case(name=name, build=build, reference=reference, shapes=shapes, arguments=arguments)
 
@@ -83,6 +86,8 @@ CASES = {
         attention("sliding window, yarn", 4, rotary=YARN, window=3),
         attention("packed documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("packed, window, both directions", 8, packed=True, window=3, causal=False),
+        attention("documents alone", 2, rotary=PLAIN, packed=True, alone=True, recompute=True),
+        attention("documents alone, window, both directions", 8, packed=True, alone=True, window=3, causal=False),
         attention("both directions", 4, causal=False, rotary=PLAIN),
         attention("cross-attention", 2, causal=False, context_hidden=20),
     ],
@@ -103,6 +108,12 @@ def check_compiled() -> None:
 
 def refuse() -> None:
     tp = tp_mesh()
+    layer, x = ParallelAttention(16, 8, 8, tp=tp), torch.zeros(2, 8, 16)
+    for lengths in ([8, 9], [5, 6, 5], [8]):
+        with pytest.raises(ValueError, match="a document must end with its sequence"):
+            layer(x, lengths=lengths)
+    with pytest.raises(ValueError, match="lengths go with no mask"):
+        layer(x, lengths=[8, 8], mask=torch.ones(8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):
         ParallelAttention(24, 6, 6, tp=tp)
     with pytest.raises(ValueError, match="heads = 12, kv_heads = 6, tp = 4.* one the other"):

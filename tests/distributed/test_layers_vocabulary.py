@@ -32,11 +32,13 @@ B, S, D = 2, 8, 6
 class Ends(nn.Module):
     """An embedding and a head, tied or not."""
 
-    def __init__(self, vocab: int, tp: DeviceMesh | None, sp: bool, dtype: torch.dtype, tied: bool) -> None:
+    def __init__(
+        self, vocab: int, tp: DeviceMesh | None, sp: bool, dtype: torch.dtype, tied: bool, multiple: int
+    ) -> None:
         super().__init__()
         self.vocab = vocab
         self.embed = VocabParallelEmbedding(vocab, D, tp=tp, sequence_parallel=sp, dtype=dtype)
-        self.head = VocabParallelHead(D, vocab, tp=tp, sequence_parallel=sp, dtype=dtype)
+        self.head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=tp, sequence_parallel=sp, dtype=dtype)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -75,12 +77,13 @@ def compare(
     chunked: bool,
     extras: bool,
     backend: str = "",
+    multiple: int = 1,
 ) -> None:
     tp = tp_mesh()
     smoothing, z_loss = (0.1, 1e-2) if extras else (0.0, 0.0)
-    module = Ends(vocab, tp, sp, dtype, tied)
+    module = Ends(vocab, tp, sp, dtype, tied, multiple)
     set_fused_gradients(module, fused)
-    run = torch.compile(module, backend=backend, fullgraph=not chunked) if backend else module
+    run = torch.compile(module, backend=backend, fullgraph=True) if backend else module
     generator = torch.Generator().manual_seed(3)
     embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
     embed, head = embed.clone().requires_grad_(), (embed if tied else head).clone().requires_grad_()
@@ -104,15 +107,16 @@ def compare(
 
 def compare_all(vocab: int) -> None:
     for dtype, sp, fused, chunked in product((F64, F32), (False, True), (False, True), (False, True)):
-        compare(vocab, dtype, sp, fused, tied=sp != fused, chunked=chunked, extras=chunked != fused)
+        multiple = 8 if fused == sp else 1
+        compare(vocab, dtype, sp, fused, tied=sp != fused, chunked=chunked, extras=chunked != fused, multiple=multiple)
     for chunked in (False, True):
         compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=True)
 
 
-def gathered_logits(vocab: int) -> None:
+def gathered_logits(vocab: int, multiple: int) -> None:
     """Nothing of the padding is in the gathered logits; a padded one is -inf."""
     tp = tp_mesh()
-    head = VocabParallelHead(D, vocab, tp=tp, gather_output=True, dtype=F64)
+    head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=tp, gather_output=True, dtype=F64)
     weight = torch.randn(vocab, D, dtype=F64, generator=torch.Generator().manual_seed(0))
     load(head, {"weight": weight})
     x = torch.randn(B, S, D, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -128,7 +132,7 @@ def gathered_logits(vocab: int) -> None:
 def sharded_twice(vocab: int, folder: str) -> None:
     """tp 2 with an uneven vocabulary, its rows cut again over dp_shard 2: trained a step, saved, read by others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = Ends(vocab, mesh["tp"], True, F32, False)
+    module = Ends(vocab, mesh["tp"], True, F32, False, 16)
     whole = initial_weights(module, 0)
     load(module, whole)
     for part in (module.embed, module.head):
@@ -156,7 +160,7 @@ def sharded_twice(vocab: int, folder: str) -> None:
     dcp.load(read, checkpoint_id=folder)
     for name, weight in whole.items():
         assert torch.equal(read[name], weight), f"{name} was changed by being saved"
-    other = Ends(vocab, init_device_mesh("cpu", (4,)), False, F32, False)  # by tp 4
+    other = Ends(vocab, init_device_mesh("cpu", (4,)), False, F32, False, 1)  # by tp 4
     state = {f"{name}.weight": part.weight.detach() for name, part in (("embed", other.embed), ("head", other.head))}
     dcp.load(state, checkpoint_id=folder)
     for name, weight in whole.items():
@@ -179,7 +183,8 @@ def test_vocabulary_compiles(world: Callable, chunked: bool) -> None:
 
 
 def test_padding_of_a_head_does_not_show(world: Callable) -> None:
-    world(4).run(gathered_logits, 50)
+    world(4).run(gathered_logits, 50, 1)
+    world(4).run(gathered_logits, 50, 8)
 
 
 @pytest.mark.parametrize("vocab", [1005, 50])

@@ -1,0 +1,148 @@
+"""A model larger than a rank's memory, from the safetensors files of Hugging Face: built without memory for its
+parameters, split over tp, and then filled, each rank reading its own slices of each file and nothing else.
+
+    with parameters_on_meta():
+        model = LlamaForCausalLM(config)
+    tensor_parallelize(model, tp, LLAMA)
+    load_safetensors(model, "checkpoints/llama", device="cuda")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from parallel3d.errors import CheckpointError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built in this block have their parameters on the meta device, without memory and without initial
+    values. Buffers are made as ever, because a file seldom has them (rotary frequencies)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+@torch.no_grad()
+def load_safetensors(
+    module: nn.Module, path: str | Path, *, device: torch.device | str | None = None, prefix: str = ""
+) -> nn.Module:
+    """Fills the parameters and the persistent buffers of `module` from a safetensors file, or from a folder of one or
+    of many with an index, and returns it. What is on the meta device gets memory on `device`; what has memory keeps it.
+    Of a DTensor on the tp axis this rank's slice alone is read; nothing is sent. The file's name of a parameter is
+    `prefix` and the module's; of tied ones either name will do. Values are cast to the parameter's dtype.
+
+    Call it after `tensor_parallelize` and before `fully_shard`. Raises CheckpointError where a tensor is missing, is of
+    another shape, or is none of the module's; ValueError for a DTensor of more than one axis.
+    """
+    with ExitStack() as files:
+        stored = _open(Path(path), files)
+        for names, tensor in _targets(module):
+            name = next((prefix + each for each in names if prefix + each in stored), None)
+            if name is None:
+                raise CheckpointError(f"{path}: has no {prefix}{names[0]}; it is of another model, or needs a prefix")
+            values = _own_slice(stored.pop(name), name, tensor, path)
+            for other in names:
+                stored.pop(prefix + other, None)
+            _put(module, names, tensor, values, device)
+    extra = [name for name in stored if name.startswith(prefix)]
+    if extra:
+        raise CheckpointError(f"{path}: {extra[0]} is none of the module's; it is of another model")
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if left:
+        raise CheckpointError(
+            f"{path}: has no {left[0]}, a buffer on the meta device; build the model within parameters_on_meta()"
+        )
+    return module
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, Any]:
+    """The file that each tensor is in, opened: nothing of them is read yet."""
+    try:
+        if path.is_dir() and (path / _INDEX).is_file():
+            weight_map = json.loads((path / _INDEX).read_text())["weight_map"]
+            opened = {
+                name: files.enter_context(safe_open(path / name, framework="pt")) for name in set(weight_map.values())
+            }
+            return {name: opened[file] for name, file in weight_map.items()}
+        file = files.enter_context(safe_open(path / _SINGLE if path.is_dir() else path, framework="pt"))
+        return dict.fromkeys(file.keys(), file)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def _targets(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Every parameter and persistent buffer once, with all of its names."""
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    persistent = module.state_dict(keep_vars=True)
+    for name, tensor in {**parameters, **{n: t for n, t in persistent.items() if isinstance(t, Tensor)}}.items():
+        by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
+    yield from by_id.values()
+
+
+def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{path}: {name} is {list(stored.get_shape())} there and {list(tensor.shape)} here; it is of another model"
+        )
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.ndim != 1:
+            raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
+        (placement,) = tensor.placements
+        if isinstance(placement, Shard):
+            n, rank, size = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank(), tensor.shape[placement.dim]
+            each = -(-size // n)  # as DTensor cuts: the last ranks may have fewer, or none
+            own = slice(min(rank * each, size), min((rank + 1) * each, size))
+            whole = (*whole[: placement.dim], own, *whole[placement.dim + 1 :])
+    values: Tensor = stored[whole] if whole else file.get_tensor(name)
+    # A copy: what safetensors gives is a view of the file's own pages, strided as the whole tensor is.
+    return values.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _put(
+    module: nn.Module, names: list[str], tensor: Tensor, values: Tensor, device: torch.device | str | None
+) -> None:
+    """Into the tensor's memory, or, from the meta device, into a new one under all of its names."""
+    if not tensor.is_meta:
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(values)
+        return
+    filled: Tensor = values.to(device or "cpu")
+    if isinstance(tensor, DTensor):
+        filled = DTensor.from_local(
+            filled,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        part = module.get_submodule(owner)
+        if is_parameter:
+            part._parameters[attribute] = made  # type: ignore[assignment]
+        else:
+            part._buffers[attribute] = made
