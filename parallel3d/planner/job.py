@@ -85,6 +85,11 @@ class Job:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
+    def is_own(self) -> bool:
+        """Whether this project's own program runs it, in a layout of its own."""
+        return self.engine.name == "parallel3d" and self.layout.strategy is not None
+
+    @property
     def on_cpu(self) -> bool:
         """Whether operators are the CPU's, and no CUDA takes memory."""
         return self.cluster.device.name.lower().startswith("cpu")
