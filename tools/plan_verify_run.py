@@ -78,7 +78,11 @@ class ShapesOnly(FakeTensorMode):
                 return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # Which tensor a fake one stands for is remembered, and a module does not give other memory (`to_empty`) to
+        # parameters that anyone remembers.
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return result
 
 
 class GpuKernels(TorchFunctionMode):
