@@ -98,7 +98,10 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 
 def job_of_recipe(recipe: Recipe) -> Job:
     """What the planner makes of a recipe; of the hardware only CPU or GPU matters here."""
-    boundaries = recipe.parallel.stage_boundaries
+    boundaries, optimizer = recipe.parallel.stage_boundaries, recipe.optimizer
+    if optimizer.name != "adamw":
+        raise ConfigError(f"optimizer.name = {optimizer.name}: the memory model knows adamw's states; try adamw")
+    narrow = optimizer.state_dtype == "bf16" or (recipe.train.precision == "bf16_pure" and optimizer.state_dtype is None)
     return Job(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),
@@ -106,6 +109,8 @@ def job_of_recipe(recipe: Recipe) -> Job:
         engine=PARALLEL3D,
         seq_len=recipe.train.seq_len,
         precision=recipe.train.precision,
+        state_bytes=4.0 if narrow else 8.0,
+        loss_chunk_tokens=recipe.train.loss_chunk_tokens,
         stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, recipe.model.layers)),
     )
 

@@ -15,10 +15,9 @@ from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.validation import validate
 
 _MOST_RANKS = 16_384
-_LARGEST = 5e11  # parameters
 _SCHEDULES = ("1f1b", "1f1b", "interleaved_1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "looped_bfs")
 _STRATEGIES = (None, None, "SHARD_OPTIMIZER", "NO_SHARD", "SHARD_GRAD_OP")
-_MOST_STAGE_LAYERS = 12  # so that one layout takes seconds
+_MOST_BLOCKS = 96  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 
 def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
@@ -41,7 +40,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     schedule = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
     rule = STAGES_PER_RANK[schedule]  # type: ignore[index]
     virtual = 1 if rule.most == 1 else draw.choice((2, 3, 4))
-    if -(-model.layers // pp) > _MOST_STAGE_LAYERS or model.layers < pp * virtual:
+    if model.layers < pp * virtual:
         return None
     shards = draw.choice((1, 2, 8, 32, 128, 512))
     replicas = draw.choice((1, 1, 2, 4))
@@ -75,4 +74,5 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
         validate(recipe)
     except ConfigError:
         return None
-    return recipe if parallel.world_size <= _MOST_RANKS else None
+    blocks = 2 * -(-model.layers // pp) * min(microbatches, 2 * pp)
+    return recipe if parallel.world_size <= _MOST_RANKS and blocks <= _MOST_BLOCKS else None

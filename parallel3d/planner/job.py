@@ -61,7 +61,9 @@ class Job:
     engine: Engine
     seq_len: int
     precision: str = "bf16"
-    stage_layers: tuple[int, ...] = ()  # empty: even, as the engine spreads them
+    stage_layers: tuple[int, ...] = ()  # empty: as the engine spreads them
+    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own engine
+    loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
 
     @property
     def tokens(self) -> int:

@@ -34,7 +34,7 @@ from parallel3d.planner.shapes import StageSlice
 from parallel3d.sharding.strategy import WHOLE, ZERO_3
 
 _SPLITS = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
-_MASTER = 4  # bytes of a master weight, of its gradient, and of each of the optimizer's two states
+_CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
 _POSTED = 3  # receives from each rank that are open at once (pipeline.transport.AHEAD, and the one waited for)
 _UNDER_WAY = 4  # sends to each rank that are kept until they are done (pipeline.transport.IN_FLIGHT)
 _BUCKET = 25 * 2**20  # bytes of gradients that NO_SHARD and SHARD_OPTIMIZER send in one go (sharding.apply.BUCKET_MIB)
@@ -83,11 +83,12 @@ class _Rank:
         self.job, self.rank = job, rank
         layout = job.layout
         self.item = int(job.item_bytes)
+        self.master = 2 if job.precision == "bf16_pure" else 4
         self.tokens = job.tokens
         self.outside = job.tokens // (layout.tp if layout.sequence_parallel else 1)
         self.block_tables = block_tables(job.shape, layout.tp)
         self.block_numel = sum(table.numel for table in self.block_tables)
-        self.alone = layout.dp == 1 and self.item == _MASTER
+        self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
         self.sharded = not self.alone and not self.whole
         shards = layout.dp_shard if layout.strategy != "NO_SHARD" else 1
@@ -160,11 +161,11 @@ class _Rank:
         """Parameters, gradients and optimizer states."""
         shard = self.shard
         if self.alone:
-            return _MASTER * self.parameters, 0.0, 2 * _MASTER * self.parameters
+            return self.master * self.parameters, 0.0, self.job.state_bytes * self.parameters
         if self.whole:
-            masters = _MASTER * shard if self.item < _MASTER else 0
-            return self.item * self.parameters + masters, _MASTER * self.parameters, 2 * _MASTER * shard
-        return _MASTER * shard, 0.0, 2 * _MASTER * shard
+            masters = self.master * shard if self.item < self.master else 0
+            return self.item * self.parameters + masters, self.master * self.parameters, self.job.state_bytes * shard
+        return self.master * shard, 0.0, self.job.state_bytes * shard
 
     @property
     def _gathered(self) -> float:
@@ -188,8 +189,8 @@ class _Rank:
         if self.sharded and self.job.layout.microbatches == 1:
             return 0.0
         if self.alone or (self.sharded and self.job.layout.reduce == "step"):
-            return _MASTER * self.parameters
-        return _MASTER * self.shard if self.sharded else 0.0  # of `whole` they are there throughout
+            return self.master * self.parameters
+        return self.master * self.shard if self.sharded else 0.0  # of `whole` they are there throughout
 
     def _forward(self, stage: _Stage) -> Held:
         """The last block of a stage's forward; of the first one, while its parameters are being gathered."""
@@ -271,11 +272,27 @@ class _Rank:
             kept += 9 * self.tokens  # ids as rows of this rank, and which are another's
         if part.head:
             kept += self.outside * (2 * shape.hidden * self.item + 4) + 4 * self.tokens
+            if self._chunk is not None and self._gathers_sequence:
+                kept += self.tokens * shape.hidden * self.item  # the head's input, gathered once
         return kept
 
     def _logits(self, stage: _Stage) -> float:
         """Of a microbatch, between the head's forward and its backward."""
-        return float(self.item * self.tokens * self._vocab) if stage.part.head else 0.0
+        whole = stage.part.head and self._chunk is None
+        return float(self.item * self.tokens * self._vocab) if whole else 0.0
+
+    @cached_property
+    def _chunk(self) -> int | None:
+        """Tokens whose logits exist at a time (`training.loss.chunk_tokens`); None: all of a microbatch."""
+        wanted = self.job.loss_chunk_tokens
+        if wanted is None:
+            is_large = 4 * self.tokens * self._table_rows >= 2 * _CHUNK_BYTES
+            wanted = max(1, _CHUNK_BYTES // (4 * self._table_rows)) if is_large else self.tokens
+        return None if wanted >= self.tokens else wanted
+
+    @property
+    def _table_rows(self) -> int:
+        return -(-self.job.shape.vocab // self.job.layout.tp)
 
     @property
     def _vocab(self) -> int:
@@ -289,12 +306,24 @@ class _Rank:
         after = 0.0  # what the head leaves to the blocks
         if stage.part.head:
             e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
-            found.append(4.0 * self.tokens * vocab)  # softmax in float32
-            found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+            if self._chunk is None:
+                found.append(4.0 * self.tokens * vocab)  # softmax in float32
+                found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+            else:
+                found.append(self._chunked_work)
             after = -self._logits(stage) + (e * (stage.ends if self.sharded else 0))
         if stage.part.layers:
             found.append(after + self._block_work)
         return max(found)
+
+    @property
+    def _chunked_work(self) -> float:
+        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the table's,
+        which is added up in float32 where nothing as wide is there already."""
+        e, table, narrow = self.item, self.job.shape.hidden * self._vocab, self.item < 4
+        chunk = (self._chunk or 0) * self._vocab * (4 + 2 * e * narrow)
+        added_up = 4 * table if self.sharded and (narrow or not self._whole_gradients) else 0
+        return float(chunk + e * self.tokens * self.job.shape.hidden + added_up + e * table * narrow)
 
     def _work_at_end(self, stage: _Stage) -> float:
         """With the activations of the first block alone."""
@@ -321,7 +350,7 @@ class _Rank:
     def _makes_gradients(self) -> int:
         """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider,
         or new in each backward."""
-        return 1 if self.item < _MASTER or self.sharded else 0
+        return 1 if self.item < self.master or self.sharded else 0
 
     @cached_property
     def _into_columns(self) -> float:
@@ -394,7 +423,7 @@ class _Rank:
         )
         if not self.sharded:
             return
-        width = _MASTER if whole else self.item
+        width = self.master if whole else self.item
         others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
         yield self._held(
             "last backward",
@@ -402,7 +431,7 @@ class _Rank:
             activations=0.0,
             logits=0.0,
             buffers=others,
-            temporary=self._sent(stage.ends) + _MASTER * stage.blocks / self.shards,
+            temporary=self._sent(stage.ends) + self.master * stage.blocks / self.shards,
         )
 
     def _sent(self, numel: int) -> float:
@@ -410,13 +439,13 @@ class _Rank:
         layout = self.job.layout
         if self.sharded:
             return layout.reduce_bytes * numel * (1 + 1 / self.shards)
-        if self.alone or layout.dp == 1 or (layout.strategy == "NO_SHARD" and layout.reduce_bytes == _MASTER):
+        if self.alone or layout.dp == 1 or (layout.strategy == "NO_SHARD" and layout.reduce_bytes == self.master):
             return 0.0
-        most = max(numel, min(_BUCKET // _MASTER, self.parameters))
+        most = max(numel, min(_BUCKET // self.master, self.parameters))
         return 2.0 * layout.reduce_bytes * most * (1 + (1 / self.shards if self.shards > 1 else 0))
 
     def _step(self) -> Held:
-        gradients = _MASTER * self.shard if self.sharded else self._whole_gradients
+        gradients = self.master * self.shard if self.sharded else self._whole_gradients
         return self._held(
             "optimizer's step",
             gradients=gradients,
