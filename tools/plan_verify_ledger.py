@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-Made = Literal["parameters", "optimizer", "gradients", "gathered", "forward", "backward", "between"]
+Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between"]
 
 
 @dataclass
@@ -44,6 +44,10 @@ class Snapshot:
     @property
     def total(self) -> int:
         return sum(self.made.values())
+
+    def waiting(self, made: Made) -> int:
+        """What was there before the current action began."""
+        return self.made.get(made, 0) - self.at_work.get(made, 0)
 
 
 class Ledger(TorchDispatchMode):

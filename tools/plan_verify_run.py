@@ -71,13 +71,17 @@ class ShapesOnly(FakeTensorMode):
     what a program reads from a fake tensor is one, or true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(1.0)
-        if tensors and not is_new and all(type(tensor) is Tensor for tensor in tensors):
-            return func(*args, **(kwargs or {}))
+        if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:  # which is torch.tensor(1.0)
+            tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            if tensors and all(type(tensor) is Tensor for tensor in tensors):
+                return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # Which tensor a fake one stands for is remembered, and a module does not give other memory (`to_empty`) to
+        # parameters that anyone remembers.
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return result
 
 
 class GpuKernels(TorchFunctionMode):

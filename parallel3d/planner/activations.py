@@ -11,12 +11,14 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
 from parallel3d.config import ScheduleName
+from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.planner.job import Job
+from parallel3d.planner.job import Job, Layout
 
 
 def block_bytes(job: Job) -> float:
@@ -123,3 +125,46 @@ def _live_of_schedule(name: ScheduleName, pp: int, microbatches: int, virtual_st
     schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
     grows = name == "looped_bfs"
     return tuple(live * microbatches // count if grows else live for live in schedule.peak_live_microbatches)
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """What a rank has when a half of a split backward (or a whole one) begins: forwards alive, second halves put off,
+    and whether no weight has had a gradient yet."""
+
+    kind: Kind
+    is_first: bool
+    alive: int
+    put_off: int
+
+    def exceeds(self, other: SplitState) -> bool:
+        same = self != other and self.kind is other.kind and self.is_first <= other.is_first
+        return same and self.alive >= other.alive and self.put_off >= other.put_off
+
+
+def split_states(layout: Layout) -> tuple[tuple[SplitState, ...], ...]:
+    """Of a schedule that splits backwards, each rank's fullest states."""
+    return _split_states(cast(ScheduleName, layout.schedule), layout.pp, layout.microbatches, layout.virtual_stages)
+
+
+@lru_cache(maxsize=256)
+def _split_states(
+    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[SplitState, ...], ...]:
+    count = min(microbatches, 4 * pp)
+    schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
+    return tuple(_fullest(actions) for actions in schedule.ranks)
+
+
+def _fullest(actions: tuple[Action, ...]) -> tuple[SplitState, ...]:
+    """Those of a rank's states that no other exceeds."""
+    found, alive, put_off, first = set(), 0, 0, True
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            alive += 1
+            continue
+        found.add(SplitState(action.kind, first, alive, put_off))
+        alive -= action.kind is not Kind.WEIGHT
+        put_off += {Kind.INPUT: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+        first = first and action.kind is Kind.INPUT
+    return tuple(state for state in found if not any(other.exceeds(state) for other in found))

@@ -61,7 +61,9 @@ class Job:
     engine: Engine
     seq_len: int
     precision: str = "bf16"
-    stage_layers: tuple[int, ...] = ()  # empty: even, as the engine spreads them
+    stage_layers: tuple[int, ...] = ()  # empty: as the engine spreads them
+    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own engine
+    loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
 
     @property
     def tokens(self) -> int:
@@ -83,6 +85,11 @@ class Job:
     def item_bytes(self) -> float:
         """Of one element of an activation."""
         return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this project's own program runs it, in a layout of its own."""
+        return self.engine.name == "parallel3d" and self.layout.strategy is not None
 
     @property
     def on_cpu(self) -> bool:

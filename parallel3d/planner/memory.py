@@ -7,6 +7,7 @@ from typing import Literal
 
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
+from parallel3d.planner.own_memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
 MemoryKind = Literal["allocated", "reserved", "device"]
@@ -69,6 +70,29 @@ def quick_worst_bytes(job: Job) -> float:
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:
+    """Of one pipeline rank: of this project's own engine at the fullest moment of a step (`own_memory`), of others by
+    what their programs keep."""
+    return _own(job, rank) if job.is_own else _others(job, rank)
+
+
+def _own(job: Job, rank: int) -> RankMemory:
+    held, engine = most_held(job, rank), job.engine
+    at_work = held.activations + held.logits + held.buffers + held.temporary
+    return RankMemory(
+        rank=rank,
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        activations=held.activations,
+        logits=held.logits,
+        buffers=held.buffers,
+        temporary=held.temporary,
+        fragmentation=0.0 if job.on_cpu else engine.fragmentation * at_work + engine.cache_bytes,
+        context=0.0 if job.on_cpu else engine.context_bytes,
+    )
+
+
+def _others(job: Job, rank: int) -> RankMemory:
     layout, engine = job.layout, job.engine
     part = job.ranks[rank]
     parameters = rank_parameters(job, part)

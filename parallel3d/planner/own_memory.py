@@ -19,25 +19,27 @@ Per rank: P parameters, e bytes of an activation, m = 4 bytes of a master weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
-from parallel3d.planner.activations import live_microbatches
+from parallel3d.pipeline.schedule import Kind
+from parallel3d.planner.activations import live_microbatches, split_states
 from parallel3d.planner.job import Job
 from parallel3d.planner.parameters import Table, block_tables, end_tables, vocabulary_rows
 from parallel3d.planner.shapes import StageSlice
 from parallel3d.sharding.strategy import WHOLE, ZERO_3
 
-_MASTER = 4  # bytes of a master weight, of its gradient, and of each of the optimizer's two states
+_SPLITS = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+_CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
 _POSTED = 3  # receives from each rank that are open at once (pipeline.transport.AHEAD, and the one waited for)
 _UNDER_WAY = 4  # sends to each rank that are kept until they are done (pipeline.transport.IN_FLIGHT)
 _BUCKET = 25 * 2**20  # bytes of gradients that NO_SHARD and SHARD_OPTIMIZER send in one go (sharding.apply.BUCKET_MIB)
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporary"]
-Moment = Literal["first backward", "backward", "last backward", "optimizer's step"]
+Moment = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,12 @@ class _Rank:
         self.job, self.rank = job, rank
         layout = job.layout
         self.item = int(job.item_bytes)
+        self.master = 2 if job.precision == "bf16_pure" else 4
         self.tokens = job.tokens
         self.outside = job.tokens // (layout.tp if layout.sequence_parallel else 1)
         self.block_tables = block_tables(job.shape, layout.tp)
         self.block_numel = sum(table.numel for table in self.block_tables)
-        self.alone = layout.dp == 1 and self.item == _MASTER
+        self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
         self.sharded = not self.alone and not self.whole
         shards = layout.dp_shard if layout.strategy != "NO_SHARD" else 1
@@ -96,29 +99,60 @@ class _Rank:
             for part, first, holder in zip(job.stages, starts, job.placement, strict=False)
             if holder == rank
         ]
+        self.splits = layout.schedule in _SPLITS
+        self.live = live_microbatches(
+            layout.schedule,
+            pp=layout.pp,
+            rank=rank,
+            microbatches=layout.microbatches,
+            virtual_stages=layout.virtual_stages,
+        )
+        self.forwards = layout.microbatches * len(self.stages)
         self.parameters = sum(stage.blocks + stage.ends for stage in self.stages)
         tables = [t for stage in self.stages for t in (*self.block_tables * stage.part.layers, *self._ends(stage.part))]
         self.shard = sum(table.shard(self.shards) for table in tables)
 
     def moments(self) -> list[Held]:
-        layout = self.job.layout
-        live = live_microbatches(
-            layout.schedule,
-            pp=layout.pp,
-            rank=self.rank,
-            microbatches=layout.microbatches,
-            virtual_stages=layout.virtual_stages,
-        )
-        forwards = layout.microbatches * len(self.stages)
-        whole = self._whole_gradients
-        found = [self._step()]
-        for stage in self.stages:
-            if forwards > live:
-                found += [self._backward("backward", stage, live, ends=ends, gradients=whole) for ends in (False, True)]
-            found.append(self._backward("first backward", stage, live, ends=False, gradients=0.0))
-            found.append(self._backward("first backward", stage, live, ends=True, gradients=self._gradients_but(stage)))
-            found.append(self._last(stage))
-        return found
+        return [self._step(), *(held for stage in self.stages for held in self._moments_of(stage))]
+
+    def _moments_of(self, stage: _Stage) -> Iterator[Held]:
+        """When a stage's backward may be the fullest."""
+        live, whole = self.live, self._whole_gradients
+        if stage.part.layers:
+            yield self._forward(stage)
+        if self.splits:
+            yield from self._split_moments(stage)
+        elif self.forwards > live:
+            for ends in (False, True):
+                yield self._backward("backward", stage, live, ends=ends, gradients=whole)
+        elif live > 1:
+            yield self._backward("backward", stage, live - 1, ends=False, gradients=whole)
+        if not self.splits:
+            yield self._backward("first backward", stage, live, ends=False, gradients=0.0)
+            yield self._backward("first backward", stage, live, ends=True, gradients=self._gradients_but(stage))
+        yield from self._last(stage)
+
+    def _split_moments(self, stage: _Stage) -> Iterator[Held]:
+        """Where backwards are split: as their halves begin, the schedule having so many forwards alive and so many
+        second halves put off."""
+        for state in split_states(self.job.layout)[self.rank]:
+            gradients = 0.0 if state.is_first else self._whole_gradients
+            held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients)
+            waiting = state.put_off * sum(map(self._put_off, self.stages)) / len(self.stages)
+            weights = self.item * (stage.blocks + stage.ends) if self.sharded else 0.0
+            temporary = weights if state.kind is Kind.WEIGHT else held.temporary
+            yield replace(held, activations=held.activations + waiting, temporary=temporary)
+
+    def _put_off(self, stage: _Stage) -> float:
+        """What waits for the second half of a backward: each product's input and its output's gradient."""
+        e, shape, layout = self.item, self.job.shape, self.job.layout
+        inner = e * self.tokens * shape.ffn_hidden // layout.tp
+        whole = e * self.tokens * shape.hidden
+        heads = e * self.tokens * shape.hidden // layout.tp
+        keys = e * self.tokens * max(shape.kv_heads // layout.tp, 1) * shape.head_dim
+        block = (shape.feed_forward_inputs + 1) * inner + 4 * whole + 2 * heads + 2 * keys
+        head = whole + self._logits(stage) if stage.part.head else 0.0
+        return float(stage.part.layers * block + head)
 
     # What is there throughout.
 
@@ -127,11 +161,11 @@ class _Rank:
         """Parameters, gradients and optimizer states."""
         shard = self.shard
         if self.alone:
-            return _MASTER * self.parameters, 0.0, 2 * _MASTER * self.parameters
+            return self.master * self.parameters, 0.0, self.job.state_bytes * self.parameters
         if self.whole:
-            masters = _MASTER * shard if self.item < _MASTER else 0
-            return self.item * self.parameters + masters, _MASTER * self.parameters, 2 * _MASTER * shard
-        return _MASTER * shard, 0.0, 2 * _MASTER * shard
+            masters = self.master * shard if self.item < self.master else 0
+            return self.item * self.parameters + masters, self.master * self.parameters, self.job.state_bytes * shard
+        return self.master * shard, 0.0, self.job.state_bytes * shard
 
     @property
     def _gathered(self) -> float:
@@ -151,10 +185,32 @@ class _Rank:
 
     @property
     def _whole_gradients(self) -> float:
-        """Once every stage has had a backward."""
+        """Once every stage has had a backward that is not its last."""
+        if self.sharded and self.job.layout.microbatches == 1:
+            return 0.0
         if self.alone or (self.sharded and self.job.layout.reduce == "step"):
-            return _MASTER * self.parameters
-        return _MASTER * self.shard if self.sharded else 0.0  # of `whole` they are there throughout
+            return self.master * self.parameters
+        return self.master * self.shard if self.sharded else 0.0  # of `whole` they are there throughout
+
+    def _forward(self, stage: _Stage) -> Held:
+        """The last block of a stage's forward; of the first one, while its parameters are being gathered."""
+        is_first = self.live <= len(self.stages)
+        gathering = self.item * self.block_numel if self.sharded and is_first else 0
+        kept = sum(map(self._kept, self.stages)) * self.live / len(self.stages)
+        whole = float(self.item * self.tokens * self.job.shape.hidden)
+        return self._held(
+            "forward",
+            gradients=0.0 if self.forwards <= self.live else self._whole_gradients,
+            activations=kept,
+            logits=sum(map(self._logits, self.stages)) * (self.live / len(self.stages) - 1),
+            buffers=self._gathered + gathering + self._transport(live=self.live, gradients=not is_first),
+            temporary=whole * (1 + self._rearranges) + self._boundary,
+        )
+
+    @property
+    def _rearranges(self) -> int:
+        """Whether what is gathered or scattered along the sequence is copied into its order: not of one sequence."""
+        return 1 if self._gathers_sequence and self.job.layout.microbatch_size > 1 else 0
 
     def _gradients_but(self, stage: _Stage) -> float:
         """When a first backward has come to its first block and nothing else has had one."""
@@ -165,13 +221,22 @@ class _Rank:
         """One activation between stages."""
         return self.item * self.outside * self.job.shape.hidden
 
-    def _transport(self, *, sends: bool) -> float:
-        """Receives that are open, and sends that may not be done."""
-        placement = self.job.placement
-        pairs = [{a, b} for a, b in zip(placement[:-1], placement[1:], strict=True) if a != b]
-        peers = {peer for pair in pairs if self.rank in pair for peer in pair} - {self.rank}
-        count = min(_POSTED, self.job.layout.microbatches) + (_UNDER_WAY if sends else 1)
-        return self._boundary * count * len(peers)
+    def _transport(self, *, live: float, gradients: bool) -> float:
+        """Receives that are open and sends that may not be done, beside the activations that backwards wait for.
+        `gradients`: some have been sent."""
+        placement, chunks = self.job.placement, len(self.stages)
+        pairs = list(zip(placement[:-1], placement[1:], strict=True))
+        before = any(b == self.rank != a for a, b in pairs)
+        after = any(a == self.rank != b for a, b in pairs)
+        count = self.forwards
+        held = 0.0
+        if before:
+            held += min(_POSTED, max(0.0, count - live)) + (min(_UNDER_WAY, count) if gradients else 0)
+        if after:
+            held += min(_UNDER_WAY, count if gradients else live) + min(_POSTED, count - 1) + 1
+        if before and after and self.job.layout.pp == 2 and chunks > 1:  # one peer: one queue each way
+            held -= _POSTED + _UNDER_WAY
+        return self._boundary * max(held, 0.0)
 
     # Activations.
 
@@ -207,11 +272,27 @@ class _Rank:
             kept += 9 * self.tokens  # ids as rows of this rank, and which are another's
         if part.head:
             kept += self.outside * (2 * shape.hidden * self.item + 4) + 4 * self.tokens
+            if self._chunk is not None and self._gathers_sequence:
+                kept += self.tokens * shape.hidden * self.item  # the head's input, gathered once
         return kept
 
     def _logits(self, stage: _Stage) -> float:
         """Of a microbatch, between the head's forward and its backward."""
-        return float(self.item * self.tokens * self._vocab) if stage.part.head else 0.0
+        whole = stage.part.head and self._chunk is None
+        return float(self.item * self.tokens * self._vocab) if whole else 0.0
+
+    @cached_property
+    def _chunk(self) -> int | None:
+        """Tokens whose logits exist at a time (`training.loss.chunk_tokens`); None: all of a microbatch."""
+        wanted = self.job.loss_chunk_tokens
+        if wanted is None:
+            is_large = 4 * self.tokens * self._table_rows >= 2 * _CHUNK_BYTES
+            wanted = max(1, _CHUNK_BYTES // (4 * self._table_rows)) if is_large else self.tokens
+        return None if wanted >= self.tokens else wanted
+
+    @property
+    def _table_rows(self) -> int:
+        return -(-self.job.shape.vocab // self.job.layout.tp)
 
     @property
     def _vocab(self) -> int:
@@ -225,12 +306,24 @@ class _Rank:
         after = 0.0  # what the head leaves to the blocks
         if stage.part.head:
             e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
-            found.append(4.0 * self.tokens * vocab)  # softmax in float32
-            found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+            if self._chunk is None:
+                found.append(4.0 * self.tokens * vocab)  # softmax in float32
+                found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+            else:
+                found.append(self._chunked_work)
             after = -self._logits(stage) + (e * (stage.ends if self.sharded else 0))
         if stage.part.layers:
             found.append(after + self._block_work)
         return max(found)
+
+    @property
+    def _chunked_work(self) -> float:
+        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the table's,
+        which is added up in float32 where nothing as wide is there already."""
+        e, table, narrow = self.item, self.job.shape.hidden * self._vocab, self.item < 4
+        chunk = (self._chunk or 0) * self._vocab * (4 + 2 * e * narrow)
+        added_up = 4 * table if self.sharded and (narrow or not self._whole_gradients) else 0
+        return float(chunk + e * self.tokens * self.job.shape.hidden + added_up + e * table * narrow)
 
     def _work_at_end(self, stage: _Stage) -> float:
         """With the activations of the first block alone."""
@@ -257,13 +350,13 @@ class _Rank:
     def _makes_gradients(self) -> int:
         """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider,
         or new in each backward."""
-        return 1 if self.item < _MASTER or self.sharded else 0
+        return 1 if self.item < self.master or self.sharded else 0
 
     @cached_property
     def _into_columns(self) -> float:
         """The input of a column-parallel layer gathered again, its gradient, and that summed over tp."""
         whole = self.item * self.tokens * self.job.shape.hidden
-        return 2.0 * whole + self._boundary if self._gathers_sequence else 1.0 * whole
+        return (2.0 + self._rearranges) * whole + self._boundary if self._gathers_sequence else 1.0 * whole
 
     @cached_property
     def _block_work(self) -> float:
@@ -315,29 +408,50 @@ class _Rank:
             gradients=gradients,
             activations=kept,
             logits=logits,
-            buffers=self._gathered + self._transport(sends=gradients > 0),
+            buffers=self._gathered + self._transport(live=live, gradients=moment != "first backward"),
             temporary=self._work_at_end(stage) if ends else self._work_at_start(stage),
         )
 
-    def _last(self, stage: _Stage) -> Held:
-        reduced = 2.0 * _MASTER * self.block_numel if self.sharded else 0.0
-        return self._held(
+    def _last(self, stage: _Stage) -> Iterator[Held]:
+        """The last backward: its last block's gradients reduced, and in the end those of embedding and head."""
+        temporary = self._sent(self.block_numel if stage.part.layers else stage.ends)
+        buffers = self._gathered + self._transport(live=0, gradients=True)
+        kept = self._kept(stage) - self._one_block if stage.part.layers else 0.0
+        whole = self._whole_gradients
+        yield self._held(
+            "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=temporary
+        )
+        if not self.sharded:
+            return
+        width = self.master if whole else self.item
+        others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
+        yield self._held(
             "last backward",
-            gradients=self._whole_gradients,
-            activations=self._kept(stage) - self._one_block,
+            gradients=whole * (1 - stage.blocks / self.parameters) if whole else width * stage.ends,
+            activations=0.0,
             logits=0.0,
-            buffers=self._gathered + self._transport(sends=True),
-            temporary=reduced,
+            buffers=others,
+            temporary=self._sent(stage.ends) + self.master * stage.blocks / self.shards,
         )
 
+    def _sent(self, numel: int) -> float:
+        """What is made to reduce one unit's gradients: what is sent, and what comes back."""
+        layout = self.job.layout
+        if self.sharded:
+            return layout.reduce_bytes * numel * (1 + 1 / self.shards)
+        if self.alone or layout.dp == 1 or (layout.strategy == "NO_SHARD" and layout.reduce_bytes == self.master):
+            return 0.0
+        most = max(numel, min(_BUCKET // self.master, self.parameters))
+        return 2.0 * layout.reduce_bytes * most * (1 + (1 / self.shards if self.shards > 1 else 0))
+
     def _step(self) -> Held:
-        gradients = _MASTER * self.shard if self.sharded else self._whole_gradients
+        gradients = self.master * self.shard if self.sharded else self._whole_gradients
         return self._held(
             "optimizer's step",
             gradients=gradients,
             activations=0.0,
             logits=0.0,
-            buffers=self._transport(sends=False),
+            buffers=self._transport(live=0, gradients=True),
             temporary=0.0,
         )
 

@@ -1,0 +1,84 @@
+"""`parallel3d-plan verify`: one rank of a large job trained dry, and the memory model beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.planner.own_memory import _CHUNK_BYTES
+from parallel3d.tools.plan import main
+from parallel3d.tools.plan_verify import verify
+from parallel3d.training import loss
+
+LLAMA = ModelConfig(layers=3, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
+GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidden=8192, vocab=50257, max_positions=2048)
+LARGE = ParallelConfig(pp=2, dp_replicate=4, dp_shard=256, tp=8, sequence_parallel=True)  # 16,384 ranks
+LAYOUTS = {
+    "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
+    "sharded, the last, recomputed": (LLAMA, replace(LARGE, recompute="full", microbatch_size=2), "bf16", 4, 1),
+    "optimizer sharded": (GPT, replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"), "bf16", 4, 0),
+    "zero bubble": (LLAMA, replace(LARGE, schedule="zb_h1", sequence_parallel=False), "bf16", 3, 0),
+    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
+}
+
+
+def _recipe(model: ModelConfig, parallel: ParallelConfig, precision: str, microbatches: int) -> Recipe:
+    train = TrainConfig(
+        steps=1,
+        global_batch_size=microbatches * parallel.microbatch_size * parallel.dp,
+        seq_len=2048,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    return Recipe(model=model, train=train, parallel=parallel, run_dir="runs/verify")
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_memory_model_is_within_2_percent_of_a_dry_run(case: str) -> None:
+    model, parallel, precision, microbatches, pipeline_rank = LAYOUTS[case]
+    rank = pipeline_rank * (parallel.world_size // parallel.pp)
+    found = verify(_recipe(model, parallel, precision, microbatches), rank)
+    assert abs(found.difference) < 0.02
+    assert found.parameters == found.dry.parameter_count
+
+
+def test_the_last_tp_rank_has_fewer_rows_and_the_last_data_rank_none() -> None:
+    parallel = ParallelConfig(dp_shard=4, tp=8)
+    for rank in (0, 7, 31):
+        found = verify(_recipe(LLAMA, parallel, "bf16", 1), rank)
+        assert found.parameters == found.dry.parameter_count
+
+
+def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "quickstart", "train.device=cpu", "--pipeline-rank", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rank"] == 4 and told["pipeline_rank"] == 1
+    assert told["parameters"]["model"] == told["parameters"]["dry_run"] > 0
+    assert abs(told["difference_pct"]) < 2
+    assert told["peak_at"]["dry_run"].startswith("action ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
+        (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
+        (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
+        (["--measure"], "needs a CUDA device"),
+        (["optimizer.name=sgd"], "the memory model knows adamw's states"),
+        (["model.layers=zero"], "model.layers"),
+    ],
+)
+def test_a_bad_input_is_one_line_and_status_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "quickstart", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_the_model_chunks_the_loss_where_the_trainer_does() -> None:
+    assert (loss.CHUNK_BYTES, loss.LARGE_BYTES) == (_CHUNK_BYTES, 2 * _CHUNK_BYTES)
