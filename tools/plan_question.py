@@ -9,6 +9,7 @@ from typing import Any, get_args
 from parallel3d.config import ParallelConfig, Recompute, ScheduleName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
+from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
 from parallel3d.planner.search import Fixed, Question
 from parallel3d.tools.plan_devices import find_cluster
@@ -59,13 +60,15 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         rows = model.shape.position_rows
         raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
     cluster = _cluster(options)
+    precision = options.precision or (train.precision if train else "bf16")
     question = Question(
         shape=model.shape,
         cluster=cluster,
         gpus=devices,
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=options.precision or (train.precision if train else "bf16"),
+        precision=precision,
+        engine=in_precision(named_engine(options.engine), precision),
         memory_fraction=options.mem_fraction,
     )
     return Asked(question=question, model=model)

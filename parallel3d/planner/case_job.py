@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.planner.engine import Engine
-from parallel3d.planner.engines import engine_of
+from parallel3d.planner.engines import engine_of, in_precision
 from parallel3d.planner.hardware import Cluster, load_cluster, with_links
 from parallel3d.planner.job import Job, Layout, RecomputeKind
 from parallel3d.planner.shapes import FeedForward, ModelShape, Positions
@@ -87,8 +87,7 @@ def _engine(tree: Mapping[str, Any]) -> Engine:
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
     if "attention backend unfused" in notes:
         engine = replace(engine, attention="softmax")
-    if _precision(tree) == "fp16" and engine.fp16_gradient_bytes is not None:
-        engine = replace(engine, gradient_bytes=engine.fp16_gradient_bytes)
+    engine = in_precision(engine, _precision(tree))
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
         engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
     return engine

@@ -48,6 +48,7 @@ class Engine:
     fp16_gradient_bytes: float | None = None  # where fp16 and bf16 differ
     optimizer_bytes: float = 12.0  # float32 weights and two moments
     reduce_bytes: float = 4.0  # of a gradient on the wire
+    fp16_reduce_bytes: float | None = None  # where fp16 and bf16 differ
     gather_bytes: float = 2.0  # of a parameter on the wire
     gradients_follow_optimizer: bool = False  # gradients are kept sharded like the optimizer (ZeRO-2)
     # activations

@@ -49,7 +49,7 @@ class Plan:
     answer: Answer
     objective: Objective = "throughput"
     seconds: float = 0.0
-    top: int | None = None  # lines of the table; None: the best of each tp and pp
+    top: int | None = None  # lines of the table
     tokens: float | None = None
     why: Why | None = None
     remedies: tuple[str, ...] = ()
@@ -135,14 +135,8 @@ def _sizes_differ(plan: Plan) -> bool:
 
 
 def _shown(plan: Plan) -> list[tuple[int, Strategy]]:
-    """The strategies of the table, with their places: as many as asked for, or else the best of each tp and pp."""
-    numbered = list(enumerate(plan.answer.strategies, 1))
-    if plan.top is not None:
-        return numbered[: plan.top]
-    first: dict[tuple[int, int, int], tuple[int, Strategy]] = {}
-    for number, each in numbered:
-        first.setdefault((each.parallel.world_size, each.parallel.tp, each.parallel.pp), (number, each))
-    return list(first.values())[:_MOST_SHOWN]
+    """The strategies of the table, with their places."""
+    return list(enumerate(plan.answer.strategies, 1))[: plan.top or _MOST_SHOWN]
 
 
 def _searched(plan: Plan) -> str:

@@ -47,6 +47,9 @@ class Kernels:
 
     @property
     def memory_rate(self) -> float:
+        if self.process is not None:
+            bytes_, seconds = self.process.memory.points[-1]
+            return bytes_ / seconds
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
 
@@ -93,7 +96,7 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
     if kernels.process is not None:
-        return kernels.process.memory.at(traffic_bytes)
+        return launches * kernels.process.memory.at(traffic_bytes / launches)
     return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
 
 

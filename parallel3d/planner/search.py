@@ -22,6 +22,7 @@ from parallel3d.planner.memory import RankMemory, quick_worst_bytes, worst_rank
 from parallel3d.planner.shapes import ModelShape, padded
 
 _FINALISTS = 20
+_FROM_EACH_WAY, _SPARE_WAYS = 3, 2
 _MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
 
@@ -99,7 +100,11 @@ class _Priced:
 
 
 def search(question: Question, *, top: int = 10) -> Answer:
-    """The best `top` strategies. Raises ConfigError where the question allows no layout at all, whatever the memory."""
+    """The best `top` strategies, each another way of cutting the model: of every tp x pp the best that there is in
+    microbatch, virtual stages, split of the data ranks and recompute, which a run can change without changing what its
+    ranks hold. Where the question fixes both tp and pp, those are what differs.
+
+    Raises ConfigError where the question allows no layout at all, whatever the memory."""
     _check(question)
     fitting: list[_Priced] = []
     nearest: dict[tuple[int, int], _Priced] = {}
@@ -115,8 +120,8 @@ def search(question: Question, *, top: int = 10) -> Answer:
                     nearest[key] = priced
     if not considered:
         raise ConfigError(_nothing_allowed(question))
-    finalists = sorted(fitting, key=lambda p: (p.step_time_s, p.bytes))[: max(_FINALISTS, 2 * top)]
-    strategies = sorted((strategy(question, p.parallel) for p in finalists), key=_rank)
+    finalists = _finalists(question, fitting, top)
+    strategies = _distinct(question, sorted((strategy(question, p.parallel) for p in finalists), key=_rank))
     fits = {(p.parallel.tp, p.parallel.pp) for p in fitting}
     rejected = sorted((p for key, p in nearest.items() if key not in fits), key=lambda p: p.bytes)
     return Answer(
@@ -125,6 +130,30 @@ def search(question: Question, *, top: int = 10) -> Answer:
         considered=considered,
         fitting=len(fitting),
     )
+
+
+def _finalists(question: Question, fitting: list[_Priced], top: int) -> list[_Priced]:
+    """Those that are priced exactly: the fastest by the closed form, a few of each way of cutting the model."""
+    by_time = sorted(fitting, key=lambda p: (p.step_time_s, p.bytes))
+    ways: dict[object, list[_Priced]] = {}
+    for priced in by_time:
+        ways.setdefault(_way(question, priced.parallel), []).append(priced)
+    if len(ways) == len(by_time):
+        return by_time[: max(_FINALISTS, 2 * top)]
+    return [priced for way in list(ways.values())[: top + _SPARE_WAYS] for priced in way[:_FROM_EACH_WAY]]
+
+
+def _way(question: Question, parallel: ParallelConfig) -> object:
+    is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
+    return parallel if is_fixed else (parallel.tp, parallel.pp)
+
+
+def _distinct(question: Question, ranked: list[Strategy]) -> list[Strategy]:
+    """The first of each way."""
+    first: dict[object, Strategy] = {}
+    for each in ranked:
+        first.setdefault(_way(question, each.parallel), each)
+    return list(first.values())
 
 
 def job_of(question: Question, parallel: ParallelConfig) -> Job:
