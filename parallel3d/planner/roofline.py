@@ -48,8 +48,7 @@ class Kernels:
     @property
     def memory_rate(self) -> float:
         if self.process is not None:
-            bytes_, seconds = self.process.memory.points[-1]
-            return bytes_ / seconds
+            return 1.0 / self.process.byte_s
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
 
@@ -96,7 +95,7 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
     if kernels.process is not None:
-        return launches * kernels.process.memory.at(traffic_bytes / launches)
+        return traffic_bytes * kernels.process.byte_s
     return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
 
 
