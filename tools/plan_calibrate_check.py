@@ -30,7 +30,7 @@ LAYOUTS = (
     ParallelConfig(tp=2, microbatch_size=2),
     ParallelConfig(pp=2),
     ParallelConfig(dp_shard=2, microbatch_size=2),
-    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, microbatch_size=2),
+    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, sharding="NO_SHARD"),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
     ParallelConfig(pp=4),
 )

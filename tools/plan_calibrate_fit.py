@@ -76,7 +76,7 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
     }
 
 
-_AXES = ("tp", "tp_sequence", "dp_shard", "dp_replicate")
+_AXES = ("tp", "tp_sequence", "NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD", "HYBRID_SHARD")
 
 
 def _has(times: Times, axis: str) -> bool:
@@ -87,8 +87,9 @@ def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: 
     """What an axis adds to a process alone, each rank as if it had a core to itself."""
     parameters = _larger_parameters() / (ranks if axis.startswith("tp") else 1)
     found = overhead_of(times, axis, parameters)
-    # Of sharded parameters a rank's optimizer steps only its own.
-    base = {**vars(alone), "parameter": alone.parameter / (ranks if axis == "dp_shard" else 1)}
+    # Where the optimizer's states are split a rank steps only its own.
+    steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
+    base = {**vars(alone), "parameter": alone.parameter / steps}
     return {name: max(0.0, value / slowdown - base[name]) for name, value in vars(found).items()}
 
 

@@ -187,7 +187,8 @@ def _data_parallel(job: Job, micro: _Microbatch, rank_parameters: int, ends: tup
     if job.layout.parameter_shards > 1:
         tp = (micro.tp_forward_s, micro.tp_backward_s + micro.tp_again_s)
         return sharded(job, micro.block, tp, ends)
-    return reduced_once(job, rank_parameters)
+    backward = micro.block.backward_wall_s + micro.tp_backward_s + micro.tp_again_s
+    return reduced_once(job, rank_parameters, backward * max(part.layers for part in job.stages))
 
 
 def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:

@@ -20,9 +20,11 @@ from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.job import Job, from_config
 from parallel3d.planner.memory import RankMemory, quick_worst_bytes, worst_rank
 from parallel3d.planner.shapes import ModelShape, padded
+from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, How, ShardingName, sharding_faults
 
+_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules that may reduce for each microbatch
 _FINALISTS = 20
-_FROM_EACH_WAY, _SPARE_WAYS = 3, 2
+_FROM_EACH_WAY, _SPARE_WAYS = 2, 2
 _MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
 
@@ -40,6 +42,9 @@ class Fixed:
     microbatch_size: int | None = None
     recompute: Recompute | None = None
     sequence_parallel: bool | None = None
+    sharding: ShardingName | None = None
+    gather: How | None = None
+    reduce: How | None = None
     max_tp: int | None = None
     max_pp: int | None = None
 
@@ -271,25 +276,76 @@ def _price(question: Question, family: ParallelConfig) -> Iterator[_Priced]:
     kinds = [kind for kind in _RECOMPUTE if _allowed(kind, fixed.recompute)]
     # Of a single block recompute keeps more than it saves; of several, full recompute is the leanest.
     leanest_last = question.shape.layers > family.pp
+    for split in _splits(question, family):
+        for way in _strategies(question, split):
+            fastest = None
+            for priced in _recomputed(question, way, kinds, leanest_last=leanest_last):
+                yield priced
+                fastest = priced.parallel.recompute if priced.bytes <= question.usable_bytes else None
+            # Parameters freed after each microbatch are leaner, and slower: for what does not fit as it is.
+            leaner = _freed(question, way)
+            if leaner is not None and fastest != kinds[0]:
+                yield from _recomputed(question, leaner, kinds, leanest_last=leanest_last)
+
+
+def _recomputed(
+    question: Question, split: ParallelConfig, kinds: list[Recompute], *, leanest_last: bool
+) -> Iterator[_Priced]:
+    """One with the least recompute that fits, after those with less."""
+    if leanest_last and len(kinds) > 1:
+        leanest = replace(split, recompute=kinds[-1])
+        bytes_ = quick_worst_bytes(job_of(question, leanest))
+        if bytes_ > question.usable_bytes:
+            yield _Priced(leanest, float("inf"), bytes_)
+            return
+    for kind in kinds:
+        parallel = replace(split, recompute=kind)
+        job = job_of(question, parallel)
+        bytes_ = quick_worst_bytes(job)
+        fits = bytes_ <= question.usable_bytes
+        yield _Priced(parallel, step_cost(job, exact=False).step_time_s if fits else float("inf"), bytes_)
+        if fits:
+            return
+
+
+def _splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    fixed = question.fixed
     for shards in _divisors(family.dp_shard):
         replicas = family.dp_shard // shards
-        if not _allowed(shards, fixed.dp_shard) or not _allowed(replicas, fixed.dp_replicate):
-            continue
-        split = replace(family, dp_shard=shards, dp_replicate=replicas)
-        if leanest_last and len(kinds) > 1:
-            leanest = replace(split, recompute=kinds[-1])
-            bytes_ = quick_worst_bytes(job_of(question, leanest))
-            if bytes_ > question.usable_bytes:
-                yield _Priced(leanest, float("inf"), bytes_)
+        if _allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate):
+            yield replace(family, dp_shard=shards, dp_replicate=replicas)
+
+
+def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelConfig]:
+    """The strategies of `sharding/` that differ at this split: parameters split and kept for a step, which is what
+    SHARD_GRAD_OP is, too; over all data ranks also parameters whole and the optimizer's states split; with nothing
+    split NO_SHARD."""
+    fixed = question.fixed
+    if question.engine.name != PARALLEL3D.name or split.dp == 1:
+        yield split  # other programs' runs are told apart by dp_shard alone
+        return
+    names: list[ShardingName] = ["FULL_SHARD"] if split.dp_shard > 1 else ["NO_SHARD"]
+    if split.dp_shard > 1 and split.dp_replicate == 1:
+        names.append("SHARD_OPTIMIZER")
+    if fixed.sharding is not None:
+        names = [fixed.sharding]
+    for name in names:
+        way = replace(split, sharding=HYBRID_OF.get(name, name) if split.dp_replicate > 1 else name)
+        if way.dp_replicate == 1 and name in HYBRID_OF.values():
+            continue  # nothing is repeated
+        if fixed.gather or fixed.reduce:
+            way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
+            if next(sharding_faults(way), None) is not None:
                 continue
-        for kind in kinds:
-            parallel = replace(split, recompute=kind)
-            job = job_of(question, parallel)
-            bytes_ = quick_worst_bytes(job)
-            fits = bytes_ <= question.usable_bytes
-            yield _Priced(parallel, step_cost(job, exact=False).step_time_s if fits else float("inf"), bytes_)
-            if fits:
-                break
+        yield way
+
+
+def _freed(question: Question, way: ParallelConfig) -> ParallelConfig | None:
+    """The layout with parameters gathered and gradients reduced for each microbatch, where that is another one."""
+    fixed, is_own = question.fixed, question.engine.name == PARALLEL3D.name
+    several = question.global_batch_size > way.dp * way.microbatch_size
+    can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE and way.schedule in _WHOLE_BACKWARD
+    return replace(way, gather="microbatch", reduce="microbatch") if can and not (fixed.gather or fixed.reduce) else None
 
 
 def _allowed(value: object, fixed: object) -> bool:
