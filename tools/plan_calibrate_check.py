@@ -77,7 +77,11 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"], as_json: bool) -
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
     """Seconds of a step of the check's model."""
-    question = Question(
+    return strategy(question(cluster, parallel), parallel).cost.step_time_s
+
+
+def question(cluster: Cluster, parallel: ParallelConfig) -> Question:
+    return Question(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=parallel.world_size,
@@ -85,7 +89,6 @@ def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
         global_batch_size=BATCH,
         precision="fp32",
     )
-    return strategy(question, parallel).cost.step_time_s
 
 
 def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> float:

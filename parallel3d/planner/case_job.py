@@ -196,7 +196,12 @@ def _stage_layers(tree: Mapping[str, Any], shape: ModelShape, layout: Layout) ->
 
 def _cluster(tree: Mapping[str, Any], f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    name = next((file for part, file in _DEVICES if part in gpu), _DEFAULT_DEVICE)
+    name = next((file for part, file in _DEVICES if part in gpu), None)
+    if name is None:
+        own = {path.stem for folder in hardware for path in folder.glob("*.yaml")}
+        if gpu not in own:
+            raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
+        name = gpu
     if name not in clusters:
         clusters[name] = load_cluster(name, hardware)
     per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)

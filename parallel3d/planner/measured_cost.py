@@ -115,7 +115,9 @@ def _sum(parts: list[Overhead]) -> Overhead:
 def _kernels(job: Job, host: _Host) -> tuple[Job, Kernels]:
     """The job with what was measured in the place of what its engine assumes."""
     engine = replace(job.engine, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
-    return replace(job, engine=engine), Kernels(device=job.cluster.device, precision=job.precision, process=host.process)
+    return replace(job, engine=engine), Kernels(
+        device=job.cluster.device, precision=job.precision, process=host.process
+    )
 
 
 def _block(job: Job, host: _Host) -> tuple[_Way, _Way]:

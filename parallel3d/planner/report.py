@@ -143,6 +143,10 @@ def _searched(plan: Plan) -> str:
     answer = plan.answer
     more = len(answer.rejected) - _MOST_REJECTED
     rest = f"; {more} more tp x pp have no layout that fits" if more > 0 else ""
+    slower = sum(each.reason.startswith("slower") for each in answer.left_out)
+    rest += f"; {slower} more are slower" if slower else ""
+    ruled_out = len(answer.left_out) - slower
+    rest += f"; {ruled_out} more break a rule (--json says which)" if ruled_out else ""
     return f"{answer.considered:,} layouts weighed, {answer.fitting:,} fit; {_RANKED[plan.objective]}{rest}"
 
 
@@ -166,6 +170,8 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
 def _run_text(plan: Plan, best: Strategy) -> str:
     tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
     text = f"{si(tokens)} tokens/s, {best.cost.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device"
+    if best.parallel.recompute != "none":
+        text += f" (with recompute {best.cost.hfu:.1%} of the peak)"
     length = plan.length(best)
     if length is None or plan.tokens is None:
         return f"{text}; --tokens 2T --price 2.5 would say days and price"

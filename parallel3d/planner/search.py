@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, inf
 
 from parallel3d.config import ParallelConfig, Recompute, ScheduleName
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
-from parallel3d.planner.cost import Cost, step_cost
+from parallel3d.planner.cost import Cost, Known, step_cost
 from parallel3d.planner.engine import PARALLEL3D, Engine
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.job import Job, from_config
@@ -88,17 +88,31 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A tp x pp of which the answer has no strategy although memory is not the reason, and what is."""
+
+    tp: int
+    pp: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`strategies`, best first; `rejected`, nearest to fitting first; how many layouts were weighed, and fit."""
+    """`strategies`, best first; every other tp x pp is in `rejected` or in `left_out`; `leanest`, of each way of cutting the model that fits, by memory; `rejected`, nearest to
+    fitting first; how many layouts were weighed, and fit."""
 
     strategies: tuple[Strategy, ...]
+    leanest: tuple[ParallelConfig, ...]
     rejected: tuple[Rejected, ...]
+    left_out: tuple[LeftOut, ...]
     considered: int
     fitting: int
 
 
 @dataclass(frozen=True)
 class _Priced:
+    """A layout's memory, and its time by the closed form: infinite where nobody asks for it."""
+
     parallel: ParallelConfig
     step_time_s: float
     bytes: float
@@ -112,17 +126,18 @@ def search(question: Question, *, top: int = 10) -> Answer:
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
     _check(question)
     fitting: list[_Priced] = []
-    nearest: dict[tuple[int, int], _Priced] = {}
+    nearest: dict[tuple[int, int], _Priced] = {}  # that does not fit
+    leanest: dict[tuple[int, int], _Priced] = {}  # that does
     considered = 0
     for family in _families(question):
         for priced in _price(question, family):
-            considered += 1
-            if priced.bytes <= question.usable_bytes:
+            fits = priced.bytes <= question.usable_bytes
+            if priced.step_time_s < inf:
                 fitting.append(priced)
-            else:
-                key = (priced.parallel.tp, priced.parallel.pp)
-                if key not in nearest or priced.bytes < nearest[key].bytes:
-                    nearest[key] = priced
+            considered += priced.step_time_s < inf or not fits
+            key, of_ways = (priced.parallel.tp, priced.parallel.pp), leanest if fits else nearest
+            if key not in of_ways or priced.bytes < of_ways[key].bytes:
+                of_ways[key] = priced
     if not considered:
         raise ConfigError(_nothing_allowed(question))
     finalists = _finalists(question, fitting, top)
@@ -131,7 +146,9 @@ def search(question: Question, *, top: int = 10) -> Answer:
     rejected = sorted((p for key, p in nearest.items() if key not in fits), key=lambda p: p.bytes)
     return Answer(
         strategies=tuple(strategies[:top]),
+        leanest=tuple(p.parallel for p in sorted(leanest.values(), key=lambda p: p.bytes)),
         rejected=tuple(_reject(question, p) for p in rejected),
+        left_out=tuple(_left_out(question, strategies[:top], fitting, {*nearest})),
         considered=considered,
         fitting=len(fitting),
     )
@@ -159,6 +176,41 @@ def _distinct(question: Question, ranked: list[Strategy]) -> list[Strategy]:
     for each in ranked:
         first.setdefault(_way(question, each.parallel), each)
     return list(first.values())
+
+
+def _left_out(
+    question: Question, told: list[Strategy], fitting: list[_Priced], too_large: set[tuple[int, int]]
+) -> Iterator[LeftOut]:
+    """Every tp x pp of the devices that is not told of, with the first rule that it breaks, or how much slower it is."""
+    fastest: dict[tuple[int, int], float] = {}
+    for priced in fitting:
+        key = (priced.parallel.tp, priced.parallel.pp)
+        fastest[key] = min(priced.step_time_s, fastest.get(key, inf))
+    ways = {(each.parallel.tp, each.parallel.pp) for each in told}
+    best = min(fastest.values(), default=inf)
+    for tp in _divisors(question.gpus):
+        for pp in _divisors(question.gpus // tp):
+            if (tp, pp) in fastest and (tp, pp) not in ways:
+                yield LeftOut(tp=tp, pp=pp, reason=f"slower: {fastest[tp, pp] / best - 1:.0%} more time at its best")
+            elif (tp, pp) not in fastest and (tp, pp) not in too_large:
+                yield LeftOut(tp=tp, pp=pp, reason=_rule_broken(question, tp, pp))
+
+
+def _rule_broken(question: Question, tp: int, pp: int) -> str:
+    shape, fixed, dp = question.shape, question.fixed, question.gpus // (tp * pp)
+    if gcd(shape.heads, shape.kv_heads, shape.ffn_hidden) % tp:
+        return f"tp must divide heads {shape.heads}, kv_heads {shape.kv_heads} and ffn_hidden {shape.ffn_hidden}"
+    if pp > shape.layers:
+        return f"{shape.layers} layers cannot fill {pp} stages"
+    if question.global_batch_size % dp:
+        return f"a batch of {question.global_batch_size} does not divide over {dp} data ranks"
+    for name, value in (("tp", tp), ("pp", pp)):
+        asked, most = getattr(fixed, name), getattr(fixed, f"max_{name}")
+        if asked is not None and asked != value:
+            return f"{name} is fixed at {asked}"
+        if most is not None and value > most:
+            return f"--max-{name} {most}"
+    return "none of its layouts has what else is fixed"
 
 
 def job_of(question: Question, parallel: ParallelConfig) -> Job:
@@ -276,34 +328,35 @@ def _price(question: Question, family: ParallelConfig) -> Iterator[_Priced]:
     kinds = [kind for kind in _RECOMPUTE if _allowed(kind, fixed.recompute)]
     # Of a single block recompute keeps more than it saves; of several, full recompute is the leanest.
     leanest_last = question.shape.layers > family.pp
+    known: Known = {}
     for split in _splits(question, family):
         for way in _strategies(question, split):
             fastest = None
-            for priced in _recomputed(question, way, kinds, leanest_last=leanest_last):
+            for priced in _recomputed(question, way, kinds, known, leanest_last=leanest_last):
                 yield priced
                 fastest = priced.parallel.recompute if priced.bytes <= question.usable_bytes else None
             # Parameters freed after each microbatch are leaner, and slower: for what does not fit as it is.
             leaner = _freed(question, way)
             if leaner is not None and fastest != kinds[0]:
-                yield from _recomputed(question, leaner, kinds, leanest_last=leanest_last)
+                yield from _recomputed(question, leaner, kinds, known, leanest_last=leanest_last)
 
 
 def _recomputed(
-    question: Question, split: ParallelConfig, kinds: list[Recompute], *, leanest_last: bool
+    question: Question, split: ParallelConfig, kinds: list[Recompute], known: Known, *, leanest_last: bool
 ) -> Iterator[_Priced]:
     """One with the least recompute that fits, after those with less."""
     if leanest_last and len(kinds) > 1:
         leanest = replace(split, recompute=kinds[-1])
         bytes_ = quick_worst_bytes(job_of(question, leanest))
+        yield _Priced(leanest, inf, bytes_)  # the time is not asked for where less of it fits
         if bytes_ > question.usable_bytes:
-            yield _Priced(leanest, float("inf"), bytes_)
             return
     for kind in kinds:
         parallel = replace(split, recompute=kind)
         job = job_of(question, parallel)
         bytes_ = quick_worst_bytes(job)
         fits = bytes_ <= question.usable_bytes
-        yield _Priced(parallel, step_cost(job, exact=False).step_time_s if fits else float("inf"), bytes_)
+        yield _Priced(parallel, step_cost(job, exact=False, known=known).step_time_s if fits else inf, bytes_)
         if fits:
             return
 
@@ -345,7 +398,9 @@ def _freed(question: Question, way: ParallelConfig) -> ParallelConfig | None:
     fixed, is_own = question.fixed, question.engine.name == PARALLEL3D.name
     several = question.global_batch_size > way.dp * way.microbatch_size
     can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE and way.schedule in _WHOLE_BACKWARD
-    return replace(way, gather="microbatch", reduce="microbatch") if can and not (fixed.gather or fixed.reduce) else None
+    return (
+        replace(way, gather="microbatch", reduce="microbatch") if can and not (fixed.gather or fixed.reduce) else None
+    )
 
 
 def _allowed(value: object, fixed: object) -> bool:
