@@ -24,7 +24,7 @@ from parallel3d.tools import plan, plan_answer, plan_recommend
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
 SMALL = "--model llama3.2-1b --gpu a100 --gpus 8 --seq-len 2048 --global-batch 64"
-TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 512"
+TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batch 512"
 PAGES = {
     "llama3_70b_h100": "--model llama3-70b --gpu h100 --gpus 512 --seq-len 8192 --global-batch 1024 --tokens 2T "
     "--price 2.5 --why tp=8,pp=2",
@@ -154,10 +154,10 @@ def test_where_nothing_fits_it_says_what_would_and_ends_with_3(capsys: Said) -> 
     said = answer(TOO_LARGE, capsys, status=3)
     assert said["strategies"] == []
     assert said["rejected"][0]["short_pct"] > 0
-    assert "24 devices instead of 16" in said["advice"]["remedies"]
-    larger = TOO_LARGE.replace("--gpus 16", "--gpus 24").replace("512", "528")
+    assert "16 devices instead of 8" in said["advice"]["remedies"]
+    larger = TOO_LARGE.replace("--gpus 8", "--gpus 16")
     assert answer(larger, capsys)["strategies"]
-    assert any("h200" in line for line in said["advice"]["remedies"])
+    assert any("b200" in line for line in said["advice"]["remedies"])
 
 
 def test_less_recompute_than_fits_is_told_that_more_would(capsys: Said) -> None:

@@ -30,7 +30,7 @@ LAYOUTS = (
     ParallelConfig(tp=2, microbatch_size=2),
     ParallelConfig(pp=2),
     ParallelConfig(dp_shard=2, microbatch_size=2),
-    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, microbatch_size=2),
+    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, sharding="NO_SHARD"),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
     ParallelConfig(pp=4),
 )
@@ -77,7 +77,11 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"], as_json: bool) -
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
     """Seconds of a step of the check's model."""
-    question = Question(
+    return strategy(question(cluster, parallel), parallel).cost.step_time_s
+
+
+def question(cluster: Cluster, parallel: ParallelConfig) -> Question:
+    return Question(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=parallel.world_size,
@@ -85,7 +89,6 @@ def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
         global_batch_size=BATCH,
         precision="fp32",
     )
-    return strategy(question, parallel).cost.step_time_s
 
 
 def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> float:

@@ -14,6 +14,7 @@ from parallel3d.planner.hardware import Cluster, Device, Link
 from parallel3d.planner.measured import Overhead
 from parallel3d.tools.plan_calibrate_fit import Tree, process_tree, together_tree
 
+_MOST_CPU_RANKS = 8
 _SHARE = 0.98  # of a GPU's memory, that a process can have
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
 
@@ -32,10 +33,12 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
         if size > 1:
             threads = max(n for n in processes if n <= max(1, cores // size)) if on_cpu else 1
             ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]))
-    device = _device_tree(alone, processes[min(processes)], most=max(worlds))
+    # A host without GPUs runs as many ranks as one likes; that they share its cores is in `measured`.
+    most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
+    device = _device_tree(alone, processes[min(processes)], most=most)
     tree = {
         "device": device,
-        "node": _node_tree(ranks, max(worlds)),
+        "node": _node_tree(ranks, most),
         "network": _NETWORK,
         "measured": {"cores": cores, "synchronous": on_cpu, "processes": processes, "ranks": ranks},
     }

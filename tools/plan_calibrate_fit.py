@@ -27,13 +27,15 @@ from parallel3d.tools.plan_calibrate_probes import (
 
 Times = Mapping[str, float]
 Tree = dict[str, Any]
+_LEAST_REST = 0.02  # of a block, that is not products and attention
 
 
 def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
     """The section of one process, from its kernels and its probes; `cluster` is any with a device."""
     overhead = overhead_of(times, "alone", _larger_parameters())
     recompute = {kind: _recompute_s(times, kind, overhead) for kind in ("selective", "full")}
-    tree: Tree = {**kernels, "elementwise": 1.0, "logit_s": 0.0, "overhead": vars(overhead), "recompute": recompute}
+    # As if it were nothing, until it is known.
+    tree: Tree = {**kernels, "byte_s": 1e-18, "logit_s": 0.0, "overhead": vars(overhead), "recompute": recompute}
     few, many = LARGER_MICROBATCHES
     shallow, deep = LARGER_LAYERS
     per_microbatch = {
@@ -41,11 +43,11 @@ def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
         for layers in LARGER_LAYERS
     }
     block_s = (per_microbatch[deep] - per_microbatch[shallow]) / (deep - shallow) - overhead.block
-    with_traffic, without = (_block_model_s(process_from_tree({**tree, "elementwise": e}), cluster) for e in (1.0, 0.0))
-    elementwise = max(0.1, (block_s - without) / (with_traffic - without))
-    tree["elementwise"] = elementwise
-    job = _larger_job(cluster, elementwise=elementwise)
+    without = _block_model_s(process_from_tree(tree), cluster)
+    one_s_a_byte = _block_model_s(process_from_tree({**tree, "byte_s": 1.0}), cluster)
+    tree["byte_s"] = max(_LEAST_REST * block_s, block_s - without) / one_s_a_byte
     process = process_from_tree(tree)
+    job = _larger_job(cluster)
     ends = per_microbatch[shallow] - shallow * (block_s + overhead.block) - overhead.microbatch
     head = sum(head_times(job, _kernels(process, cluster)))
     tree["logit_s"] = max(0.0, (ends - head) / (job.tokens * job.loss_vocab))
@@ -74,7 +76,7 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
     }
 
 
-_AXES = ("tp", "tp_sequence", "dp_shard", "dp_replicate")
+_AXES = ("tp", "tp_sequence", "NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD", "HYBRID_SHARD")
 
 
 def _has(times: Times, axis: str) -> bool:
@@ -85,8 +87,9 @@ def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: 
     """What an axis adds to a process alone, each rank as if it had a core to itself."""
     parameters = _larger_parameters() / (ranks if axis.startswith("tp") else 1)
     found = overhead_of(times, axis, parameters)
-    # Of sharded parameters a rank's optimizer steps only its own.
-    base = {**vars(alone), "parameter": alone.parameter / (ranks if axis == "dp_shard" else 1)}
+    # Where the optimizer's states are split a rank steps only its own.
+    steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
+    base = {**vars(alone), "parameter": alone.parameter / steps}
     return {name: max(0.0, value / slowdown - base[name]) for name, value in vars(found).items()}
 
 
@@ -139,12 +142,12 @@ def _recompute_s(times: Times, kind: str, overhead: Overhead) -> float:
     return max(0.0, (each - overhead.microbatch) / deep - overhead.block)
 
 
-def _larger_job(cluster: Cluster, elementwise: float) -> Job:
+def _larger_job(cluster: Cluster) -> Job:
     return Job(
         shape=from_config(LARGER),
         cluster=cluster,
         layout=Layout(microbatches=2),
-        engine=replace(PARALLEL3D, elementwise=elementwise, launches=0, loss_passes=0.0),
+        engine=replace(PARALLEL3D, elementwise=1.0, launches=0, loss_passes=0.0),
         seq_len=LARGER_SEQ,
         precision="fp32",
     )
@@ -156,5 +159,5 @@ def _kernels(process: Process, cluster: Cluster) -> Kernels:
 
 def _block_model_s(process: Process, cluster: Cluster) -> float:
     """A block of the larger model by the curves alone."""
-    block = block_times(_larger_job(cluster, process.elementwise), _kernels(process, cluster))
+    block = block_times(_larger_job(cluster), _kernels(process, cluster))
     return block.forward_s + block.backward_s

@@ -62,8 +62,10 @@ def probes(world_size: int) -> list[Probe]:
             found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
         return found
     axes = {
-        "dp_shard": ParallelConfig(dp_shard=world_size),
-        "dp_replicate": ParallelConfig(dp_replicate=world_size),
+        "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
+        "SHARD_OPTIMIZER": ParallelConfig(dp_shard=world_size, sharding="SHARD_OPTIMIZER"),
+        "FULL_SHARD": ParallelConfig(dp_shard=world_size, sharding="FULL_SHARD"),
+        "HYBRID_SHARD": ParallelConfig(dp_replicate=world_size, sharding="HYBRID_SHARD"),
     }
     if TINY.heads % world_size == 0:
         axes["tp"] = ParallelConfig(tp=world_size)

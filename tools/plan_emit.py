@@ -12,6 +12,7 @@ from typing import Any, cast
 from parallel3d.config import CheckpointConfig, ModelConfig, OptimizerConfig, Precision, Recipe, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
+from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.report import Plan
 from parallel3d.planner.report_json import sharding_of
 from parallel3d.planner.report_text import memory_text, si, time_text
@@ -41,6 +42,8 @@ def emit_recipe(path: Path, asked: Asked, plan: Plan) -> None:
 def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Recipe:
     """The user's own recipe, or the defaults, with the plan's model, batch and layout."""
     q = plan.question
+    if q.engine.name != PARALLEL3D.name:
+        raise ConfigError(f"--emit-recipe: the plan is for {q.engine.name}; leave out --engine")
     shape = padded(q.shape, best.parallel.tp)
     parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
     steps = _steps(plan)

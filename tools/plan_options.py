@@ -26,6 +26,12 @@ def add_options(parser: Parser, *, gpus: bool = True) -> None:
     batch = parser.add_argument_group("the batch")
     batch.add_argument("--seq-len", metavar="N", type=whole, help="tokens of a sequence")
     batch.add_argument("--global-batch", metavar="N", type=whole, help="sequences of a step, over all devices")
+    batch.add_argument(
+        "--engine",
+        metavar="X",
+        default="parallel3d",
+        help="plan for another program, such as megatron-2021 or torchtitan",
+    )
     batch.add_argument("--precision", choices=PRECISIONS, help="of the arithmetic (bf16, or the recipe's)")
 
 

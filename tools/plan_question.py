@@ -6,16 +6,26 @@ import argparse
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from parallel3d.config import ParallelConfig, Recompute, ScheduleName
+from parallel3d.config import BlockRecompute, ParallelConfig, ScheduleName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
+from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
 from parallel3d.planner.search import Fixed, Question
+from parallel3d.sharding.strategy import How, ShardingName
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_shape import Model, find_model
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-_RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+# Recompute of every n-th block is a recipe's to choose: no plan says how often.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": get_args(BlockRecompute),
+    "sequence_parallel": ("true", "false"),
+    "sharding": get_args(ShardingName),
+    "gather": get_args(How),
+    "reduce": get_args(How),
+}
 # What people call a key of `parallel:` elsewhere.
 _ALIASES = {
     "vpp": "virtual_stages",
@@ -59,13 +69,15 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         rows = model.shape.position_rows
         raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
     cluster = _cluster(options)
+    precision = options.precision or (train.precision if train else "bf16")
     question = Question(
         shape=model.shape,
         cluster=cluster,
         gpus=devices,
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=options.precision or (train.precision if train else "bf16"),
+        precision=precision,
+        engine=in_precision(named_engine(options.engine), precision),
         memory_fraction=options.mem_fraction,
     )
     return Asked(question=question, model=model)
@@ -102,10 +114,9 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
 
 
 def _value(option: str, name: str, text: str) -> object:
-    words = {"schedule": SCHEDULES, "recompute": _RECOMPUTE, "sequence_parallel": ("true", "false")}
-    if name in words:
-        if text not in words[name]:
-            raise ConfigError(f"{option} {name}={text}: must be one of {', '.join(words[name])}")
+    if name in _WORDS:
+        if text not in _WORDS[name]:
+            raise ConfigError(f"{option} {name}={text}: must be one of {', '.join(_WORDS[name])}")
         return text == "true" if name == "sequence_parallel" else text
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{option} {name}={text}: must be a whole number from 1 on")

@@ -56,7 +56,7 @@ def _parser() -> Parser:
     which.add_argument("--why", metavar="KEY=VALUE", nargs="+", default=[], help="why not this layout? tp=8,pp=2")
     out = parser.add_argument_group("the answer")
     out.add_argument(
-        "--top", metavar="K", type=whole, help="strategies (10; the page shows the best of each tp and pp)"
+        "--top", metavar="K", type=whole, help="strategies, the best of each tp x pp (10; the page shows 5)"
     )
     out.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run, such as 2T: days and price")
     out.add_argument("--explain", action="store_true", help="the winner's memory line by line, every stage")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.planner.engine import Engine
-from parallel3d.planner.engines import engine_of
+from parallel3d.planner.engines import engine_of, in_precision
 from parallel3d.planner.hardware import Cluster, load_cluster, with_links
 from parallel3d.planner.job import Job, Layout, RecomputeKind
 from parallel3d.planner.shapes import FeedForward, ModelShape, Positions
@@ -87,8 +87,7 @@ def _engine(tree: Mapping[str, Any]) -> Engine:
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
     if "attention backend unfused" in notes:
         engine = replace(engine, attention="softmax")
-    if _precision(tree) == "fp16" and engine.fp16_gradient_bytes is not None:
-        engine = replace(engine, gradient_bytes=engine.fp16_gradient_bytes)
+    engine = in_precision(engine, _precision(tree))
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
         engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
     return engine
@@ -197,7 +196,12 @@ def _stage_layers(tree: Mapping[str, Any], shape: ModelShape, layout: Layout) ->
 
 def _cluster(tree: Mapping[str, Any], f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    name = next((file for part, file in _DEVICES if part in gpu), _DEFAULT_DEVICE)
+    name = next((file for part, file in _DEVICES if part in gpu), None)
+    if name is None:
+        own = {path.stem for folder in hardware for path in folder.glob("*.yaml")}
+        if gpu not in own:
+            raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
+        name = gpu
     if name not in clusters:
         clusters[name] = load_cluster(name, hardware)
     per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)

@@ -8,7 +8,7 @@ with g ranks on a node has g ports (Thakur et al. 2005; NCCL's tuning model in s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, gcd, log2
 
 from parallel3d.planner.hardware import Cluster
 
@@ -26,8 +26,12 @@ class Group:
 
 
 def axis_group(cluster: Cluster, size: int, stride: int) -> Group:
-    """`size` ranks, `stride` apart."""
-    return Group(size=size, per_node=max(1, min(size, cluster.gpus_per_node // stride)))
+    """`size` ranks, `stride` apart. Where a node is no multiple of such a group, some groups lie across two nodes, and
+    the slowest of them counts."""
+    node = cluster.gpus_per_node
+    span = size * stride
+    per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
+    return Group(size=size, per_node=max(1, per_node))
 
 
 def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:

@@ -10,7 +10,7 @@ from parallel3d.planner.block import BlockTimes, block_times, embedding_times, h
 from parallel3d.planner.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.dataparallel import DataParallelTimes, reduced_once, sharded
 from parallel3d.planner.engine import PARALLEL3D
-from parallel3d.planner.flops import model_flops_per_token
+from parallel3d.planner.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.job import Job
 from parallel3d.planner.measured_cost import measured_parts
 from parallel3d.planner.roofline import Kernels, memory_bound_s
@@ -31,6 +31,7 @@ class Cost:
     tokens_per_s_per_gpu: float
     model_flops_per_gpu: float  # per second
     mfu: float  # model FLOPs (`flops.model_flops_per_token`) over the device's dense peak
+    hfu: float  # likewise with what recompute repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +60,34 @@ def kernels_of(job: Job) -> Kernels:
     )
 
 
-def step_cost(job: Job, *, exact: bool = True) -> Cost:
+@dataclass(frozen=True, kw_only=True)
+class _Pipeline:
+    """What a step's microbatches take, whatever the data dimension adds."""
+
+    micro: _Microbatch
+    rank_s: list[float]
+    stage_layers: int  # of the largest
+    seconds: float
+
+
+Known = dict[str, _Pipeline]  # by recompute: of layouts that differ in nothing else but the split of the data ranks
+
+
+def step_cost(job: Job, *, exact: bool = True, known: Known | None = None) -> Cost:
     """The cost of a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
-    project's own program on a calibrated host is priced by what was measured there."""
-    parts = _calibrated(job, exact=exact) or _modelled(job, exact=exact)
+    project's own program on a calibrated host is priced by what was measured there. `known` is filled, and read."""
+    parts = _calibrated(job, exact=exact) or _modelled(job, exact=exact, known=known)
     tokens = job.tokens_per_step / parts.total / job.layout.world_size
     flops = tokens * model_flops_per_token(job.shape, job.seq_len)
+    layout = job.layout
+    hardware = hardware_flops_per_token(job.shape, job.seq_len, layout.recompute, layout.recompute_share)
     return Cost(
         parts=parts,
         step_time_s=parts.total,
         tokens_per_s_per_gpu=tokens,
         model_flops_per_gpu=flops,
         mfu=flops / job.cluster.device.peak(job.precision),
+        hfu=tokens * hardware / job.cluster.device.peak(job.precision),
     )
 
 
@@ -81,21 +98,28 @@ def _calibrated(job: Job, *, exact: bool) -> TimeParts | None:
     return measured_parts(job, measured, exact=exact)
 
 
-def _modelled(job: Job, *, exact: bool) -> TimeParts:
-    kernels = kernels_of(job)
+def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
+    kernels, layout = kernels_of(job), job.layout
+    pipeline = known.get(layout.recompute) if known is not None else None
+    if pipeline is None:
+        pipeline = _pipeline(job, kernels, exact=exact)
+        if known is not None:
+            known[layout.recompute] = pipeline
+    rank_parameters = max(stage_parameters(job.shape, part, layout.tp) for part in {*job.ranks})
+    data = _data_parallel(job, pipeline, rank_parameters)
+    optimizer = _optimizer_s(job, kernels, rank_parameters)
+    return _parts(job, pipeline, data, optimizer + _tied_embeddings_s(job))
+
+
+def _pipeline(job: Job, kernels: Kernels, *, exact: bool) -> _Pipeline:
     micro = _microbatch(job, kernels)
     times = _stage_times(job, micro)
-    pipeline = _pipeline_s(job, micro, times, exact=exact)
-    layout = job.layout
-    rank_s = [0.0] * layout.pp
+    rank_s = [0.0] * job.layout.pp
     for rank, stage in zip(job.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
-    rank_parameters = max(stage_parameters(job.shape, part, layout.tp) for part in {*job.ranks})
-    ends = (micro.head_s[0] + micro.embedding_s[0], micro.head_s[1] + micro.embedding_s[1])
-    data = _data_parallel(job, micro, rank_parameters, ends)
-    optimizer = _optimizer_s(job, kernels, rank_parameters)
-    tied = _tied_embeddings_s(job)
-    return _parts(job, micro, rank_s, pipeline, data, optimizer, tied)
+    seconds = _pipeline_s(job, micro, times, exact=exact)
+    largest = max(part.layers for part in job.stages)
+    return _Pipeline(micro=micro, rank_s=rank_s, stage_layers=largest, seconds=seconds)
 
 
 def _microbatch(job: Job, kernels: Kernels) -> _Microbatch:
@@ -183,11 +207,13 @@ def _send_s(job: Job) -> float:
     return send_s(job.cluster, bytes_, crosses_nodes=crosses)
 
 
-def _data_parallel(job: Job, micro: _Microbatch, rank_parameters: int, ends: tuple[float, float]) -> DataParallelTimes:
+def _data_parallel(job: Job, pipeline: _Pipeline, rank_parameters: int) -> DataParallelTimes:
+    micro = pipeline.micro
+    tp = (micro.tp_forward_s, micro.tp_backward_s + micro.tp_again_s)
     if job.layout.parameter_shards > 1:
-        tp = (micro.tp_forward_s, micro.tp_backward_s + micro.tp_again_s)
+        ends = (micro.head_s[0] + micro.embedding_s[0], micro.head_s[1] + micro.embedding_s[1])
         return sharded(job, micro.block, tp, ends)
-    return reduced_once(job, rank_parameters)
+    return reduced_once(job, rank_parameters, (micro.block.backward_wall_s + tp[1]) * pipeline.stage_layers)
 
 
 def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:
@@ -207,15 +233,8 @@ def _tied_embeddings_s(job: Job) -> float:
     return 2 * send_s(job.cluster, bytes_, crosses_nodes=job.layout.world_size > job.cluster.gpus_per_node)
 
 
-def _parts(
-    job: Job,
-    micro: _Microbatch,
-    rank_s: list[float],
-    pipeline_s_: float,
-    data: DataParallelTimes,
-    optimizer_s: float,
-    tied_s: float,
-) -> TimeParts:
+def _parts(job: Job, pipeline: _Pipeline, data: DataParallelTimes, optimizer_s: float) -> TimeParts:
+    micro, rank_s = pipeline.micro, pipeline.rank_s
     layout, m = job.layout, job.layout.microbatches
     busiest = rank_s.index(max(rank_s))
     layers = job.ranks[busiest].layers
@@ -225,15 +244,15 @@ def _parts(
     work = m * rank_s[busiest]
     send = _send_s(job)
     blocked = 2 * m * layout.virtual_stages * send * (1 - job.engine.p2p_hidden)
-    travel = min(max(0.0, pipeline_s_ - work), 2 * (layout.pp * layout.virtual_stages - 1) * send)
+    travel = min(max(0.0, pipeline.seconds - work), 2 * (layout.pp * layout.virtual_stages - 1) * send)
     return TimeParts(
         compute=work - recompute - tp - cp - blocked,
         recompute=recompute,
         tp=tp,
         cp=cp,
-        pp_bubble=max(0.0, pipeline_s_ - work - travel),
+        pp_bubble=max(0.0, pipeline.seconds - work - travel),
         pp_p2p=blocked + travel,
         dp=data.exposed_s,
-        optimizer=optimizer_s + tied_s,
+        optimizer=optimizer_s,
         overhead=job.engine.step_overhead_s,
     )

@@ -18,9 +18,9 @@ class DataParallelTimes:
     traffic_s: float  # all of it, hidden or not
 
 
-def reduced_once(job: Job, rank_parameters: int) -> DataParallelTimes:
+def reduced_once(job: Job, rank_parameters: int, backward_s: float) -> DataParallelTimes:
     """Parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a sharded optimizer one
-    gather of what it wrote."""
+    gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which an engine may send in buckets."""
     engine, layout, cluster = job.engine, job.layout, job.cluster
     group = job.dp_group
     if group.size == 1:
@@ -35,7 +35,8 @@ def reduced_once(job: Job, rank_parameters: int) -> DataParallelTimes:
         gather_s += shards * engine.broadcast_s
     else:
         reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=engine.one_ring), 0.0
-    exposed = reduce_s * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden)
+    shown = max(0.1 * reduce_s, reduce_s - backward_s) if engine.sends_in_last_backward else reduce_s
+    exposed = shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden)
     return DataParallelTimes(exposed_s=exposed, traffic_s=reduce_s + gather_s)
 
 
@@ -51,7 +52,8 @@ def sharded(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tupl
     ends_gather_s, ends_reduce_s = _unit_s(job, ends)
     layers = max(part.layers for part in job.ranks)
     forward, backward = block.forward_wall_s + tp_s[0], block.backward_wall_s + tp_s[1]
-    regathers = 1.0 if layout.pp == 1 and job.gathers_each_microbatch else 0.0
+    freed = layout.pp == 1 or layout.gather == "microbatch"
+    regathers = 1.0 if freed and job.gathers_each_microbatch else 0.0
     both = regathers * gather_s + reduce_s
     moved = layer_parameters(shape, layout.tp) * ((1 + regathers) * engine.gather_bytes + engine.reduce_bytes)
     forward_slow = max(0.0, gather_s - engine.prefetch * forward)

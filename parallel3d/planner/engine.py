@@ -31,6 +31,7 @@ class Engine:
     # communication
     tp_hidden: float = 0.0  # share of tp traffic that runs beside matmuls
     gradients_hidden: float = 0.0  # share of the gradient reduction beside the backward
+    sends_in_last_backward: bool = False  # whole parameters' gradients, in buckets beside the step's last backward
     gathers_hidden: float = 0.0  # ZeRO-1: share of the parameter gather beside the forward
     one_ring: bool = False  # collectives use one network port of a node
     p2p_hidden: float = 0.0
@@ -48,6 +49,7 @@ class Engine:
     fp16_gradient_bytes: float | None = None  # where fp16 and bf16 differ
     optimizer_bytes: float = 12.0  # float32 weights and two moments
     reduce_bytes: float = 4.0  # of a gradient on the wire
+    fp16_reduce_bytes: float | None = None  # where fp16 and bf16 differ
     gather_bytes: float = 2.0  # of a parameter on the wire
     gradients_follow_optimizer: bool = False  # gradients are kept sharded like the optimizer (ZeRO-2)
     # activations
@@ -79,6 +81,7 @@ PARALLEL3D = Engine(
     reduces_each_microbatch=False,
     always_sharded=True,
     cuts_by_cost=True,
+    sends_in_last_backward=True,  # sharding/bucket.py
     action_s=1e-4,  # Python between them
     p2p_hidden=0.8,  # pipeline/transport.py sends and receives ahead
     weight_bytes=4.0,  # FSDP2 keeps float32 and computes with a gathered 16-bit copy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parallel3d.errors import ConfigError
 from parallel3d.planner.engine import PARALLEL3D, Engine
 
 # Megatron-LM of 2021 and 2022: a fused scale-mask-softmax between batched matmuls, dropout, float32 gradients reduced
@@ -21,6 +22,8 @@ MEGATRON_2021 = Engine(
     logit_bytes=10.0,
     default_recompute="selective",
     fp16_gradient_bytes=6.0,  # fp16 ones of autograd, and the float32 copy that the optimizer takes
+    fp16_reduce_bytes=2.0,  # and what is reduced are the former, flattened into one tensor first:
+    step_bytes=2.0,  # megatron/model/distributed.py of 2021, allreduce_params
 )
 # The PTD runs on Selene gather optimizer-sharded nothing; the later paper adds sequence parallelism.
 MEGATRON_DEEPSPEED = replace(
@@ -134,6 +137,16 @@ _BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
 )
 
 
+ENGINES = {engine.name: engine for engine in (PARALLEL3D, MEGATRON_2021, *(engine for _, engine in _BY_FRAMEWORK))}
+
+
+def named_engine(name: str) -> Engine:
+    """Raises ConfigError with the names that there are."""
+    if name not in ENGINES:
+        raise ConfigError(f"--engine {name}: must be one of {', '.join(sorted(ENGINES))}")
+    return ENGINES[name]
+
+
 def engine_of(framework: str, *, compiled: bool, early: bool) -> Engine:
     """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023)."""
     text = framework.lower()
@@ -145,3 +158,15 @@ def engine_of(framework: str, *, compiled: bool, early: bool) -> Engine:
     if "parallel3d" in text:
         return PARALLEL3D
     return UNKNOWN
+
+
+def in_precision(engine: Engine, precision: str) -> Engine:
+    """The engine with what it does otherwise in fp16."""
+    if precision != "fp16":
+        return engine
+    gradient, reduced = engine.fp16_gradient_bytes, engine.fp16_reduce_bytes
+    return replace(
+        engine,
+        gradient_bytes=engine.gradient_bytes if gradient is None else gradient,
+        reduce_bytes=engine.reduce_bytes if reduced is None else reduced,
+    )

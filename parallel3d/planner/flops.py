@@ -16,6 +16,21 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     return 6 * parameters_of_matmuls(shape) + 12 * shape.layers * shape.hidden * seq_len
 
 
+def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, share: float = 1.0) -> float:
+    """Those of the model, and the forward that recompute repeats: of the blocks (of a `share` of them for "layer", half
+    of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022, arXiv 2204.02311, appendix B:
+    hardware FLOPs utilisation)."""
+    matrices = 2 * shape.layers * layer_matrix_parameters(shape)
+    attention = 4 * shape.layers * shape.hidden * seq_len
+    again = {
+        "full": matrices + attention,
+        "layer": share * (matrices + attention),
+        "op": matrices / 2,
+        "selective": attention,
+    }.get(recompute, 0.0)
+    return model_flops_per_token(shape, seq_len) + again
+
+
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """The operations per token by another definition than the plan's own."""
     attention = 12 * shape.layers * shape.hidden * seq_len

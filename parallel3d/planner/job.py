@@ -100,7 +100,8 @@ class Job:
     def gathers_each_microbatch(self) -> bool:
         """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward."""
         only_one = self.layout.pp == 1 and self.layout.microbatches == 1
-        return self.engine.reduces_each_microbatch or only_one
+        asked = "microbatch" in (self.layout.gather, self.layout.reduce)
+        return self.engine.reduces_each_microbatch or only_one or asked
 
     @property
     def global_batch_size(self) -> int:

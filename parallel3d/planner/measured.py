@@ -68,8 +68,7 @@ class Process:
 
     matmul: Mapping[str, Grid]  # by precision
     attention: Mapping[str, tuple[Grid, Grid]]  # by keys and head dim: a causal one's operations, each way
-    memory: Curve  # seconds by bytes moved
-    elementwise: float  # traffic of a block's other operators, over the least that fused ones would have
+    byte_s: float  # of the traffic of a block's other operators, were each group of them one kernel
     logit_s: float  # of the loss, per logit, forward and backward
     overhead: Overhead
     recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
@@ -144,8 +143,7 @@ def process_from_tree(tree: Mapping[str, Any]) -> Process:
     return Process(
         matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
         attention={p: (_grid(way["forward"]), _grid(way["backward"])) for p, way in tree["attention"].items()},
-        memory=_curve(tree["memory"]),
-        elementwise=float(tree["elementwise"]),
+        byte_s=float(tree["byte_s"]),
         logit_s=float(tree["logit_s"]),
         overhead=Overhead(**tree["overhead"]),
         recompute={kind: float(seconds) for kind, seconds in tree["recompute"].items()},

@@ -18,6 +18,7 @@ from parallel3d.planner.measured import Measured, Overhead, Process, Together
 from parallel3d.planner.roofline import Kernels
 from parallel3d.planner.shapes import stage_parameters
 from parallel3d.planner.time_parts import TimeParts
+from parallel3d.sharding.strategy import WHOLE
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
 
 _FORWARD = 0.4  # of what a block dispatches, forward and backward
@@ -89,8 +90,14 @@ def _host(job: Job, measured: Measured) -> _Host:
     layout = job.layout
     on_host = min(layout.world_size, job.cluster.gpus_per_node)
     ranks = measured.together(on_host)
-    shards = layout.parameter_shards
-    added = [measured.overhead("dp_shard", shards), measured.overhead("dp_replicate", layout.dp // shards)]
+    # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
+    strategy = layout.strategy or "FULL_SHARD"
+    whole = strategy in WHOLE
+    shards = 1 if strategy == "NO_SHARD" else layout.dp_shard
+    added = [
+        measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards),
+        measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards),
+    ]
     return _Host(
         measured=measured,
         process=measured.process(on_host),
@@ -107,7 +114,7 @@ def _sum(parts: list[Overhead]) -> Overhead:
 
 def _kernels(job: Job, host: _Host) -> tuple[Job, Kernels]:
     """The job with what was measured in the place of what its engine assumes."""
-    engine = replace(job.engine, elementwise=host.process.elementwise, launches=0, blocking=False, loss_passes=0.0)
+    engine = replace(job.engine, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
     return replace(job, engine=engine), Kernels(
         device=job.cluster.device, precision=job.precision, process=host.process
     )
@@ -219,8 +226,9 @@ def _once(job: Job, host: _Host, parameters: int, layers: int) -> dict[str, floa
     base, slow = host.process.overhead, host.slowdown
     own = parameters / job.layout.optimizer_shards
     added = _sum([host.tp, host.dp])
+    rounds = job.layout.microbatches if "microbatch" in (job.layout.gather, job.layout.reduce) else 1
     return {
         "optimizer": slow * (base.parameter * own + layers * base.layer),
-        "dp": slow * (host.dp.step + layers * host.dp.layer + parameters * host.dp.parameter),
+        "dp": rounds * slow * (host.dp.step + layers * host.dp.layer + parameters * host.dp.parameter),
         "overhead": slow * (base.step + added.step - host.dp.step + layers * host.tp.layer),
     }

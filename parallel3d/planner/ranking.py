@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
-from parallel3d.planner.cost import TimeParts
 from parallel3d.planner.search import Answer, Fixed, Question, Rejected, Strategy, search, strategy
+from parallel3d.planner.time_parts import TimeParts
 
 Objective = Literal["throughput", "memory", "cost"]
-_NOTHING = 1e-12  # a share of memory in which no layout fits
 _FROM_EACH_SIZE = 2
 
 
@@ -30,7 +30,7 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """The answer with its strategies in this order. By cost `question.gpus` is the most, and halves of it compete."""
     answer = search(question, top=top)
     if objective == "memory" and answer.strategies:
-        return replace(answer, strategies=_leanest(question, top))
+        return replace(answer, strategies=_leanest(question, answer, top))
     if objective == "cost":
         return replace(answer, strategies=_cheapest(question, answer, top))
     return answer
@@ -60,24 +60,29 @@ def at_size(question: Question, found: Strategy) -> Question:
     return replace(question, gpus=found.parallel.world_size)
 
 
-def _leanest(question: Question, top: int) -> tuple[Strategy, ...]:
-    """The leanest layout of each tp and pp: what a search of devices without memory calls nearest to fitting."""
-    nearest = search(replace(question, memory_fraction=_NOTHING)).rejected
-    found = (strategy(question, rejected.parallel) for rejected in nearest)
-    fitting = [each for each in found if each.memory.total <= question.usable_bytes]
-    return tuple(sorted(fitting, key=lambda each: each.memory.total)[:top])
+def _leanest(question: Question, answer: Answer, top: int) -> tuple[Strategy, ...]:
+    """The leanest layout of each tp and pp that fits."""
+    return tuple(strategy(question, parallel) for parallel in answer.leanest[:top])
 
 
 def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
+    """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
+    devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
     found = list(whole.strategies[:_FROM_EACH_SIZE])
-    gpus = question.gpus
+    gpus, best = question.gpus, _efficiency(whole.strategies)
     while gpus % 2 == 0:
         gpus //= 2
         try:
             smaller = search(replace(question, gpus=gpus), top=_FROM_EACH_SIZE).strategies
         except ConfigError:  # what is fixed, or the batch, does not divide so few
             continue
-        if not smaller:  # nor would half as many hold it
-            break
         found.extend(smaller)
+        if _efficiency(smaller) < best:
+            break
+        best = _efficiency(smaller)
     return tuple(sorted(found, key=lambda each: -each.cost.tokens_per_s_per_gpu)[:top])
+
+
+def _efficiency(strategies: Sequence[Strategy]) -> float:
+    """Tokens per second and device of the best; 0 where nothing fits."""
+    return strategies[0].cost.tokens_per_s_per_gpu if strategies else 0.0

@@ -49,7 +49,7 @@ class Plan:
     answer: Answer
     objective: Objective = "throughput"
     seconds: float = 0.0
-    top: int | None = None  # lines of the table; None: the best of each tp and pp
+    top: int | None = None  # lines of the table
     tokens: float | None = None
     why: Why | None = None
     remedies: tuple[str, ...] = ()
@@ -135,20 +135,18 @@ def _sizes_differ(plan: Plan) -> bool:
 
 
 def _shown(plan: Plan) -> list[tuple[int, Strategy]]:
-    """The strategies of the table, with their places: as many as asked for, or else the best of each tp and pp."""
-    numbered = list(enumerate(plan.answer.strategies, 1))
-    if plan.top is not None:
-        return numbered[: plan.top]
-    first: dict[tuple[int, int, int], tuple[int, Strategy]] = {}
-    for number, each in numbered:
-        first.setdefault((each.parallel.world_size, each.parallel.tp, each.parallel.pp), (number, each))
-    return list(first.values())[:_MOST_SHOWN]
+    """The strategies of the table, with their places."""
+    return list(enumerate(plan.answer.strategies, 1))[: plan.top or _MOST_SHOWN]
 
 
 def _searched(plan: Plan) -> str:
     answer = plan.answer
     more = len(answer.rejected) - _MOST_REJECTED
     rest = f"; {more} more tp x pp have no layout that fits" if more > 0 else ""
+    slower = sum(each.reason.startswith("slower") for each in answer.left_out)
+    rest += f"; {slower} more are slower" if slower else ""
+    ruled_out = len(answer.left_out) - slower
+    rest += f"; {ruled_out} more break a rule (--json says which)" if ruled_out else ""
     return f"{answer.considered:,} layouts weighed, {answer.fitting:,} fit; {_RANKED[plan.objective]}{rest}"
 
 
@@ -172,6 +170,8 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
 def _run_text(plan: Plan, best: Strategy) -> str:
     tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
     text = f"{si(tokens)} tokens/s, {best.cost.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device"
+    if best.parallel.recompute != "none":
+        text += f" (with recompute {best.cost.hfu:.1%} of the peak)"
     length = plan.length(best)
     if length is None or plan.tokens is None:
         return f"{text}; --tokens 2T --price 2.5 would say days and price"

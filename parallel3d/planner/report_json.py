@@ -26,6 +26,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "input": _input(plan),
         "strategies": [_strategy(plan, each) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
+        "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
             "considered": plan.answer.considered,
             "fitting": plan.answer.fitting,
@@ -135,6 +136,7 @@ def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
         "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
         "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
         "mfu": cost.mfu,
+        "hfu": cost.hfu,
         "run": asdict(length) if length else None,
     }
 

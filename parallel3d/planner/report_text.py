@@ -6,8 +6,8 @@ import textwrap
 from dataclasses import asdict, fields
 
 from parallel3d.config import ParallelConfig
-from parallel3d.planner.cost import TimeParts
 from parallel3d.planner.memory import RankMemory
+from parallel3d.planner.time_parts import TimeParts
 
 WIDTH = 100
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name != "rank")

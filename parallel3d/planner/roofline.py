@@ -47,6 +47,8 @@ class Kernels:
 
     @property
     def memory_rate(self) -> float:
+        if self.process is not None:
+            return 1.0 / self.process.byte_s
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
 
@@ -93,7 +95,7 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
     if kernels.process is not None:
-        return kernels.process.memory.at(traffic_bytes)
+        return traffic_bytes * kernels.process.byte_s
     return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
 
 

@@ -1,0 +1,187 @@
+"""A calibrated host: what was measured is found again, and ranks that share cores share their time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from parallel3d.config import ParallelConfig
+from parallel3d.errors import ConfigError
+from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.planner.hardware import Cluster, cluster_from_tree
+from parallel3d.planner.measured import Curve, Overhead, measured_from_tree
+from parallel3d.planner.timeline import StageTimes, makespan_s, shared_makespan_s
+from parallel3d.tools import plan_calibrate_check as check
+from parallel3d.tools.plan_calibrate_file import hardware_text
+from parallel3d.tools.plan_calibrate_fit import overhead_of
+from parallel3d.tools.plan_calibrate_probes import (
+    LARGER,
+    LARGER_LAYERS,
+    LARGER_MICROBATCHES,
+    TINY,
+    TINY_LAYERS,
+    TINY_MICROBATCHES,
+    probe_name,
+    probes,
+)
+
+TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
+RATE = 5e10  # of every product and attention
+
+
+def times_of(axis: str, overhead: Overhead, *, larger_block_s: float, parameters: float) -> dict[str, float]:
+    """What probes would take whose steps were exactly linear."""
+
+    def step(layers: int, microbatches: int, block_s: float, count: float) -> float:
+        each = overhead.microbatch + layers * (overhead.block + block_s)
+        return overhead.step + layers * overhead.layer + microbatches * each + count * overhead.parameter
+
+    times = {
+        probe_name(axis, TINY, layers, m): step(layers, m, 0.0, 0.0) for layers in TINY_LAYERS for m in TINY_MICROBATCHES
+    }
+    for layers in LARGER_LAYERS:
+        for m in LARGER_MICROBATCHES:
+            times[probe_name(axis, LARGER, layers, m)] = step(layers, m, larger_block_s, parameters)
+    return times
+
+
+def worlds(*, cores: int) -> dict[int, Any]:
+    """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
+    sides = (32, 512)
+    kernels = {
+        "matmul": {p: [[s, d, RATE] for s in sides for d in sides] for p in ("fp32", "bf16")},
+        "attention": {
+            p: {w: [[s, d, RATE] for s in sides for d in sides] for w in ("forward", "backward")}
+            for p in ("fp32", "bf16")
+        },
+        "memory": [[2**14, 1e-6], [2**24, 1e-3]],
+    }
+    alone = times_of("alone", TRUE, larger_block_s=20e-3, parameters=3.3e6)
+    for kind, more in (("selective", 5e-4), ("full", 1e-3)):
+        for m in TINY_MICROBATCHES:
+            deep = TINY_LAYERS[-1]
+            alone[probe_name(kind, TINY, deep, m)] = alone[probe_name("alone", TINY, deep, m)] + m * deep * more
+    common = {"device": "CPU", "torch": "2", "cores": cores, "memory_bytes": 2**34, "processors": 1}
+    one = {**common, "kernels": {1: kernels}, "probes": {1: alone}}
+    added = replace(TRUE, block=2e-3, step=5e-3)
+    two_times: dict[str, float] = {}
+    for axis in ("tp", "tp_sequence", "NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD", "HYBRID_SHARD"):
+        two_times |= times_of(axis, added, larger_block_s=20e-3, parameters=3.3e6)
+    for m in TINY_MICROBATCHES:
+        two_times[probe_name("pp", TINY, 2, 2 * m)] = 2 * m * (TRUE.block + TRUE.microbatch / 2 + 2 * 1e-4)
+    rows = [[2**12, 1e-5], [2**24, 1e-2]]
+    two = {
+        **common,
+        "contention": (1.0, 1.0),
+        "probes": {1: two_times},
+        "collectives": {kind: rows for kind in ("all_reduce", "all_gather", "reduce_scatter")},
+        "transfers": rows,
+    }
+    return {1: one, 2: two}
+
+
+@pytest.fixture
+def host() -> Cluster:
+    return cluster_from_tree(yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02")), "host")
+
+
+def test_the_overheads_of_linear_steps_are_found_again() -> None:
+    times = times_of("tp", TRUE, larger_block_s=20e-3, parameters=3.3e6)
+    found = overhead_of(times, "tp", 3.3e6)
+    for name, value in vars(TRUE).items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
+
+
+def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
+    measured = host.measured
+    assert measured is not None and measured.cores == 2 and measured.synchronous
+    assert measured.processes[1].overhead.block == pytest.approx(TRUE.block, rel=1e-3)
+    assert measured.processes[1].recompute["full"] == pytest.approx(1e-3, rel=1e-3)
+    assert measured.ranks[2].axes["tp"].block == pytest.approx(1e-3, rel=1e-3)  # beyond a process alone
+    assert measured.ranks[2].axes["FULL_SHARD"].step == pytest.approx(2e-3, rel=1e-3)
+    assert measured.ranks[2].action_s == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_every_probe_is_one_that_the_fit_asks_for() -> None:
+    assert len({probe.name for probe in probes(2)}) == len(probes(2))
+    for size in (1, 2, 4):
+        assert all(probe.recipe.parallel.world_size == size for probe in probes(size))
+
+
+def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None:
+    """Twice the ranks on the same cores do the same work in about the same time, twice over per rank."""
+    two = check.predicted_s(host, ParallelConfig(pp=2))
+    four = check.predicted_s(host, ParallelConfig(pp=4))
+    one = check.predicted_s(host, ParallelConfig())
+    assert 0.45 * one < two < 0.75 * one
+    assert 0.95 * two < four < 1.6 * two
+
+
+def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -> None:
+    for parallel in check.LAYOUTS:
+        question = check.question(host, parallel)
+        cost = check.strategy(question, parallel).cost
+        assert all(value >= 0 for value in vars(cost.parts).values()), parallel
+        assert cost.parts.total == pytest.approx(cost.step_time_s)
+
+
+def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluster) -> None:
+    plain, full = (check.predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full"))
+    assert full - plain > 16 * 8 * 1e-3  # 16 microbatches, 8 blocks, a millisecond each, and the forward again
+    fewer = check.predicted_s(host, ParallelConfig(microbatch_size=4))
+    dispatched = 12 * (8 * TRUE.block + TRUE.microbatch)
+    assert dispatched < plain - fewer < 1.5 * dispatched  # and as many gradients less to accumulate
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1"])
+def test_with_enough_processors_nothing_is_shared(name: Any) -> None:
+    times = [StageTimes(forward=1.0, input=1.5, weight=0.5), StageTimes(forward=1.2, input=1.0, weight=1.0)] * 2
+    schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=1)
+    assert shared_makespan_s(name, 4, 8, 1, times, 4.0) == pytest.approx(makespan_s(schedule, times, 0.0))
+
+
+def test_half_the_processors_take_between_the_work_and_twice_as_long() -> None:
+    times = [StageTimes(forward=1.0, input=2.0)] * 4
+    alone, shared = (shared_makespan_s("1f1b", 4, 16, 1, times, at_once) for at_once in (4.0, 2.0))
+    assert max(alone, 16 * 4 * 3.0 / 2) <= shared <= 2 * alone
+    assert shared_makespan_s("1f1b", 4, 16, 1, times, 1.0) == pytest.approx(16 * 4 * 3.0)
+
+
+def test_a_curve_keeps_its_rate_beyond_its_ends() -> None:
+    curve = Curve(((10.0, 1.0), (1000.0, 10.0)))
+    assert curve.at(100) == pytest.approx(10**0.5)
+    assert curve.at(5) == pytest.approx(0.5)
+    assert curve.at(2000) == pytest.approx(20.0)
+
+
+def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
+    tree = yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02"))
+    del tree["measured"]["processes"][1]["byte_s"]
+    with pytest.raises(ConfigError, match="misses or misspells 'byte_s'"):
+        cluster_from_tree(tree, "mine")
+    with pytest.raises(ValueError, match="sizes rise"):
+        measured_from_tree(
+            {
+                "cores": 1,
+                "synchronous": True,
+                "processes": {},
+                "ranks": {
+                    2: {
+                        "contention": 1,
+                        "action_s": 0,
+                        "axes": {},
+                        "collectives": {},
+                        "transfer": [[2, 1e-3], [1, 1e-3]],
+                    }
+                },
+            }
+        )
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    assert check.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert check.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert check.rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
