@@ -28,10 +28,23 @@ def _pipeline(options: Options) -> list[Row]:
     return bench_pipeline(options)
 
 
-BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {"step": _step, "layers": _layers, "pipeline": _pipeline}
+def _data(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_data import bench_data
+
+    return bench_data(options)
+
+
+BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
+    "data": _data,
+    "step": _step,
+    "layers": _layers,
+    "pipeline": _pipeline,
+}
 
 _EPILOG = """\
 benchmarks:
+  data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
+         and fully_shard
   layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
          of the loss at vocabulary 128,256 in chunks, against the whole
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
