@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from parallel3d.layers.parameter import local_tensor
+
 Predicate = Callable[[str, nn.Module], bool]
 Wrap = Sequence[str] | Predicate | int | None
 
@@ -35,7 +37,8 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        return sum(places[0].parameter.numel() for places in self.slots)
+        """Of this tp rank's parts."""
+        return sum(local_tensor(places[0].parameter.detach()).numel() for places in self.slots)
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[Unit]:
