@@ -12,8 +12,8 @@ from parallel3d.planner.dataparallel import DataParallelTimes, reduced_once, sha
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.flops import model_flops_per_token
 from parallel3d.planner.job import Job
-from parallel3d.planner.measured_cost import measured_parts
 from parallel3d.planner.roofline import Kernels, memory_bound_s
+from parallel3d.planner.measured_cost import measured_parts
 from parallel3d.planner.shapes import stage_parameters
 from parallel3d.planner.time_parts import TimeParts
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
