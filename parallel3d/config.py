@@ -95,7 +95,7 @@ class ParallelConfig:
     reduce: How = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: int = 25  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
+    bucket_mib: float = 25.0  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full

@@ -94,6 +94,7 @@ def _numbers(recipe: Recipe) -> Iterator[str]:
         ("model.rope_theta", model.rope_theta, 10_000),
         ("model.norm_eps", model.norm_eps, 1e-5),
         ("model.init_std", model.init_std, 0.02),
+        ("parallel.bucket_mib", recipe.parallel.bucket_mib, 25),
         ("train.grad_clip", train.grad_clip, 1.0),
         ("train.timeout_s", train.timeout_s, 300),
         ("optimizer.lr", optimizer.lr, 3e-4),

@@ -240,6 +240,14 @@ BROKEN = [
         "train.global_batch_size=12",
     ),
     (["train.eval_sequences=3"], "train.eval_sequences = 3: must be a multiple of", "train.eval_sequences=4"),
+    (["parallel.zero_stage=4"], "parallel.zero_stage = 4: must be 0, 1, 2, 3 or null", "parallel.zero_stage=3"),
+    (["parallel.zero_stage=-1"], "parallel.zero_stage = -1: must be at least 0", "parallel.zero_stage=0"),
+    (["parallel.bucket_mib=0"], "parallel.bucket_mib = 0.0: must be above 0", "parallel.bucket_mib=25"),
+    (
+        ["parallel.zero_stage=1", "parallel.sharding=NO_SHARD"],
+        "another name for parallel.sharding = SHARD_OPTIMIZER, and that is NO_SHARD",
+        "parallel.zero_stage=null",
+    ),
     (
         ["parallel.sharding=FULL_SHARD", "parallel.dp_replicate=2"],
         "parallel.sharding = FULL_SHARD: leaves nothing to replicate",

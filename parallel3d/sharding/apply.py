@@ -66,7 +66,7 @@ def shard(
     reduce: How = "step",
     microbatches: int = 1,
     prefetch: int | None = None,
-    bucket_mib: int = BUCKET_MIB,
+    bucket_mib: float = BUCKET_MIB,
 ) -> ShardedData:
     """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is missing has size 1). It
     must be the same on all data ranks; on the meta device it is cut before it takes memory.
@@ -76,7 +76,7 @@ def shard(
     are kept for all `microbatches` of a step, or freed after each (and with ZeRO-3 after each forward, which with one
     microbatch a step they are anyway). `reduce`: gradients are summed in the last backward of a step, or in each, which
     keeps no whole ones. `prefetch`: so many units are gathered ahead; default as torch does. `bucket_mib`: gradients of
-    NO_SHARD and SHARD_OPTIMIZER are sent in pieces of at least so much.
+    NO_SHARD and SHARD_OPTIMIZER are sent in pieces of whole units of at least so much.
 
     Raises ValueError where the strategy does not suit the mesh.
     """
@@ -94,7 +94,7 @@ def shard(
     if strategy in WHOLE or axes.every.size == 1:
         split = strategy == "SHARD_OPTIMIZER"
         return WholeData(
-            model, units, axes, mesh, split=split, dtypes=dtypes, average=average, bucket_bytes=bucket_mib * 2**20
+            model, units, axes, mesh, split=split, dtypes=dtypes, average=average, bucket_bytes=int(bucket_mib * 2**20)
         )
     return FullyShardedData(
         model,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.mesh import Axis
-from parallel3d.sharding.part import own_rows
+from parallel3d.sharding.packing import Packing
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -94,9 +94,8 @@ class Bucket:
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / axes.every.size if average else 1.0
         self._finish: Callable[[], None] | None = None
-        rows = [-(-whole.gradient.shape[0] // axes.shard.size) for whole in wholes] if self._split else []
-        # What a rank has of each parameter where they are sent: as many rows as the first rank, filled up.
-        self._widths = [count * whole.gradient[:1].numel() for count, whole in zip(rows, wholes, strict=False)]
+        if self._split:
+            self._packing = Packing([whole.gradient.shape for whole in wholes], axes.shard.size)
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks."""
@@ -127,7 +126,7 @@ class Bucket:
 
     def _start_scatter(self) -> None:
         shards = self._axes.shard
-        sent = self._packed([whole.gradient for whole in self.wholes], self._reduce_dtype)
+        sent = self._packing.pack([whole.gradient for whole in self.wholes], self._reduce_dtype)
         received = torch.empty_like(sent[0])
         work = _reduce_scatter(received, sent.flatten(), group=shards.group, async_op=True)
 
@@ -138,8 +137,7 @@ class Bucket:
             if self._axes.replicate.size > 1:
                 dist.all_reduce(received, group=self._axes.replicate.group)
             self._divide(received)
-            for whole, part in zip(self.wholes, received.split(self._widths), strict=True):
-                whole.own_gradient.copy_(part[: whole.own_gradient.numel()].view_as(whole.own_gradient))
+            self._packing.unpack_own(received, [whole.own_gradient for whole in self.wholes])
 
         self._finish = finish
 
@@ -156,42 +154,16 @@ class Bucket:
                     local_tensor(whole.parameter).copy_(whole.local)
             return lambda: None
         shards, dtype = self._axes.shard, self.wholes[0].parameter.dtype
-        sent = torch.empty(sum(self._widths), dtype=dtype, device=self.memory.device)
-        for whole, part in zip(self.wholes, sent.split(self._widths), strict=True):
-            part[: whole.local.numel()].copy_(whole.local.flatten())
+        sent = self._packing.pack_own([whole.local for whole in self.wholes], dtype)
         received = torch.empty(shards.size, len(sent), dtype=dtype, device=self.memory.device)
         work = _all_gather(received.flatten(), sent, group=shards.group, async_op=True)
 
         def finish() -> None:
             _wait(work)
             with torch.no_grad():
-                self._unpack(received)
+                self._packing.unpack(received, [local_tensor(whole.parameter) for whole in self.wholes])
 
         return finish
-
-    def _packed(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """[ranks, what a rank has of each tensor]; what an uneven part is filled up with is not read again."""
-        ranks = self._axes.shard.size
-        packed = torch.empty(ranks, sum(self._widths), dtype=dtype, device=self.memory.device)
-        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
-            if tensor.numel() == columns.numel():
-                columns.copy_(tensor.view(columns.shape))
-                continue
-            for rank in range(ranks):
-                rows = own_rows(tensor, rank, ranks)
-                columns[rank, : rows.numel()].copy_(rows.flatten())
-        return packed
-
-    def _unpack(self, packed: Tensor) -> None:
-        ranks = self._axes.shard.size
-        for whole, columns in zip(self.wholes, packed.split(self._widths, dim=1), strict=True):
-            parameter = local_tensor(whole.parameter)
-            if parameter.numel() == columns.numel() and parameter.is_contiguous():
-                parameter.view(columns.shape).copy_(columns)
-                continue
-            for rank in range(ranks):
-                rows = own_rows(parameter, rank, ranks)
-                rows.copy_(columns[rank, : rows.numel()].view_as(rows))
 
 
 def _wait(work: dist.Work | None) -> None:

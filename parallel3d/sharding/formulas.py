@@ -21,8 +21,8 @@ each gradient: of all, where they are kept for a step, else of a unit or two.
 
 `gathers`: one a step; with `gather: microbatch` one for each microbatch; with ZeRO-3 twice as many for what is freed
 between its forward and backward (blocks, with `gather: microbatch` or a single microbatch a step). `reductions`: one,
-or with `reduce: microbatch` one for each. As ring algorithms send: an all-gather of x bytes on each of n ranks (n - 1) x,
-a reduce-scatter to x on each the same, an all-reduce of x 2 (n - 1) / n x.
+or with `reduce: microbatch` one for each. As ring algorithms send: an all-gather of x bytes on each of n ranks
+(n - 1) x, a reduce-scatter to x on each the same, an all-reduce of x 2 (n - 1) / n x.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Of this tp rank."""
+        """Of this tp rank's parts."""
         return sum(local_tensor(places[0].parameter.detach()).numel() for places in self.slots)
 
 

@@ -124,9 +124,9 @@ class WholeData:
             )
             self._buckets.append(bucket)
         self._progress = _Progress(self._buckets)
-        if self._axes.every.size > 1:
-            for index, units in enumerate(grouped):
-                self._watch(index, units)
+        for index, units in enumerate(grouped):
+            if self._axes.every.size > 1 and all(unit.modules for unit in units):
+                self._watch(index, units)  # the others are reduced when all is done
 
     def _whole(self, places: tuple[Slot, ...], memory: Tensor, start: int) -> tuple[Whole, int]:
         parameter = places[0].parameter
@@ -163,6 +163,8 @@ class WholeData:
 
     def finish_gradients(self) -> None:
         """Waits until gradients are summed over the data ranks. Raises RuntimeError where they are not in buckets."""
+        if self._is_reduced:
+            raise RuntimeError("gradients were reduced twice: call clear_gradients() of what shard() gave in each step")
         if not all(whole.is_in_place for bucket in self._buckets for whole in bucket.wholes):
             raise RuntimeError(
                 "a gradient is not where it is reduced: clear gradients by clear_gradients() of what shard() gave, and "
@@ -191,8 +193,6 @@ class WholeData:
 
     def _watch(self, index: int, units: Sequence[Unit]) -> None:
         for unit in units:
-            if not unit.modules:
-                self._progress.never_ready(index)
             for module in unit.modules:
                 module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
 
@@ -202,8 +202,6 @@ class WholeData:
             # Not where a checkpoint computes a forward again: its graph is not differentiated by itself.
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return None
-            if self._is_reduced:
-                self.clear_gradients()
             self._progress.opened(index)
             for at, x in enumerate(args):
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -228,20 +226,15 @@ class _Progress:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._open = [0] * len(buckets)  # forwards of a bucket's units that have had no backward
-        self._never = [False] * len(buckets)
         self._is_ready = [False] * len(buckets)
         self._next = len(buckets) - 1
-
-    def never_ready(self, index: int) -> None:
-        """Before the end of all backwards."""
-        self._never[index] = True
 
     def opened(self, index: int) -> None:
         self._open[index] += 1
 
     def closed(self, index: int, *, last: bool) -> None:
         self._open[index] -= 1
-        if last and self._open[index] == 0 and not self._never[index]:
+        if last and self._open[index] == 0:
             self._is_ready[index] = True
             while self._next >= 0 and self._is_ready[self._next]:
                 self._start_next()

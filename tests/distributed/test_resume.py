@@ -56,10 +56,11 @@ LAYOUTS = [
     (TIED, ParallelConfig(dp_shard=4)),
     (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
     (GROUPED, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
+    (TIED, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
 ]
 
 
-@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2-tied", "dp4-tied", "tp2-dp2-sp", "dpr2-pp2-v2"])
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2-tied", "dp4-tied", "tp2-dp2-sp", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"])
 def test_resuming_in_the_same_layout_is_bitwise(
     world: Callable, tmp_path: Path, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
@@ -75,9 +76,11 @@ def test_resuming_in_the_same_layout_is_bitwise(
         (4, ParallelConfig(tp=2, dp_replicate=2, sequence_parallel=True)),
         (4, ParallelConfig(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=3)),
         (2, ParallelConfig(pp=2, schedule="gpipe")),
+        (4, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
+        (2, ParallelConfig(dp_shard=2, sharding="NO_SHARD")),
         (1, ParallelConfig()),
     ],
-    ids=["dp_shard4", "tp2-dp_replicate2-sp", "pp2-v3-dp_shard2", "pp2", "one"],
+    ids=["dp_shard4", "tp2-dp_replicate2-sp", "pp2-v3-dp_shard2", "pp2", "tp2-dp2-zero1", "dp2-zero0", "one"],
 )
 def test_resuming_in_another_layout_goes_on_alike(
     world: Callable, tmp_path: Path, size: int, parallel: ParallelConfig

@@ -1,0 +1,157 @@
+"""`shard` on a model of plain torch modules: the same training as DistributedDataParallel and `fully_shard`, gradients
+that leave while the backward is under way, and 16-bit parameters with float32 gradients and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.config import ParallelConfig
+from parallel3d.mesh import build_mesh
+from parallel3d.sharding.apply import ShardedData, named_parts, shard
+from parallel3d.sharding.dtypes import Dtypes
+from parallel3d.sharding.strategy import ShardingName
+from parallel3d.sharding.wire import CollectiveCounter
+from parallel3d.tools.bench_data import STRATEGIES, build_ours, build_peer
+from parallel3d.tools.bench_step import OVERHEAD, random_batch, recipe
+
+BF16 = Dtypes(compute=torch.bfloat16, master=torch.float32, reduce=torch.float32)
+
+
+def against_torch(strategy: ShardingName) -> tuple[list[float], list[float]]:
+    parallel = ParallelConfig(dp_shard=2)
+    mesh = build_mesh(parallel, "cpu")
+    plan = recipe(OVERHEAD, parallel)
+    batches = [random_batch(plan, dist.get_rank(), seed) for seed in range(4)]
+    ours, peer = (build(OVERHEAD.model, mesh, strategy) for build in (build_ours, build_peer))
+    return [ours(batch) for batch in batches], [peer(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_losses_are_those_of_torchs_own(world: Callable, strategy: ShardingName) -> None:
+    for ours, peer in world(2).run(against_torch, strategy):
+        assert ours == pytest.approx(peer, rel=1e-6)
+        assert ours[-1] != pytest.approx(ours[0], rel=1e-3), "nothing was learnt"
+
+
+class Net(nn.Module):
+    """Blocks of 7 rows, one of them used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)])
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x)
+        return self.last(x)
+
+
+def own_share(microbatches: int = 2) -> Tensor:
+    whole = torch.randn(2 * microbatches, 3, 5, generator=torch.Generator().manual_seed(1))
+    return whole.chunk(2)[dist.get_rank()]
+
+
+def backwards(model: nn.Module, data: ShardedData, x: Tensor) -> None:
+    for at, microbatch in enumerate(x):
+        data.before_backward(at == len(x) - 1)
+        (model(microbatch).float().square().mean() / len(x)).backward()
+
+
+def early_reductions(strategy: ShardingName) -> tuple[dict[str, int], int, float]:
+    """Collectives that had started when the last backward returned, those after all, and the largest difference of a
+    gradient from one process's."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    alone, model = Net(), Net()
+    data = shard(model, mesh, strategy, bucket_mib=1e-4)
+    whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
+    for microbatch in whole:
+        (alone(microbatch).square().mean() / 4).backward()
+    kind = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
+    with CollectiveCounter(mesh) as counter:
+        backwards(model, data, own_share())
+        early = counter.calls["dp_shard", kind]
+        data.finish_gradients()
+    parts = named_parts(model, data)
+    worst = 0.0
+    for name, reference in alone.named_parameters():
+        parts[name].refresh()
+        grad = parts[name].local.grad
+        rows = reference.grad if strategy == "NO_SHARD" else reference.grad.chunk(2)[dist.get_rank()]
+        worst = max(worst, float((grad - rows).abs().max()))
+    return {"early": early}, counter.calls["dp_shard", kind], worst
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER"])
+def test_gradients_leave_while_the_backward_is_under_way(world: Callable, strategy: ShardingName) -> None:
+    """Four buckets: three blocks and the rest, which is known only at the end; block 0 is used twice and waits for
+    both."""
+    for early, all_of_them, worst in world(2).run(early_reductions, strategy):
+        assert early == {"early": 3} and all_of_them == 4
+        assert worst < 1e-6
+
+
+def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model, exact = Net(), Net()
+    data = shard(model, mesh, strategy, dtypes=BF16)
+    parts = named_parts(model, data)
+    optimizer = torch.optim.SGD([part.local for part in parts.values()], lr=0.1)
+    start = {name: part.local.detach().clone() for name, part in parts.items()}
+    for name, part in parts.items():  # the master has all bits of what the model was made with
+        rows = dict(exact.named_parameters())[name].detach()
+        assert torch.equal(part.local, rows.chunk(2)[dist.get_rank()] if strategy == "SHARD_OPTIMIZER" else rows)
+    backwards(model, data, own_share(8))
+    data.finish_gradients()
+    for part in parts.values():
+        part.refresh()
+    optimizer.step()
+    data.publish()
+    data.clear_gradients()
+    assert any(not torch.equal(start[name], part.local) for name, part in parts.items())
+    drift = max(
+        float((parameter.float() - parts[name].distributed(parts[name].local.detach())).abs().max())
+        if strategy == "NO_SHARD"
+        else float((parameter.float() - parts[name].distributed(parts[name].local.detach()).full_tensor()).abs().max())
+        for name, parameter in model.named_parameters()
+    )
+    return {p.dtype for p in model.parameters()}, {part.local.grad.dtype for part in parts.values()}, drift
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER"])
+def test_sixteen_bit_parameters_have_float32_gradients_and_masters(world: Callable, strategy: ShardingName) -> None:
+    for parameters, gradients, drift in world(2).run(wide_gradients, strategy):
+        assert parameters == {torch.bfloat16} and gradients == {torch.float32}
+        assert 0 < drift < 2**-8, "the model computes with its masters, rounded"
+
+
+def cleared_otherwise() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model = Net()
+    data = shard(model, mesh, "NO_SHARD")
+    said = []
+    for clear in (model.zero_grad, lambda: None):
+        backwards(model, data, own_share())
+        data.finish_gradients()
+        clear()
+        with pytest.raises(RuntimeError) as error:
+            backwards(model, data, own_share())
+            data.finish_gradients()
+        said.append(str(error.value))
+        model = Net()
+        data = shard(model, mesh, "NO_SHARD")
+    return said
+
+
+def test_gradients_that_were_not_cleared_are_refused(world: Callable) -> None:
+    said = world(2).run(cleared_otherwise)[0]
+    assert all("clear_gradients()" in message for message in said)
