@@ -1,6 +1,6 @@
 """Compiled blocks train the model that eager ones train, to the rounding of sums in another order.
 
-One layout stands for all: collectives of tp in the graph, recompute around it. Compiling takes most of the time.
+One layout stands for all: collectives of tp and dropout in the graph, recompute around it. Compiling takes the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARALLEL = ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microb
 
 def curve(compile: bool) -> tuple[list[tuple[float, float]], float, list[str]]:
     """Losses and norms of three steps, the loss of evaluating the first batch, and the parameters' names."""
-    trainer = make_trainer(make_recipe(replace(GROUPED, layers=2), PARALLEL, compile=compile))
+    trainer = make_trainer(make_recipe(replace(GROUPED, layers=2, dropout=0.1), PARALLEL, compile=compile))
     steps = train(trainer, 3)
     evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
     return steps, evaluated, [name for name, _ in trainer.stages[0].module.named_parameters()]
