@@ -26,7 +26,13 @@ from parallel3d.training.worker import build_loaders
 
 STEPS = 300
 LOSS_BAR, BYTES_BAR = 1.02, 1 / 15
-LAYOUT = ("parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "parallel.microbatch_size=8")
+LAYOUT = (
+    "parallel.tp=1",
+    "parallel.pp=1",
+    "parallel.dp_shard=1",
+    "parallel.dp_replicate=2",
+    "parallel.microbatch_size=8",
+)
 CASES = {
     "sync_every 20": ("local_sgd.sync_every=20",),
     "sync_every 20, int8, 4 fragments, overlap 4": (
@@ -88,9 +94,7 @@ def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
 def train(recipe: Recipe) -> Outcome:
     """Runs on every rank: the whole run, without its checkpoints."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
-    trainer = Trainer(
-        recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture)
-    )
+    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     loaders = build_loaders(recipe, load_corpus(recipe.data), rank)
     with WireBytes() as wire:
         for step in range(recipe.train.steps):
