@@ -1,8 +1,8 @@
 """Local SGD over dp_replicate: replicas train apart for `sync_every` steps, then take an outer step together.
 
-DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the replicas of (outer
-parameters - the replica's own), the outer optimizer is SGD with Nesterov momentum, and its result is where all replicas
-go on. With outer rate 1 and no momentum it is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the replicas of
+(outer parameters - the replica's own), the outer optimizer is SGD with Nesterov momentum, and its result is where all
+replicas go on. With outer rate 1 and no momentum it is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
 With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
 Everything here works on this rank's plain parts of the parameters, so that tp, pp and dp_shard inside a replica are

@@ -72,8 +72,8 @@ def _streaming(local: LocalSgdConfig, every: int, layers: int) -> Iterator[str]:
         )
     if local.fragments > every:
         yield (
-            f"local_sgd.fragments = {local.fragments}: must be at most local_sgd.sync_every = {every}, because each has "
-            f"a step of its own; try {min(layers, every)}"
+            f"local_sgd.fragments = {local.fragments}: must be at most local_sgd.sync_every = {every}, because each "
+            f"has a step of its own; try {min(layers, every)}"
         )
     if local.overlap_steps >= every:
         yield (

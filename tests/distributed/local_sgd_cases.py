@@ -81,4 +81,3 @@ class PlainDiloco:
 
 def recipe_of(recipe: Recipe, **local: object) -> Recipe:
     return replace(recipe, local_sgd=replace(recipe.local_sgd, **local))  # type: ignore[arg-type]
-

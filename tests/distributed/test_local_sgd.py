@@ -1,4 +1,4 @@
-"""Replicas that train apart: the losses of plain DiLoCo in one process, whatever is inside a replica, and its resume."""
+"""Replicas that train apart: the losses of plain DiLoCo in one process, whatever is inside one, and what resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from parallel3d.config import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import NonFiniteError
-from parallel3d.mesh import Axis
-from parallel3d.tools.wire import WireBytes
+from parallel3d.mesh import Axis, build_mesh
+from parallel3d.sharding.wire import CollectiveCounter
 from parallel3d.training.local_sgd_transport import CODECS, MeanOverReplicas, sent_bytes
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
@@ -200,8 +200,8 @@ def test_a_difference_beyond_float16_stops_all_ranks_before_the_outer_step(world
 def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
     """Per transport: the largest error over its bound, 1 where a tensor's mean depends on its company, and the bytes
     sent over those of the formula."""
-    group = dist.new_group()
-    axis, rank = Axis(dist.get_world_size(), dist.get_rank(), group), dist.get_rank()
+    mesh = build_mesh(ParallelConfig(dp_replicate=dist.get_world_size()), "cpu")
+    axis, rank = Axis.of(mesh["dp_replicate"]), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     shapes = [(3, 100), (7,), (64, 33)]
     tensors = [torch.randn(shape, generator=generator) * 10.0**power for shape, power in zip(shapes, (0, -3, 1))]
@@ -214,9 +214,9 @@ def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
     relative = {"fp32": 2.0**-22, "fp16": 2.0**-10, "int8": 1 / 127}
     answers = {}
     for name, codec in CODECS.items():
-        with WireBytes() as wire:
+        with CollectiveCounter(mesh) as counter:
             means = MeanOverReplicas(tensors, axis, codec).wait()
-        sent = wire.between(tuple(range(axis.size)))
+        sent = sum(counter.bytes.values())
         alone = MeanOverReplicas(tensors[2:], axis, codec).wait()[0]
         errors = [(a - b).abs().amax() / (relative[name] * c) for a, b, c in zip(means, exact, largest, strict=True)]
         formula = sent_bytes([tensor.numel() for tensor in tensors], codec, axis.size)
@@ -231,17 +231,16 @@ def test_means_keep_their_bounds_and_bytes_and_do_not_depend_on_what_travels_alo
             assert not depends and sent == 1.0, name
 
 
-def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], int, int]:
+def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], float, int]:
     """After the last step of a run: the spread of losses, whether this rank's copy of the tied weight is that of all
     others, and the bytes between replicas in a period, counted and by the formula."""
     recipe = recipe_of(make_recipe(TIED, ParallelConfig(dp_replicate=2, pp=2), steps=10), **vars(local))
     trainer = make_trainer(recipe)
     assert trainer.local_sgd is not None
     train(trainer, 4)
-    stage = dist.get_rank() // 2  # ranks are pp-major
-    replicas = (2 * stage, 2 * stage + 1)
-    with WireBytes() as wire:
+    with CollectiveCounter(trainer.mesh) as counter:
         train(trainer, 4)
+    counted = sum(sent for (axis, _), sent in counter.bytes.items() if axis in ("local_sgd", "dp_replicate"))
     fragments = [trainer.local_sgd.parameters_of(fragment) for fragment in range(local.fragments)]
     numels = [[outer.value.numel() for outer in fragment] for fragment in fragments]
     formula = sum(sent_bytes(fragment, CODECS[local.transport], 2) for fragment in numels)
@@ -250,7 +249,7 @@ def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], int
     everyone = [torch.empty_like(tied) for _ in range(4)]
     dist.all_gather(everyone, tied)
     loss = trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(50))
-    return loss, [torch.equal(tied, other) for other in everyone], wire.between(replicas), formula
+    return loss, [torch.equal(tied, other) for other in everyone], counted, formula
 
 
 def test_a_run_ends_with_one_model_whose_tied_weights_are_equal_and_sends_what_the_formula_says(
