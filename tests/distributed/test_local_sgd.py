@@ -204,7 +204,9 @@ def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
     axis, rank = Axis.of(mesh["dp_replicate"]), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     shapes = [(3, 100), (7,), (64, 33)]
-    tensors = [torch.randn(shape, generator=generator) * 10.0**power for shape, power in zip(shapes, (0, -3, 1))]
+    tensors = [
+        torch.randn(shape, generator=generator) * 10.0**power for shape, power in zip(shapes, (0, -3, 1), strict=True)
+    ]
     exact, largest = [], []
     for tensor in tensors:
         everyone = [torch.empty_like(tensor) for _ in range(axis.size)]
