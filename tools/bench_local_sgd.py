@@ -101,9 +101,8 @@ def train(recipe: Recipe) -> Outcome:
             result = trainer.train_step(loaders.train.batch(step))
             if rank == 0 and (step + 1) % 50 == 0:
                 print(f"  step {step + 1}: loss {result.loss:.4f}", file=sys.stderr, flush=True)
-    return Outcome(
-        trainer.evaluate(loaders.validation.batch(0)), round(sum(sent.bytes.values()))
-    )  # the only other rank is a replica
+    sent_bytes = round(sum(sent.bytes.values()))  # the only other rank is the other replica
+    return Outcome(trainer.evaluate(loaders.validation.batch(0)), sent_bytes)
 
 
 def _run(name: str, recipe: Recipe) -> Outcome:
