@@ -30,6 +30,7 @@ OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 ReduceDtype = Literal["fp32", "bf16"]
+Transport = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +216,28 @@ _OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class LocalSgdConfig:
+    """Replicas (dp_replicate) that train apart and meet every `sync_every` steps: local SGD, DiLoCo, Streaming DiLoCo.
+    docs/low-bandwidth.md says when."""
+
+    sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    transport: Transport = "fp32"  # of what replicas send each other
+    fragments: int = 1  # parts of the model that are synchronised by turns, each every `sync_every` steps
+    overlap_steps: int = 0  # steps trained while a fragment is on its way
+    mixing: float | None = None  # of a replica's own parameters kept; None: 0, and 0.5 with overlap_steps
+
+    @property
+    def kept(self) -> float:
+        """What `mixing` stands for."""
+        if self.mixing is None:
+            return 0.5 if self.overlap_steps else 0.0
+        return self.mixing
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where the tokens come from. Sequences are windows of one stream, in an order that the seed alone decides."""
 
@@ -248,6 +271,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -265,6 +289,15 @@ class Recipe:
         return BatchSizes.of(
             train.global_batch_size, train.batch_warmup_start, train.batch_warmup_increment, train.batch_warmup_steps
         )
+
+    @property
+    def of_one_replica(self) -> Recipe:
+        """The run of each replica where they train apart: one of its own, on its share of the batch. Else this run."""
+        if self.local_sgd.sync_every is None:
+            return self
+        share = self.train.global_batch_size // self.parallel.dp_replicate
+        alone = replace(self.parallel, dp_replicate=1)
+        return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:

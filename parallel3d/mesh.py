@@ -89,3 +89,16 @@ def process_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
     """The mesh of a layout over all ranks of the default process group."""
     return init_device_mesh(device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+
+
+def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` that holds this rank's replica of the model, with the same axes, dp_replicate of size 1. What
+    is given it sends nothing to other replicas. Every rank of a replica calls it at once."""
+    names = mesh.mesh_dim_names or ()
+    axis, replica = names.index("dp_replicate"), mesh["dp_replicate"].get_local_rank()
+    if mesh["dp_replicate"].size() == 1:
+        return mesh
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="replica_alone")
+    groups = [alone if name == "dp_replicate" else mesh[name].get_group() for name in names]
+    ranks = mesh.mesh.narrow(axis, replica, 1)
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)

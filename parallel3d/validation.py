@@ -15,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
 from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD
 from parallel3d.sharding.strategy import sharding_faults
+from parallel3d.training.local_sgd_rules import local_sgd_faults, local_sgd_numbers
 from parallel3d.validation_optimizer import optimizer_faults
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _FROM_ZERO = (
     "train.sample_tokens",
     "parallel.zero_stage",
     "optimizer.warmup_steps",
+    "local_sgd.overlap_steps",
 )  # other whole numbers count from one
 _LARGEST_COUNT = 2**40  # beyond lies a slip of the keyboard
 _LARGEST_DIVISOR = 4096  # that a message would suggest
@@ -34,8 +36,8 @@ _LARGEST_DIVISOR = 4096  # that a message would suggest
 
 def validate(recipe: Recipe) -> None:
     """Raises one `ConfigError` with a line for each rule that `recipe` breaks."""
-    refuse([*_counts(recipe), *_numbers(recipe)])
-    relations = (_model, _parallel, _schedule, _batch, _batch_warmup, _precision, _others)
+    refuse([*_counts(recipe), *_numbers(recipe), *local_sgd_numbers(recipe.local_sgd)])
+    relations = (_model, _parallel, _schedule, _batch, _batch_warmup, _precision, local_sgd_faults, _others)
     refuse([problem for rule in relations for problem in rule(recipe)])
     refuse([*optimizer_faults(recipe.optimizer)])
 
@@ -201,7 +203,7 @@ def _parallel(recipe: Recipe) -> Iterator[str]:
             f"parallel.recompute_every = {parallel.recompute_every}: must be at most model.layers = {model.layers}; "
             f"try 2"
         )
-    yield from sharding_faults(parallel)
+    yield from sharding_faults(recipe.of_one_replica.parallel)
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:

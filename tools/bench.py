@@ -34,10 +34,17 @@ def _data(options: Options) -> list[Row]:
     return bench_data(options)
 
 
+def _local_sgd(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_local_sgd import bench_local_sgd
+
+    return bench_local_sgd(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "data": _data,
     "step": _step,
     "layers": _layers,
+    "local_sgd": _local_sgd,
     "pipeline": _pipeline,
 }
 
@@ -47,6 +54,8 @@ benchmarks:
          and fully_shard
   layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
          of the loss at vocabulary 128,256 in chunks, against the whole
+  local_sgd  two replicas that synchronise every 20 steps, against two that sum gradients in every step, on the
+         quickstart's model, data and tokens: the validation loss at the end, and what crosses between replicas
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
          bubble as measured, against the simulated one; the memory of 200 steps
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,

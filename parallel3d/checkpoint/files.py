@@ -52,10 +52,15 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) 
 
 
 def load_tensors(
-    state: dict[str, Tensor], path: Path, *, check: Callable[[SavedProgress], None] = lambda progress: None
+    state: dict[str, Tensor],
+    path: Path,
+    *,
+    check: Callable[[SavedProgress], None] = lambda progress: None,
+    choose: Callable[[SavedProgress], dict[str, Tensor]] | None = None,
 ) -> SavedProgress:
-    """Reads a checkpoint of any layout into `state`'s tensors. Every rank calls it. `check` is asked before names are
-    compared, and raises CheckpointError where the checkpoint is not one to go on from.
+    """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` gives once it is known what
+    was saved. Every rank calls it. `check` is asked before names are compared, and raises CheckpointError where the
+    checkpoint is not one to go on from.
 
     Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or not what was saved
     to the bit, and CheckpointError where it is of another model.
@@ -66,6 +71,7 @@ def load_tensors(
             raise _damaged(path / name)
     progress = read_progress(path)
     check(progress)
+    state = state if choose is None else choose(progress)
     reader = IndexReader(path)
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in state.items():

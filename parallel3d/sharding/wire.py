@@ -26,8 +26,15 @@ _KINDS = {
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allgather_": ("all_gather", 0),
     "broadcast_": ("broadcast", 0),
+    "alltoall_base_": ("all_to_all", 1),
 }
-_FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # times (n - 1) / n of the whole
+_FACTORS = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "broadcast": 1,
+    "all_to_all": 1,
+}  # times (n - 1) / n of the whole
 
 
 class CollectiveCounter(TorchDispatchMode):

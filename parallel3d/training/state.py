@@ -14,13 +14,21 @@ from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
 from parallel3d.training.gradients import LocalParameter
+from parallel3d.training.local_sgd_state import (
+    SavedReplicas,
+    after_loading,
+    saved_replicas,
+    tensors_to_load,
+    tensors_to_save,
+)
 from parallel3d.training.optimizers.build import LocalOptimizer
 from parallel3d.training.trainer import Trainer
 
 
 def save_trainer(trainer: Trainer, path: Path) -> None:
     """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
-    recipe = trainer.recipe
+    recipe, local_sgd = trainer.recipe, trainer.local_sgd
+    tensors = tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
     progress = SavedProgress(
         step=trainer.step,
         tokens=trainer.tokens,
@@ -34,8 +42,9 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
         loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
         optimizer=trainer.optimizer.label,
+        local_sgd=None if local_sgd is None else saved_replicas(local_sgd),
     )
-    save_tensors(tensors_of(trainer.parameters, trainer.optimizer), progress, path)
+    save_tensors(tensors, progress, path)
 
 
 def load_trainer(trainer: Trainer, path: Path) -> None:
@@ -46,10 +55,17 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     """
     for parameter in trainer.parameters:
         parameter.refresh()
-    state = tensors_of(trainer.parameters, trainer.optimizer)
-    progress = load_tensors(state, path, check=partial(_check_same_run, trainer, path))
+    state, local_sgd = tensors_of(trainer.parameters, trainer.optimizer), trainer.local_sgd
+    progress = load_tensors(
+        state,
+        path,
+        check=partial(_check_same_run, trainer, path),
+        choose=lambda saved: tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path)),
+    )
     _copy_to_twins(trainer.parameters, trainer.optimizer)
     trainer.optimizer.set_step(progress.step - progress.skipped_steps)
+    if local_sgd is not None:
+        after_loading(local_sgd, SavedReplicas.read(progress.local_sgd, path))
     for data in trainer.data:
         data.publish()
     trainer.resume(progress)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from parallel3d.config import Recipe
 from parallel3d.data.loader import IGNORED, Batch
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.mesh import axes_of
+from parallel3d.mesh import Axis, axes_of, replica_mesh
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
@@ -24,6 +24,7 @@ from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
 from parallel3d.training.learning_rate import learning_rate, set_learning_rate
+from parallel3d.training.local_sgd import LocalSgd
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_scale import LossScaler
 from parallel3d.training.optimizers.build import build_optimizer
@@ -33,7 +34,7 @@ from parallel3d.training.rounding import step_in_float32
 @dataclass(frozen=True)
 class StepResult:
     """The same on every rank: the mean loss over the global batch's real tokens, and the gradient's norm before
-    clipping."""
+    clipping (of replicas that train apart, the root of the mean square of each one's)."""
 
     loss: float
     grad_norm: float
@@ -50,6 +51,7 @@ class Totals:
     grad_norm: float
     tokens: int  # with a label
     factor: float
+    own_norm: float  # of the gradient of this rank's replica, which clips it; where replicas are one run, grad_norm
 
     @property
     def is_finite(self) -> bool:
@@ -70,8 +72,6 @@ class Trainer:
         connect: Connect = Links,
     ) -> None:
         self.recipe = recipe
-        self.mesh = mesh
-        self.axes = axes_of(mesh)
         self.device = device
         self.step = 0  # steps done
         self.tokens = 0  # labels seen in them
@@ -79,6 +79,11 @@ class Trainer:
         self.scaler = None
         if recipe.train.precision == "fp16":
             self.scaler = LossScaler(recipe.loss_scale, scale=recipe.loss_scale.initial)
+        replicas = Axis.of(mesh["dp_replicate"])
+        if recipe.local_sgd.sync_every is not None:  # from here on a replica is a run of its own
+            recipe, mesh = recipe.of_one_replica, replica_mesh(mesh)
+        self.mesh = mesh
+        self.axes = axes_of(mesh)
         self.loss = MeanLoss(recipe, mesh["tp"])
         self._schedules: dict[int, Schedule] = {}
         schedule = self.schedule_of(recipe.microbatches)
@@ -93,6 +98,11 @@ class Trainer:
         ends = schedule.placement[0], schedule.placement[-1]
         self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh)
+        self.local_sgd = None
+        if recipe.local_sgd.sync_every is not None:
+            self.local_sgd = LocalSgd(
+                self.parameters, recipe.local_sgd, replicas=replicas, axes=self.axes, steps=recipe.train.steps
+            )
 
     def train_step(
         self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None
@@ -122,11 +132,13 @@ class Trainer:
         self._check(totals)
         rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
         if totals.is_finite:
-            self._scale_gradients(totals.factor * self._clipping(totals.grad_norm))
+            self._scale_gradients(totals.factor * self._clipping(totals.own_norm))
             set_learning_rate(self.optimizer, rate)
             self._optimize()
+        if self.local_sgd is not None:
+            self.local_sgd.after_step(self.step + 1)
+        self._publish()
         for data in self.data:
-            data.publish()
             data.clear_gradients()
         self.step += 1
         self.tokens += totals.tokens
@@ -136,7 +148,8 @@ class Trainer:
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss over the real tokens of a global batch of any size, of which `batch` is this data rank's share,
-        without training on it; the same on every rank. Raises DataError where it has none."""
+        without training on it; the same on every rank. Where replicas train apart it is the loss of the outer
+        parameters, which are what the run will leave behind. Raises DataError where there are none."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         with self._evaluating():
             loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
@@ -178,16 +191,23 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Without dropout. Afterwards parameters are as between steps: what saves or steps them relies on it."""
+        """Without dropout, and with the outer parameters where replicas train apart. Afterwards parameters are as
+        between steps: what saves or steps them relies on it."""
         for stage in self.stages:
             stage.module.eval()
-        try:
-            yield
-        finally:
-            for stage in self.stages:
-                stage.module.train()
-            for data in self.data:
-                data.free_gathered()
+        with nullcontext() if self.local_sgd is None else self.local_sgd.outer_parameters(self._publish):
+            try:
+                yield
+            finally:
+                for stage in self.stages:
+                    stage.module.train()
+                for data in self.data:
+                    data.free_gathered()
+
+    def _publish(self) -> None:
+        """The model computes from now on with what is in `parameters`."""
+        for data in self.data:
+            data.publish()
 
     def _totals(self, loss: Tensor, labels: Tensor, square: Tensor) -> Totals:
         """Loss, labels and squared norm summed over the mesh in one go. The loss is equal on all tp ranks, so each
@@ -197,13 +217,25 @@ class Trainer:
         real = (labels != IGNORED).sum().double() * counts
         sums = sum_over_mesh(torch.stack((loss.double() / tp.size, square.to(self.device), real)), self.axes)
         nominal_loss, total_square, tokens = sums.tolist()
-        if not tokens:
+        factor = self.loss.tokens / max(tokens, 1.0) / self.loss.scale
+        norm = total_square**0.5 * factor
+        own = Totals(nominal_loss * factor, norm, round(tokens), factor, own_norm=norm)
+        totals = own if self.local_sgd is None else self._over_replicas(own, self.local_sgd)
+        if not totals.tokens:
             raise DataError(
                 f"step {self.step + 1}: no token of the batch has a label; data.ignore_token_ids = "
                 f"{list(self.recipe.data.ignore_token_ids)} are not learned. Try fewer of them"
             )
-        factor = self.loss.tokens / tokens / self.loss.scale
-        return Totals(nominal_loss * factor, total_square**0.5 * factor, round(tokens), factor)
+        return totals
+
+    def _over_replicas(self, own: Totals, local_sgd: LocalSgd) -> Totals:
+        """Of replicas that train apart, each of which knows its `own`; no tokens where one of them has none."""
+        known = (own.loss * own.tokens, own.grad_norm**2, float(own.tokens), float(own.tokens == 0))
+        loss, square, tokens, empty = local_sgd.mean(
+            torch.tensor(known, dtype=torch.float64, device=self.device)
+        ).tolist()
+        whole = 0 if empty else round(tokens * local_sgd.replicas.size)
+        return replace(own, loss=loss / max(tokens, 1.0), grad_norm=square**0.5, tokens=whole)
 
     def _check(self, totals: Totals) -> None:
         """Lowers or raises the loss scale. Raises NonFiniteError where what is not finite cannot be skipped."""

@@ -1,0 +1,263 @@
+"""Replicas that train apart: the losses of plain DiLoCo in one process, whatever is inside one, and what resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.config import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
+from parallel3d.errors import NonFiniteError
+from parallel3d.mesh import Axis, build_mesh
+from parallel3d.sharding.wire import CollectiveCounter
+from parallel3d.training.local_sgd_transport import CODECS, MeanOverReplicas, sent_bytes
+from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.trainer import Trainer
+from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.local_sgd_cases import Curve, PlainDiloco, recipe_of
+
+STEPS = 14  # three synchronisations, and two steps more
+DILOCO = LocalSgdConfig(sync_every=4)
+STREAMING = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2)
+AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+
+
+def local_sgd_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalSgdConfig) -> Recipe:
+    """The run has more steps than a test makes: its last one would synchronise all."""
+    return recipe_of(make_recipe(model, parallel, steps=20), **vars(local))
+
+
+def run(trainer: Trainer, steps: int) -> tuple[Curve, float]:
+    """The next steps, and the loss of the outer parameters on a batch after them."""
+    curve = train(trainer, steps)
+    return curve, trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(50))
+
+
+def run_cases(cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]]) -> list[tuple[Curve, float]]:
+    return [run(make_trainer(local_sgd_recipe(*case)), STEPS) for case in cases]
+
+
+def run_referee(cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]]) -> list[tuple[Curve, float]]:
+    results = []
+    for case in cases:
+        recipe = local_sgd_recipe(*case)
+        referee = PlainDiloco(recipe)
+        curve = [referee.train_step() for _ in range(STEPS)]
+        results.append((curve, referee.outer_loss(whole_batch(recipe, 50))))
+    return results
+
+
+LAYOUTS = {
+    2: [(TIED, {})],
+    4: [
+        (GROUPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
+        (TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+        (GROUPED, {"dp_shard": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable, size: int) -> None:
+    cases = [
+        (model, ParallelConfig(dp_replicate=2, **settings), local)
+        for model, settings in LAYOUTS[size]
+        for local in (DILOCO, STREAMING)
+    ]
+    ranks = world(size).run(run_cases, cases)
+    assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
+    (expected,) = world(1).run(run_referee, cases)
+    for (curve, outer_loss), (referee_curve, referee_outer_loss) in zip(ranks[0], expected, strict=True):
+        assert curve[0] == pytest.approx(referee_curve[0], rel=1e-6)
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in referee_curve], rel=1e-5)
+        assert curve[-1] == pytest.approx(referee_curve[-1], rel=1e-4)
+        assert outer_loss == pytest.approx(referee_outer_loss, rel=1e-5)
+        assert abs(outer_loss - curve[-1][0]) > 1e-3, "between synchronisations no replica has the outer parameters"
+
+
+def average_and_compare() -> float:
+    """The largest difference, in units of float32's rounding, of the parameters after a step from the mean of the two
+    replicas' own before it."""
+    trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2), AVERAGING))
+    assert trainer.local_sgd is not None
+    after_step, worst = trainer.local_sgd.after_step, 0.0
+
+    def compare(step: int) -> None:
+        nonlocal worst
+        own = [p.local.detach().clone() for p in trainer.parameters]
+        after_step(step)
+        for mine, parameter in zip(own, trainer.parameters, strict=True):
+            both = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(both, mine)
+            assert step > 1 or not torch.equal(*both) or mine.ndim == 1, "the replicas have seen the same data"
+            mean = (both[0].double() + both[1].double()) / 2
+            unit = mean.abs().amax() * torch.finfo(torch.float32).eps
+            worst = max(worst, ((parameter.local - mean).abs().amax() / unit).item())
+
+    trainer.local_sgd.after_step = compare  # type: ignore[method-assign]
+    train(trainer, 5)
+    return worst
+
+
+def test_synchronising_each_step_with_outer_rate_one_is_plain_averaging(world: Callable) -> None:
+    assert max(world(2).run(average_and_compare)) <= 1.0
+
+
+def half_and_on(case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path, half: int) -> Curve:
+    trainer = make_trainer(local_sgd_recipe(*case))
+    first = train(trainer, half)
+    save_trainer(trainer, path)
+    return first + train(trainer, STEPS - half)
+
+
+def resumed(case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path) -> tuple[float, Curve]:
+    """The loss of what was loaded (of the outer parameters), and the curve from there."""
+    trainer = make_trainer(local_sgd_recipe(*case))
+    load_trainer(trainer, path)
+    loss = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(50))
+    return loss, train(trainer, STEPS - trainer.step)
+
+
+HALF = 6  # of STREAMING, a fragment has just left: neither averaged nor applied
+
+
+def test_resuming_between_synchronisations_is_bitwise(world: Callable, tmp_path: Path) -> None:
+    """Tied weights on both ends of the pipeline, in eight bits, with a fragment on its way."""
+    local = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2, transport="int8")
+    cases = [
+        (TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2), local),
+        (TIED, ParallelConfig(dp_replicate=2, dp_shard=2), local),
+    ]
+    for number, case in enumerate(cases):
+        uninterrupted = world(4).run(half_and_on, case, tmp_path / f"step_0000000{number}", HALF)[0]
+        assert world(4).run(resumed, case, tmp_path / f"step_0000000{number}")[0][1] == uninterrupted[HALF:]
+
+
+def test_resuming_with_other_parallelism_inside_a_replica_goes_on_alike(world: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000006"
+    pipeline = ParallelConfig(dp_replicate=2, pp=2)
+    uninterrupted = world(4).run(half_and_on, (TIED, pipeline, STREAMING), path, HALF)[0]
+    for parallel in (ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_replicate=2, tp=2)):
+        _, curve = world(4).run(resumed, (TIED, parallel, STREAMING), path)[0]
+        assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
+        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+
+
+def test_any_number_of_replicas_starts_from_the_outer_parameters(world: Callable, tmp_path: Path) -> None:
+    """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the saved outer model."""
+    path = tmp_path / "step_00000006"
+    world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path, HALF)
+    saved, _ = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)[0]
+    synchronous = (GROUPED, ParallelConfig(dp_shard=2), LocalSgdConfig())
+    for size, case in ((4, (GROUPED, ParallelConfig(dp_replicate=4), DILOCO)), (2, synchronous)):
+        loss, curve = world(size).run(resumed, case, path)[0]
+        assert loss == pytest.approx(saved, rel=1e-6)
+        assert len(curve) == STEPS - HALF and curve[-1][0] < curve[0][0] + 0.1
+    again = tmp_path / "step_00000007"
+    curve = world(2).run(half_and_on, synchronous, again, HALF)[0]
+    _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
+    assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), "the first loss is that of the loaded weights"
+
+
+def poison_one_replica() -> str:
+    trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), DILOCO))
+    train(trainer, 1)
+    if dist.get_rank() == 3:  # of the second replica, its second tp rank
+        trainer.parameters[1].local.data[0] = float("nan")  # not of the embedding, most of whose rows are not used
+    with pytest.raises(NonFiniteError) as error:
+        train(trainer, 1)
+    return str(error.value)
+
+
+def test_one_replica_that_is_not_finite_stops_all_ranks_with_one_error(world: Callable) -> None:
+    messages = world(4).run(poison_one_replica)
+    assert "step 2: loss nan" in messages[0]
+    assert len(set(messages)) == 1
+
+
+def overflow_on_the_way() -> str:
+    local = LocalSgdConfig(sync_every=4, transport="fp16", outer_momentum=0.0, nesterov=False)
+    trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), local))
+    train(trainer, 3)
+    assert trainer.local_sgd is not None
+    before = [outer.value.clone() for outer in trainer.local_sgd.parameters]
+    if dist.get_rank() == 0:
+        trainer.local_sgd.parameters[0].value[0, 0] = before[0][0, 0] = 1e6
+    with pytest.raises(NonFiniteError) as error:
+        train(trainer, 1)
+    assert all(torch.equal(a, b.value) for a, b in zip(before, trainer.local_sgd.parameters, strict=True))
+    return str(error.value)
+
+
+def test_a_difference_beyond_float16_stops_all_ranks_before_the_outer_step(world: Callable) -> None:
+    messages = world(4).run(overflow_on_the_way)
+    assert "beyond 65504" in messages[0] and len(set(messages)) == 1
+
+
+def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
+    """Per transport: the largest error over its bound, 1 where a tensor's mean depends on its company, and the bytes
+    sent over those of the formula."""
+    mesh = build_mesh(ParallelConfig(dp_replicate=dist.get_world_size()), "cpu")
+    axis, rank = Axis.of(mesh["dp_replicate"]), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(3, 100), (7,), (64, 33)]
+    tensors = [
+        torch.randn(shape, generator=generator) * 10.0**power for shape, power in zip(shapes, (0, -3, 1), strict=True)
+    ]
+    exact, largest = [], []
+    for tensor in tensors:
+        everyone = [torch.empty_like(tensor) for _ in range(axis.size)]
+        dist.all_gather(everyone, tensor)
+        exact.append(torch.stack(everyone).double().mean(dim=0))
+        largest.append(torch.stack(everyone).abs().amax().double())
+    relative = {"fp32": 2.0**-22, "fp16": 2.0**-10, "int8": 1 / 127}
+    answers = {}
+    for name, codec in CODECS.items():
+        with CollectiveCounter(mesh) as counter:
+            means = MeanOverReplicas(tensors, axis, codec).wait()
+        sent = sum(counter.bytes.values())
+        alone = MeanOverReplicas(tensors[2:], axis, codec).wait()[0]
+        errors = [(a - b).abs().amax() / (relative[name] * c) for a, b, c in zip(means, exact, largest, strict=True)]
+        formula = sent_bytes([tensor.numel() for tensor in tensors], codec, axis.size)
+        answers[name] = (max(errors).item(), float(not torch.equal(alone, means[2])), sent / formula)
+    return answers
+
+
+def test_means_keep_their_bounds_and_bytes_and_do_not_depend_on_what_travels_along(world: Callable) -> None:
+    for size in (2, 4):
+        for name, (error, depends, sent) in world(size).run(means_in_every_transport)[0].items():
+            assert 0.02 < error <= 1.0 or name == "fp32" and error <= 1.0, name
+            assert not depends and sent == 1.0, name
+
+
+def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], float, int]:
+    """After the last step of a run: the spread of losses, whether this rank's copy of the tied weight is that of all
+    others, and the bytes between replicas in a period, counted and by the formula."""
+    recipe = recipe_of(make_recipe(TIED, ParallelConfig(dp_replicate=2, pp=2), steps=10), **vars(local))
+    trainer = make_trainer(recipe)
+    assert trainer.local_sgd is not None
+    train(trainer, 4)
+    with CollectiveCounter(trainer.mesh) as counter:
+        train(trainer, 4)
+    counted = sum(sent for (axis, _), sent in counter.bytes.items() if axis in ("local_sgd", "dp_replicate"))
+    fragments = [trainer.local_sgd.parameters_of(fragment) for fragment in range(local.fragments)]
+    numels = [[outer.value.numel() for outer in fragment] for fragment in fragments]
+    formula = sum(sent_bytes(fragment, CODECS[local.transport], 2) for fragment in numels)
+    train(trainer, 2)
+    tied = next(p.local.detach() for p in trainer.parameters if p.own.name == "embed.weight")
+    everyone = [torch.empty_like(tied) for _ in range(4)]
+    dist.all_gather(everyone, tied)
+    loss = trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(50))
+    return loss, [torch.equal(tied, other) for other in everyone], counted, formula
+
+
+def test_a_run_ends_with_one_model_whose_tied_weights_are_equal_and_sends_what_the_formula_says(
+    world: Callable,
+) -> None:
+    for local in (DILOCO, LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=1, transport="int8")):
+        for _, equal, counted, formula in world(4).run(embeddings_at_the_end, local):
+            assert all(equal)
+            assert counted == formula
