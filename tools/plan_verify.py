@@ -101,7 +101,9 @@ def job_of_recipe(recipe: Recipe) -> Job:
     boundaries, optimizer = recipe.parallel.stage_boundaries, recipe.optimizer
     if optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name = {optimizer.name}: the memory model knows adamw's states; try adamw")
-    narrow = optimizer.state_dtype == "bf16" or (recipe.train.precision == "bf16_pure" and optimizer.state_dtype is None)
+    narrow = optimizer.state_dtype == "bf16" or (
+        recipe.train.precision == "bf16_pure" and optimizer.state_dtype is None
+    )
     return Job(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),

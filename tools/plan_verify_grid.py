@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(tree))
     else:
         print("\n".join(map(_line, found)))
-        print(f"worst {worst:.2%}, median {median(abs(e.difference) for e in found):.2%}, bar {_BAR:.0%}; parameters {exact}")
+        print(
+            f"worst {worst:.2%}, median {median(abs(e.difference) for e in found):.2%}, bar {_BAR:.0%}; parameters {exact}"
+        )
     return 0 if worst <= _BAR and exact else 1
 
 

@@ -67,8 +67,8 @@ class _Clock(Recorder):
 
 
 class ShapesOnly(FakeTensorMode):
-    """torch's fake tensors, with two changes. Tensors that are none, such as the ranks of a mesh, are computed with; and
-    what a program reads from a fake tensor is one, or true."""
+    """torch's fake tensors, with two changes. Tensors that are none, such as the ranks of a mesh, are computed with;
+    and what a program reads from a fake tensor is one, or true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:  # which is torch.tensor(1.0)
@@ -123,7 +123,7 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
     recipe = shortened(recipe)
     with _world(recipe.parallel.world_size, rank), ExitStack() as modes:
         mesh = build_mesh(recipe.parallel, "cpu")
-        fake = modes.enter_context(ShapesOnly())
+        modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
         if fused_norm:
             modes.enter_context(GpuKernels())

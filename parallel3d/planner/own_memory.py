@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -64,6 +64,11 @@ class Held:
 def most_held(job: Job, rank: int) -> Held:
     """At the moment of a step when a pipeline rank holds most."""
     return max(_Rank(job, rank).moments(), key=lambda held: held.total)
+
+
+@lru_cache(maxsize=4096)
+def _bytes_of(block: BlockActivations, recompute: BlockRecompute) -> int:
+    return block.bytes(recompute)
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,21 @@ class _Rank:
         )
         self.forwards = layout.microbatches * len(self.stages)
         self.parameters = sum(stage.blocks + stage.ends for stage in self.stages)
-        tables = [t for stage in self.stages for t in (*self.block_tables * stage.part.layers, *self._ends(stage.part))]
-        self.shard = sum(table.shard(self.shards) for table in tables)
+        blocks = sum(stage.part.layers for stage in self.stages)
+        self.shard = blocks * sum(table.shard(self.shards) for table in self.block_tables)
+        self.shard += sum(t.shard(self.shards) for stage in self.stages for t in self._ends(stage.part))
 
     def moments(self) -> list[Held]:
-        return [self._step(), *(held for stage in self.stages for held in self._moments_of(stage))]
+        different = {(stage.part, stage.first % self.job.layout.recompute_every): stage for stage in self.stages}
+        return [self._step(), *(held for stage in different.values() for held in self._moments_of(stage))]
+
+    @cached_property
+    def _kept_of_all(self) -> float:
+        return sum(map(self._kept, self.stages))
+
+    @cached_property
+    def _logits_of_all(self) -> float:
+        return sum(map(self._logits, self.stages))
 
     def _moments_of(self, stage: _Stage) -> Iterator[Held]:
         """When a stage's backward may be the fullest."""
@@ -122,6 +137,12 @@ class _Rank:
             yield self._forward(stage)
         if self.splits:
             yield from self._split_moments(stage)
+        elif self._goes_round_once:
+            # One stage after the other, the last first: gradients of one alone are whole, the later ones' are reduced.
+            at = self.stages.index(stage) + 1
+            share = whole * (stage.blocks + stage.ends) / max(self.parameters, 1)
+            rest = max(live * at / len(self.stages) - 1, 1)
+            yield self._backward("backward", stage, rest, ends=False, gradients=share)
         elif self.forwards > live:
             for ends in (False, True):
                 yield self._backward("backward", stage, live, ends=ends, gradients=whole)
@@ -131,6 +152,13 @@ class _Rank:
             yield self._backward("first backward", stage, live, ends=False, gradients=0.0)
             yield self._backward("first backward", stage, live, ends=True, gradients=self._gradients_but(stage))
         yield from self._last(stage)
+
+    @property
+    def _goes_round_once(self) -> bool:
+        """Whether a stage has all its backwards before the one before it has any."""
+        layout = self.job.layout
+        is_one = layout.schedule == "looped_bfs" or layout.microbatches <= layout.pp
+        return len(self.stages) > 1 and not self.splits and is_one
 
     def _split_moments(self, stage: _Stage) -> Iterator[Held]:
         """Where backwards are split: as their halves begin, the schedule having so many forwards alive and so many
@@ -196,13 +224,13 @@ class _Rank:
         """The last block of a stage's forward; of the first one, while its parameters are being gathered."""
         is_first = self.live <= len(self.stages)
         gathering = self.item * self.block_numel if self.sharded and is_first else 0
-        kept = sum(map(self._kept, self.stages)) * self.live / len(self.stages)
+        kept = self._kept_of_all * self.live / len(self.stages)
         whole = float(self.item * self.tokens * self.job.shape.hidden)
         return self._held(
             "forward",
             gradients=0.0 if self.forwards <= self.live else self._whole_gradients,
             activations=kept,
-            logits=sum(map(self._logits, self.stages)) * (self.live / len(self.stages) - 1),
+            logits=self._logits_of_all * (self.live / len(self.stages) - 1),
             buffers=self._gathered + gathering + self._transport(live=self.live, gradients=not is_first),
             temporary=whole * (1 + self._rearranges) + self._boundary,
         )
@@ -221,13 +249,18 @@ class _Rank:
         """One activation between stages."""
         return self.item * self.outside * self.job.shape.hidden
 
+    @cached_property
+    def _neighbours(self) -> tuple[bool, bool]:
+        """Whether another rank has a stage before one of this rank's, and after one."""
+        placement = self.job.placement
+        pairs = list(zip(placement[:-1], placement[1:], strict=True))
+        return any(b == self.rank != a for a, b in pairs), any(a == self.rank != b for a, b in pairs)
+
     def _transport(self, *, live: float, gradients: bool) -> float:
         """Receives that are open and sends that may not be done, beside the activations that backwards wait for.
         `gradients`: some have been sent."""
-        placement, chunks = self.job.placement, len(self.stages)
-        pairs = list(zip(placement[:-1], placement[1:], strict=True))
-        before = any(b == self.rank != a for a, b in pairs)
-        after = any(a == self.rank != b for a, b in pairs)
+        chunks = len(self.stages)
+        before, after = self._neighbours
         count = self.forwards
         held = 0.0
         if before:
@@ -266,8 +299,9 @@ class _Rank:
     def _kept(self, stage: _Stage) -> float:
         """Bytes of a stage and a microbatch, between its forward and its backward, but for logits."""
         part, shape = stage.part, self.job.shape
-        blocks = range(stage.first, stage.first + part.layers)
-        kept = float(self._block.bytes_of_blocks(blocks, self._recompute, every=self.job.layout.recompute_every))
+        every = self.job.layout.recompute_every
+        again = -(-(stage.first + part.layers) // every) - -(-stage.first // every)  # blocks that are recomputed
+        kept = again * self._one_block + (part.layers - again) * self._plain_block
         if part.embedding and self.job.layout.tp > 1:
             kept += 9 * self.tokens  # ids as rows of this rank, and which are another's
         if part.head:
@@ -321,9 +355,10 @@ class _Rank:
         """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the table's,
         which is added up in float32 where nothing as wide is there already."""
         e, table, narrow = self.item, self.job.shape.hidden * self._vocab, self.item < 4
-        chunk = (self._chunk or 0) * self._vocab * (4 + 2 * e * narrow)
+        logits = (self._chunk or 0) * self._vocab
+        chunk = max(logits * (4 + 2 * e * narrow), 2 * e * logits + e * table if narrow else 0)
         added_up = 4 * table if self.sharded and (narrow or not self._whole_gradients) else 0
-        return float(chunk + e * self.tokens * self.job.shape.hidden + added_up + e * table * narrow)
+        return float(chunk + e * self.tokens * self.job.shape.hidden + added_up)
 
     def _work_at_end(self, stage: _Stage) -> float:
         """With the activations of the first block alone."""
@@ -340,7 +375,11 @@ class _Rank:
 
     @cached_property
     def _one_block(self) -> float:
-        return float(self._block.bytes(self._recompute))
+        return float(_bytes_of(self._block, self._recompute))
+
+    @cached_property
+    def _plain_block(self) -> float:
+        return float(_bytes_of(self._block, "none"))
 
     @property
     def _gathers_sequence(self) -> bool:
@@ -348,9 +387,8 @@ class _Rank:
 
     @property
     def _makes_gradients(self) -> int:
-        """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider,
-        or new in each backward."""
-        return 1 if self.item < self.master or self.sharded else 0
+        """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider."""
+        return 1 if self.item < self.master else 0
 
     @cached_property
     def _into_columns(self) -> float:
@@ -367,7 +405,7 @@ class _Rank:
         weight = float(e * shape.hidden * shape.ffn_hidden // tp * self._makes_gradients)
         kept = weight if self.sharded else 0.0  # until the block is done, where its gradients are new in each backward
         arriving = self._boundary
-        recomputed = self._block.bytes("none") - self._one_block if self._recompute == "full" else 0.0
+        recomputed = self._plain_block - self._one_block if self._recompute == "full" else 0.0
         down = whole + inner + weight
         if shape.feed_forward_inputs == 2:
             product = kept + 2 * inner  # gradients of both factors and of their product, which itself is gone
@@ -398,8 +436,8 @@ class _Rank:
         """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one that
         is differentiated has but one block left."""
         count = len(self.stages)
-        kept = sum(map(self._kept, self.stages)) * live / count
-        logits = sum(map(self._logits, self.stages)) * live / count
+        kept = self._kept_of_all * live / count
+        logits = self._logits_of_all * live / count
         if ends:
             kept -= self._kept(stage) - (self._one_block if stage.part.layers else 0.0)
             logits -= self._logits(stage)
@@ -414,6 +452,8 @@ class _Rank:
 
     def _last(self, stage: _Stage) -> Iterator[Held]:
         """The last backward: its last block's gradients reduced, and in the end those of embedding and head."""
+        if self._goes_round_once:
+            return
         temporary = self._sent(self.block_numel if stage.part.layers else stage.ends)
         buffers = self._gathered + self._transport(live=0, gradients=True)
         kept = self._kept(stage) - self._one_block if stage.part.layers else 0.0

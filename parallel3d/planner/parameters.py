@@ -5,6 +5,7 @@ rows, the last ranks having fewer)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel3d.planner.shapes import ModelShape, StageSlice
 
@@ -27,6 +28,7 @@ class Table:
         return max(0, min(each, self.rows - rank * each)) * self.columns * self.times
 
 
+@lru_cache(maxsize=256)
 def block_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
     """Of one block."""
     h, f, dim = shape.hidden, shape.ffn_hidden, shape.head_dim
