@@ -40,7 +40,9 @@ def times_of(axis: str, overhead: Overhead, *, larger_block_s: float, parameters
         return overhead.step + layers * overhead.layer + microbatches * each + count * overhead.parameter
 
     times = {
-        probe_name(axis, TINY, layers, m): step(layers, m, 0.0, 0.0) for layers in TINY_LAYERS for m in TINY_MICROBATCHES
+        probe_name(axis, TINY, layers, m): step(layers, m, 0.0, 0.0)
+        for layers in TINY_LAYERS
+        for m in TINY_MICROBATCHES
     }
     for layers in LARGER_LAYERS:
         for m in LARGER_MICROBATCHES:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.advice import remedies
+from parallel3d.planner.question import Answer, Fixed, Question
 from parallel3d.planner.ranking import compare, rank
 from parallel3d.planner.report import Plan, page
 from parallel3d.planner.report_json import to_json
-from parallel3d.planner.search import Answer, Fixed, Question, search
+from parallel3d.planner.search import search
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import larger_devices
 from parallel3d.tools.plan_emit import emit_recipe, recipe_of_plan

@@ -1,7 +1,7 @@
 """`parallel3d-plan calibrate`: measures this host and writes a hardware file that the planner then uses.
 
-Without a launcher it starts as many local workers as it needs, world after world; under torchrun (or srun) every process
-is one rank of the one world there is, and calibrates that.
+Without a launcher it starts as many local workers as it needs, world after world; under torchrun (or srun) every
+process is one rank of the one world there is, and calibrates that.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ exit status: 0 done, 2 a bad input, 70 a worker failed
 docs/planner.md says what is measured and how a step is priced by it
 """
 _PRELOAD = ("torch", "parallel3d.tools.plan_calibrate_worker", "parallel3d.models.llama")
+_PATIENCE_S = 1800.0  # of a collective: under a launcher the others wait for rank 0
 _TARGET = "parallel3d.tools.plan_calibrate_worker:worker"
 
 
@@ -95,18 +96,19 @@ def _write(output: Path | None, text: str) -> None:
 
 def _started_here(options: argparse.Namespace) -> dict[int, Any]:
     """What each world has measured, by its number of ranks."""
+    return {ranks: _started(options, ranks) for ranks in sorted({1, *(options.ranks or _usual_ranks(options.device))})}
+
+
+def _started(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """What so many workers, started here, have measured. Raises RankError where one of them failed."""
     from parallel3d.launch import launch_local
 
-    measured = {}
-    for ranks in sorted({1, *(options.ranks or _usual_ranks(options.device))}):
-        print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-            recipe = _recipe(options, ranks, folder)
-            status = launch_local(_TARGET, recipe, ranks, preload=_PRELOAD)
-            if status != 0:
-                raise RankError(f"calibrate: the world of {ranks} did not finish (exit status {status})")
-            measured[ranks] = _results(folder)
-    return measured
+    print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
+        status = launch_local(_TARGET, _recipe(options, ranks, folder), ranks, preload=_PRELOAD)
+        if status != 0:
+            raise RankError(f"calibrate: {ranks} workers did not finish (exit status {status})")
+        return _results(folder)
 
 
 def _usual_ranks(device: str) -> list[int]:
@@ -121,11 +123,18 @@ def _usual_ranks(device: str) -> list[int]:
 
 
 def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
+    """The launcher's world, on rank 0, which before has measured what one process does."""
     from parallel3d.tools.plan_calibrate_worker import worker
 
+    size = rendezvous.world_size
+    if size != rendezvous.local_world_size:
+        raise ConfigError(f"calibrate: measures one host, and its {size} ranks are on several; start it on one of them")
+    measured = {1: _started(options, 1)} if rendezvous.rank == 0 else {}
+    if size == 1:
+        return measured
     with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-        worker(_recipe(options, rendezvous.world_size, folder), rendezvous)
-        return {rendezvous.world_size: _results(folder)} if rendezvous.rank == 0 else {}
+        worker(_recipe(options, size, folder), rendezvous)
+        return {**measured, size: _results(folder)} if rendezvous.rank == 0 else {}
 
 
 def _recipe(options: argparse.Namespace, ranks: int, folder: str) -> Recipe:
@@ -133,7 +142,13 @@ def _recipe(options: argparse.Namespace, ranks: int, folder: str) -> Recipe:
     return Recipe(
         model=ModelConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn_hidden=8, vocab=8),
         parallel=ParallelConfig(dp_replicate=ranks),
-        train=TrainConfig(steps=1 if options.quick else 2, global_batch_size=ranks, seq_len=8, device=options.device),
+        train=TrainConfig(
+            steps=1 if options.quick else 2,
+            global_batch_size=ranks,
+            seq_len=8,
+            device=options.device,
+            timeout_s=_PATIENCE_S,
+        ),
         run_dir=folder,
     )
 

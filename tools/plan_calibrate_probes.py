@@ -1,5 +1,6 @@
-"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of microbatches tell what
-the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element does.
+"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of microbatches tell
+what the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element
+does.
 
 Which runs there are is decided without torch; `time_probe` trains one with the real trainer.
 """

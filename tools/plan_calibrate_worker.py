@@ -65,8 +65,6 @@ def _alone(device: torch.device, *, quick: bool) -> Measurements:
 def _together(rendezvous: Rendezvous, device: torch.device, quick: bool) -> Measurements:
     size = rendezvous.world_size
     found = _nothing_yet(device)
-    if rendezvous.init_method == "env://":  # a launcher's only world: what one process does is measured here, too
-        found.kernels[torch.get_num_threads()] = measure_kernels(device, quick=quick)
     found.contention = measure_contention(device)
     found.collectives = measure_collectives(size, device, _COLLECTIVES)
     found.transfers = measure_transfers(size, device, _TRANSFERS)

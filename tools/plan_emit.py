@@ -13,10 +13,10 @@ from parallel3d.config import CheckpointConfig, ModelConfig, OptimizerConfig, Pr
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.engine import PARALLEL3D
+from parallel3d.planner.question import Strategy
 from parallel3d.planner.report import Plan
 from parallel3d.planner.report_json import sharding_of
 from parallel3d.planner.report_text import memory_text, si, time_text
-from parallel3d.planner.search import Strategy
 from parallel3d.planner.shapes import ModelShape, padded, total_parameters
 from parallel3d.settings import dump_yaml, read_settings
 from parallel3d.tools.plan_question import Asked

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from parallel3d.errors import ConfigError
 
 if TYPE_CHECKING:  # the launchers are listed by --help, which need not wait for the planner
-    from parallel3d.planner.search import Question, Strategy
+    from parallel3d.planner.question import Question, Strategy
 
 _SIGNAL_LEAD_S = 120  # before SLURM's time limit
 _PORT = 29500

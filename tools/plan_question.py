@@ -11,7 +11,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
 from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
-from parallel3d.planner.search import Fixed, Question
+from parallel3d.planner.question import Fixed, Question
 from parallel3d.sharding.strategy import How, ShardingName
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_shape import Model, find_model

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.search import Answer, Question, Strategy, search, strategy
+from parallel3d.planner.question import Answer, Question, Strategy
+from parallel3d.planner.search import search, strategy
 
 _MOST_DOUBLINGS = 16
 _SECONDS_PER_DAY = 86_400

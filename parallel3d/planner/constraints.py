@@ -6,7 +6,7 @@ from math import gcd, prod
 
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
-from parallel3d.planner.search import Question
+from parallel3d.planner.question import Question
 
 _MOST_TRIES = 6
 

@@ -18,8 +18,8 @@ from parallel3d.planner.measured import Measured, Overhead, Process, Together
 from parallel3d.planner.roofline import Kernels
 from parallel3d.planner.shapes import stage_parameters
 from parallel3d.planner.time_parts import TimeParts
-from parallel3d.sharding.strategy import WHOLE
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
+from parallel3d.sharding.strategy import WHOLE
 
 _FORWARD = 0.4  # of what a block dispatches, forward and backward
 _NONE = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
@@ -89,7 +89,6 @@ def measured_parts(job: Job, measured: Measured, *, exact: bool) -> TimeParts:
 def _host(job: Job, measured: Measured) -> _Host:
     layout = job.layout
     on_host = min(layout.world_size, job.cluster.gpus_per_node)
-    ranks = measured.together(on_host)
     # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
     strategy = layout.strategy or "FULL_SHARD"
     whole = strategy in WHOLE

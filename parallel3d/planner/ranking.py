@@ -8,7 +8,8 @@ from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
-from parallel3d.planner.search import Answer, Fixed, Question, Rejected, Strategy, search, strategy
+from parallel3d.planner.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search import search, strategy
 from parallel3d.planner.time_parts import TimeParts
 
 Objective = Literal["throughput", "memory", "cost"]

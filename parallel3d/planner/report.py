@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import RunLength, reasons, run_length
+from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
 from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
-from parallel3d.planner.search import Answer, Question, Strategy, strategy
+from parallel3d.planner.search import strategy
 from parallel3d.planner.shapes import padded, total_parameters
 
 _GIB = 2**30

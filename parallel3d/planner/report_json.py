@@ -9,10 +9,10 @@ from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import reasons
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.memory import RankMemory
+from parallel3d.planner.question import Question, Rejected, Strategy
 from parallel3d.planner.ranking import Why, at_size
 from parallel3d.planner.report import Plan, limits
 from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search import Question, Rejected, Strategy
 from parallel3d.planner.shapes import ModelShape, padded, total_parameters
 
 SCHEMA = "parallel3d.plan/1"

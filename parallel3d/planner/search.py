@@ -14,99 +14,19 @@ from math import gcd, inf
 from parallel3d.config import ParallelConfig, Recompute, ScheduleName
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
-from parallel3d.planner.cost import Cost, Known, step_cost
-from parallel3d.planner.engine import PARALLEL3D, Engine
-from parallel3d.planner.hardware import Cluster
+from parallel3d.planner.cost import Known, step_cost
+from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.job import Job, from_config
-from parallel3d.planner.memory import RankMemory, quick_worst_bytes, worst_rank
-from parallel3d.planner.shapes import ModelShape, padded
-from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, How, ShardingName, sharding_faults
+from parallel3d.planner.memory import quick_worst_bytes, worst_rank
+from parallel3d.planner.question import Answer, LeftOut, Question, Rejected, Strategy
+from parallel3d.planner.shapes import padded
+from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, ShardingName, sharding_faults
 
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules that may reduce for each microbatch
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2
 _MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """What the user has decided: each axis or choice that is not None."""
-
-    pp: int | None = None
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-    tp: int | None = None
-    virtual_stages: int | None = None
-    schedule: ScheduleName | None = None
-    microbatch_size: int | None = None
-    recompute: Recompute | None = None
-    sequence_parallel: bool | None = None
-    sharding: ShardingName | None = None
-    gather: How | None = None
-    reduce: How | None = None
-    max_tp: int | None = None
-    max_pp: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be trained, on what. `memory_fraction`: how full a device may get."""
-
-    shape: ModelShape
-    cluster: Cluster
-    gpus: int
-    seq_len: int
-    global_batch_size: int
-    precision: str = "bf16"
-    engine: Engine = PARALLEL3D
-    fixed: Fixed = Fixed()
-    memory_fraction: float = 0.95
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
-
-    @property
-    def usable_bytes(self) -> float:
-        return self.cluster.device.memory_bytes * self.memory_fraction
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """A layout that fits, with what it costs."""
-
-    parallel: ParallelConfig
-    memory: RankMemory  # of the worst pipeline rank
-    cost: Cost
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A layout that does not fit, the leanest of its tp and pp, and by how much."""
-
-    parallel: ParallelConfig
-    reason: str
-    short_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A tp x pp of which the answer has no strategy although memory is not the reason, and what is."""
-
-    tp: int
-    pp: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """`strategies`, best first; every other tp x pp is in `rejected` or in `left_out`; `leanest`, of each way of cutting the model that fits, by memory; `rejected`, nearest to
-    fitting first; how many layouts were weighed, and fit."""
-
-    strategies: tuple[Strategy, ...]
-    leanest: tuple[ParallelConfig, ...]
-    rejected: tuple[Rejected, ...]
-    left_out: tuple[LeftOut, ...]
-    considered: int
-    fitting: int
 
 
 @dataclass(frozen=True)
@@ -142,8 +62,8 @@ def search(question: Question, *, top: int = 10) -> Answer:
         raise ConfigError(_nothing_allowed(question))
     finalists = _finalists(question, fitting, top)
     strategies = _distinct(question, sorted((strategy(question, p.parallel) for p in finalists), key=_rank))
-    fits = {(p.parallel.tp, p.parallel.pp) for p in fitting}
-    rejected = sorted((p for key, p in nearest.items() if key not in fits), key=lambda p: p.bytes)
+    held = {(p.parallel.tp, p.parallel.pp) for p in fitting}
+    rejected = sorted((p for key, p in nearest.items() if key not in held), key=lambda p: p.bytes)
     return Answer(
         strategies=tuple(strategies[:top]),
         leanest=tuple(p.parallel for p in sorted(leanest.values(), key=lambda p: p.bytes)),
@@ -181,7 +101,7 @@ def _distinct(question: Question, ranked: list[Strategy]) -> list[Strategy]:
 def _left_out(
     question: Question, told: list[Strategy], fitting: list[_Priced], too_large: set[tuple[int, int]]
 ) -> Iterator[LeftOut]:
-    """Every tp x pp of the devices that is not told of, with the first rule that it breaks, or how much slower it is."""
+    """Every tp x pp that is not told of, with the first rule that it breaks, or how much slower it is."""
     fastest: dict[tuple[int, int], float] = {}
     for priced in fitting:
         key = (priced.parallel.tp, priced.parallel.pp)
