@@ -163,13 +163,13 @@ class WholeData:
 
     def finish_gradients(self) -> None:
         """Waits until gradients are summed over the data ranks. Raises RuntimeError where they are not in buckets."""
-        if self._is_reduced:
-            raise RuntimeError("gradients were reduced twice: call clear_gradients() of what shard() gave in each step")
         if not all(whole.is_in_place for bucket in self._buckets for whole in bucket.wholes):
             raise RuntimeError(
                 "a gradient is not where it is reduced: clear gradients by clear_gradients() of what shard() gave, and "
                 "not by the model's zero_grad()"
             )
+        if self._is_reduced:
+            raise RuntimeError("gradients were reduced twice: call clear_gradients() of what shard() gave in each step")
         self._progress.finish()
         self._is_reduced = True
 
