@@ -60,7 +60,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2-tied", "dp4-tied", "tp2-dp2-sp", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"])
+@pytest.mark.parametrize(
+    ("model", "parallel"), LAYOUTS, ids=["tp2-pp2-tied", "dp4-tied", "tp2-dp2-sp", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"]
+)
 def test_resuming_in_the_same_layout_is_bitwise(
     world: Callable, tmp_path: Path, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
