@@ -71,7 +71,7 @@ class Engine:
     default_sequence_parallel: bool = False
 
 
-# This project: layers/ for the kernels and what they keep, sharding.py for the data dimension, layers/loss.py.
+# This project: layers/ for the kernels and what they keep, sharding/ for the data dimension, layers/loss.py.
 PARALLEL3D = Engine(
     name="parallel3d",
     hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2

@@ -161,3 +161,30 @@ def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
+
+
+SHORT: list[tuple[dict[str, object], str]] = [
+    ({"sharding": "NO_SHARD"}, "bf16"),
+    ({"sharding": "SHARD_OPTIMIZER", "reduce_dtype": "bf16"}, "bf16"),
+    ({"sharding": "FULL_SHARD"}, "bf16"),
+    ({"sharding": "FULL_SHARD", "reduce_dtype": "bf16"}, "fp32"),
+    ({"sharding": "NO_SHARD", "reduce_dtype": "bf16", "bucket_mib": 0.01}, "fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    SHORT,
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_sixteen_bits_cost_what_the_formulas_say(world: Callable, settings: dict[str, object], precision: str) -> None:
+    """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
+    parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
+    ranks = world(2).run(run_strategy, UNEVEN, parallel, 8, precision)
+    exact = [loss for loss, _ in referee_curve(UNEVEN)]
+    for seen in ranks:
+        assert seen.held[0] == seen.held[1]
+        assert seen.sent[0] == seen.sent[1]
+        losses = [loss for loss, _ in seen.curve]
+        assert losses == pytest.approx(exact, rel=2e-3)
+        assert losses != pytest.approx(exact, rel=1e-5)
