@@ -132,17 +132,18 @@ class _Rank:
 
     def _moments_of(self, stage: _Stage) -> Iterator[Held]:
         """When a stage's backward may be the fullest."""
-        live, whole = self.live, self._whole_gradients
+        live: float = self.live
+        whole = self._whole_gradients
+        if self._goes_round_once:
+            live *= (self.stages.index(stage) + 1) / len(self.stages)
         if stage.part.layers:
             yield self._forward(stage)
         if self.splits:
             yield from self._split_moments(stage)
         elif self._goes_round_once:
             # One stage after the other, the last first: gradients of one alone are whole, the later ones' are reduced.
-            at = self.stages.index(stage) + 1
             share = whole * (stage.blocks + stage.ends) / max(self.parameters, 1)
-            rest = max(live * at / len(self.stages) - 1, 1)
-            yield self._backward("backward", stage, rest, ends=False, gradients=share)
+            yield self._backward("backward", stage, max(live - 1, 1), ends=False, gradients=share)
         elif self.forwards > live:
             for ends in (False, True):
                 yield self._backward("backward", stage, live, ends=ends, gradients=whole)
@@ -204,6 +205,12 @@ class _Rank:
             ends = sum(stage.ends for stage in self.stages)
             return self.item * (ends + 2 * self.block_numel)
         return self.item * self.parameters
+
+    def _gathered_at(self, stage: _Stage) -> float:
+        """In a backward of a stage: where stages go one after the other, those that are done have freed theirs."""
+        if not self.sharded or self._frees_each or not self._goes_round_once:
+            return self._gathered
+        return self.item * sum(each.blocks + each.ends for each in self.stages[: self.stages.index(stage) + 1])
 
     @property
     def _frees_each(self) -> bool:
@@ -446,7 +453,7 @@ class _Rank:
             gradients=gradients,
             activations=kept,
             logits=logits,
-            buffers=self._gathered + self._transport(live=live, gradients=moment != "first backward"),
+            buffers=self._gathered_at(stage) + self._transport(live=live, gradients=moment != "first backward"),
             temporary=self._work_at_end(stage) if ends else self._work_at_start(stage),
         )
 
