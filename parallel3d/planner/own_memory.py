@@ -359,8 +359,8 @@ class _Rank:
 
     @property
     def _chunked_work(self) -> float:
-        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the table's,
-        which is added up in float32 where nothing as wide is there already."""
+        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the
+        table's, which is added up in float32 where nothing as wide is there already."""
         e, table, narrow = self.item, self.job.shape.hidden * self._vocab, self.item < 4
         logits = (self._chunk or 0) * self._vocab
         chunk = max(logits * (4 + 2 * e * narrow), 2 * e * logits + e * table if narrow else 0)
@@ -394,7 +394,7 @@ class _Rank:
 
     @property
     def _makes_gradients(self) -> int:
-        """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider."""
+        """Whether a product makes a gradient of its own, that is then added to the total: where that is wider."""
         return 1 if self.item < self.master else 0
 
     @cached_property
@@ -440,8 +440,8 @@ class _Rank:
         )
 
     def _backward(self, moment: Moment, stage: _Stage, live: float, *, ends: bool, gradients: float) -> Held:
-        """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one that
-        is differentiated has but one block left."""
+        """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one
+        that is differentiated has but one block left."""
         count = len(self.stages)
         kept = self._kept_of_all * live / count
         logits = self._logits_of_all * live / count
