@@ -469,6 +469,10 @@ class _Rank:
             "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=temporary
         )
         if not self.sharded:
+            sent = self.job.layout.reduce_bytes * stage.ends * (1 + 1 / self.shards) * (self.shards > 1)
+            yield self._held(
+                "last backward", gradients=whole, activations=0.0, logits=0.0, buffers=buffers, temporary=sent
+            )
             return
         width = self.master if whole else self.item
         others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
