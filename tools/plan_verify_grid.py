@@ -47,9 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(tree))
     else:
         print("\n".join(map(_line, found)))
-        print(
-            f"worst {worst:.2%}, median {median(abs(e.difference) for e in found):.2%}, bar {_BAR:.0%}; parameters {exact}"
-        )
+        middle = median(abs(each.difference) for each in found)
+        print(f"worst {worst:.2%}, median {middle:.2%}, bar {_BAR:.0%}; parameters exact: {exact}")
     return 0 if worst <= _BAR and exact else 1
 
 

@@ -3,7 +3,7 @@ full size that sends nothing. The model, the sharding, the pipeline's runtime, i
 trainer's own. Of torch it needs no GPU, and of this machine no more than Python's objects.
 
 What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is not for CPUs, the
-kernels that only GPUs have are put in the place of the CPU's (`GpuKernels`), because they keep less.
+kernels that only GPUs have are put in the place of the CPU's (`gpu_kernels`), because they keep less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional as F
 from torch.utils._pytree import tree_iter
 
 from parallel3d.config import Recipe
@@ -84,15 +84,21 @@ class ShapesOnly(FakeTensorMode):
         return result
 
 
-class GpuKernels(TorchFunctionMode):
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
     """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a token, where the
-    CPU's operators keep several copies in float32."""
+    CPU's operators keep several copies in float32. By its name in torch: a mode for functions is off in recompute."""
+    plain = F.rms_norm
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.nn.functional.rms_norm:
-            return func(*args, **(kwargs or {}))
-        y: Tensor = _FusedRMSNorm.apply(*_rms_norm_arguments(*args, **(kwargs or {})))
+    def fused(x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+        y: Tensor = _FusedRMSNorm.apply(x, weight)
         return y
+
+    F.rms_norm = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
 
 
 class _FusedRMSNorm(Function):
@@ -110,12 +116,6 @@ class _FusedRMSNorm(Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _rms_norm_arguments(
-    x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None
-) -> tuple[Tensor, Tensor]:
-    return x, weight
-
-
 def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
     """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there. `fused_norm`: as on
     GPUs."""
@@ -126,7 +126,7 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
         if fused_norm:
-            modes.enter_context(GpuKernels())
+            modes.enter_context(gpu_kernels())
         trainer = Trainer(
             recipe,
             mesh=mesh,

@@ -132,17 +132,18 @@ class _Rank:
 
     def _moments_of(self, stage: _Stage) -> Iterator[Held]:
         """When a stage's backward may be the fullest."""
-        live, whole = self.live, self._whole_gradients
+        live: float = self.live
+        whole = self._whole_gradients
+        if self._goes_round_once:
+            live *= (self.stages.index(stage) + 1) / len(self.stages)
         if stage.part.layers:
             yield self._forward(stage)
         if self.splits:
             yield from self._split_moments(stage)
         elif self._goes_round_once:
             # One stage after the other, the last first: gradients of one alone are whole, the later ones' are reduced.
-            at = self.stages.index(stage) + 1
             share = whole * (stage.blocks + stage.ends) / max(self.parameters, 1)
-            rest = max(live * at / len(self.stages) - 1, 1)
-            yield self._backward("backward", stage, rest, ends=False, gradients=share)
+            yield self._backward("backward", stage, max(live - 1, 1), ends=False, gradients=share)
         elif self.forwards > live:
             for ends in (False, True):
                 yield self._backward("backward", stage, live, ends=ends, gradients=whole)
@@ -204,6 +205,12 @@ class _Rank:
             ends = sum(stage.ends for stage in self.stages)
             return self.item * (ends + 2 * self.block_numel)
         return self.item * self.parameters
+
+    def _gathered_at(self, stage: _Stage) -> float:
+        """In a backward of a stage: where stages go one after the other, those that are done have freed theirs."""
+        if not self.sharded or self._frees_each or not self._goes_round_once:
+            return self._gathered
+        return self.item * sum(each.blocks + each.ends for each in self.stages[: self.stages.index(stage) + 1])
 
     @property
     def _frees_each(self) -> bool:
@@ -352,8 +359,8 @@ class _Rank:
 
     @property
     def _chunked_work(self) -> float:
-        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the table's,
-        which is added up in float32 where nothing as wide is there already."""
+        """Head and loss a chunk at a time: logits, their softmax, their gradient; the input's gradient, and the
+        table's, which is added up in float32 where nothing as wide is there already."""
         e, table, narrow = self.item, self.job.shape.hidden * self._vocab, self.item < 4
         logits = (self._chunk or 0) * self._vocab
         chunk = max(logits * (4 + 2 * e * narrow), 2 * e * logits + e * table if narrow else 0)
@@ -387,7 +394,7 @@ class _Rank:
 
     @property
     def _makes_gradients(self) -> int:
-        """Whether a product makes a weight's gradient of its own, that is then added to the total: where that is wider."""
+        """Whether a product makes a gradient of its own, that is then added to the total: where that is wider."""
         return 1 if self.item < self.master else 0
 
     @cached_property
@@ -433,8 +440,8 @@ class _Rank:
         )
 
     def _backward(self, moment: Moment, stage: _Stage, live: float, *, ends: bool, gradients: float) -> Held:
-        """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one that
-        is differentiated has but one block left."""
+        """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one
+        that is differentiated has but one block left."""
         count = len(self.stages)
         kept = self._kept_of_all * live / count
         logits = self._logits_of_all * live / count
@@ -446,7 +453,7 @@ class _Rank:
             gradients=gradients,
             activations=kept,
             logits=logits,
-            buffers=self._gathered + self._transport(live=live, gradients=moment != "first backward"),
+            buffers=self._gathered_at(stage) + self._transport(live=live, gradients=moment != "first backward"),
             temporary=self._work_at_end(stage) if ends else self._work_at_start(stage),
         )
 
@@ -462,6 +469,10 @@ class _Rank:
             "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=temporary
         )
         if not self.sharded:
+            sent = self.job.layout.reduce_bytes * stage.ends * (1 + 1 / self.shards) * (self.shards > 1)
+            yield self._held(
+                "last backward", gradients=whole, activations=0.0, logits=0.0, buffers=buffers, temporary=sent
+            )
             return
         width = self.master if whole else self.item
         others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
