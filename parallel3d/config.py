@@ -372,7 +372,7 @@ class _Key:
         # OmegaConf takes anything for text and any number for a bool; a person who writes so has mistaken the key.
         if str in self.choices and not isinstance(value, str | None):
             return False
-        if bool in self.choices and not isinstance(value, bool) and not (value is None and type(None) in self.choices):
+        if bool in self.choices and not isinstance(value, self.choices):
             return False
         section, _, leaf = self.name.rpartition(".")
         try:

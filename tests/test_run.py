@@ -28,7 +28,7 @@ SMALL = [
 ]
 METRICS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu",
-    "peak_memory_bytes", "val_loss",
+    "peak_memory_bytes", "val_loss", "loss_scale", "skipped_steps",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What `parallel3d-plan calibrate` measures between ranks: the layers' collectives and the pipeline's messages, through
-the functions that training uses (small ones between the processes of a host go through shared memory, others through gloo
-or NCCL), and how much ranks that compute at once slow each other down."""
+the functions that training uses (small ones between the processes of a host go through shared memory, others through
+gloo or NCCL), and how much ranks that compute at once slow each other down."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     """None where the numbers drawn do not suit each other."""
     tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 4, 8, 16))
     schedule = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
-    rule = STAGES_PER_RANK[schedule]  # type: ignore[index]
+    rule = STAGES_PER_RANK[schedule]
     virtual = 1 if rule.most == 1 else draw.choice((2, 3, 4))
     if model.layers < pp * virtual:
         return None
@@ -55,17 +55,17 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
         dp_shard=shards,
         tp=tp,
         virtual_stages=virtual,
-        schedule=schedule,  # type: ignore[arg-type]
+        schedule=schedule,
         microbatch_size=microbatch,
-        sharding=strategy,  # type: ignore[arg-type]
+        sharding=strategy,
         sequence_parallel=tp > 1 and draw.random() < 0.6,
-        recompute=draw.choice(("none", "none", "selective", "full")),  # type: ignore[arg-type]
+        recompute=draw.choice(("none", "none", "selective", "full")),
     )
     train = TrainConfig(
         steps=1,
         global_batch_size=microbatches * microbatch * parallel.dp,
         seq_len=draw.choice((1024, 2048, 4096, 8192)),
-        precision=draw.choice(("bf16", "bf16", "bf16", "fp32")),  # type: ignore[arg-type]
+        precision=draw.choice(("bf16", "bf16", "bf16", "fp32")),
     )
     if model.max_positions is not None:
         train = replace(train, seq_len=min(train.seq_len, model.max_positions))
