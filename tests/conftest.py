@@ -39,12 +39,26 @@ class World:
         answers = []
         for rank, (_, pipe) in enumerate(self._workers):
             if not pipe.poll(_LONGEST_JOB_S):
+                self.close()  # what still runs there would answer in the place of the next job
                 raise TimeoutError(f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s")
             answers.append(pipe.recv())
         failed = [f"rank {rank} of {self.size}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failed:
             pytest.fail("\n".join(failed), pytrace=False)
         return [value for _, value in answers]
+
+
+    @property
+    def is_open(self) -> bool:
+        return all(process.is_alive() for process, _ in self._workers)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(timeout=patience_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
@@ -78,7 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     pools: dict[int, World] = {}
 
     def pool(size: int) -> World:
-        if size not in pools:
+        if size not in pools or not pools[size].is_open:
             workers = []
             for rank in range(size):
                 ours, theirs = context.Pipe()
@@ -91,8 +105,4 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
     yield pool
     for each in pools.values():
-        for process, pipe in each._workers:
-            pipe.close()
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+        each.close(patience_s=5)
