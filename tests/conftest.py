@@ -47,7 +47,6 @@ class World:
             pytest.fail("\n".join(failed), pytrace=False)
         return [value for _, value in answers]
 
-
     @property
     def is_open(self) -> bool:
         return all(process.is_alive() for process, _ in self._workers)

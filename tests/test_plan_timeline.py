@@ -98,7 +98,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "no command is given; known are recommend, memory, timeline"),
+        ("", "no command is given; known are recommend, memory, verify, timeline"),
         ("timelime", "timelime: no such command; did you mean timeline?"),
         ("--frobnicate", "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help"),
         ("timeline", "--schedule: required, or --schedule-file; try --schedule 1f1b"),

@@ -138,7 +138,7 @@ def test_days_follow_from_tokens_per_second() -> None:
     best = search(asked, top=1).strategies[0]
     length = run_length(asked, best, tokens=1e12)
     assert length.days * 86_400 * best.cost.tokens_per_s_per_gpu * asked.gpus == pytest.approx(1e12)
-    assert length.price is None
+    assert length.price == pytest.approx(length.gpu_hours * asked.cluster.device.price_per_hour)
 
 
 def test_remedies_and_reasons_are_given() -> None:
