@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_memory import most_held
+from parallel3d.planner.own_memory import least_held, most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
 MemoryKind = Literal["allocated", "reserved", "device"]
@@ -60,13 +61,27 @@ def worst_rank(job: Job) -> RankMemory:
     return max(memory_by_rank(job), key=lambda memory: memory.total)
 
 
-def quick_worst_bytes(job: Job) -> float:
+def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
     """`worst_rank(job).total`, from the few ranks that can be it: the first, which holds most microbatches; the last,
-    which has the logits; and, where layers are uneven, the first of those that have most."""
+    which has the logits; and, where layers are uneven, the first of those that have most. Where a rank holds more than
+    `enough`, that rank's."""
     pp = job.layout.pp
     layers = [part.layers for part in job.ranks]
-    ranks = {0, pp - 1, layers.index(max(layers)), min(1, pp - 1)}
-    return max(rank_memory(job, rank).total for rank in ranks)
+    most = 0.0
+    for rank in dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1))):
+        most = max(most, rank_memory(job, rank).total)
+        if most > enough:
+            break
+    return most
+
+
+def least_bytes(job: Job) -> float:
+    """A lower bound of `worst_rank(job).total`, and of every other use of the job's data ranks, quickly: what is there
+    at rest, and the activations that a first backward finds. `job` splits everything over all of its data ranks. 0.0
+    for other engines."""
+    if not job.is_own:
+        return 0.0
+    return max(_total_of_own(job, *least_held(job, rank)) for rank in {0, job.layout.pp - 1})
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:
@@ -90,6 +105,13 @@ def _own(job: Job, rank: int) -> RankMemory:
         fragmentation=0.0 if job.on_cpu else engine.fragmentation * at_work + engine.cache_bytes,
         context=0.0 if job.on_cpu else engine.context_bytes,
     )
+
+
+def _total_of_own(job: Job, at_rest: float, at_work: float) -> float:
+    engine = job.engine
+    if job.on_cpu:
+        return at_rest + at_work
+    return at_rest + at_work * (1 + engine.fragmentation) + engine.cache_bytes + engine.context_bytes
 
 
 def _others(job: Job, rank: int) -> RankMemory:

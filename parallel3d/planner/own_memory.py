@@ -66,6 +66,15 @@ def most_held(job: Job, rank: int) -> Held:
     return max(_Rank(job, rank).moments(), key=lambda held: held.total)
 
 
+def least_held(job: Job, rank: int) -> tuple[float, float]:
+    """Bytes that a rank holds at rest, and at least beside them when its first backward begins."""
+    held = _Rank(job, rank)
+    at_rest = sum(held._at_rest)
+    if held.splits:  # how many forwards are alive then is for the schedule to say
+        return at_rest, 0.0
+    return at_rest, (held._kept_of_all + held._logits_of_all) * held.live / len(held.stages)
+
+
 @lru_cache(maxsize=4096)
 def _bytes_of(block: BlockActivations, recompute: BlockRecompute) -> int:
     return block.bytes(recompute)
