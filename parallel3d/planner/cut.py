@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -71,8 +72,15 @@ class Cut:
             found += counts[key] * len(self._kinds)
         return found
 
-    def fastest(self) -> Iterator[Priced]:
-        """What fits, in the order of time; of one use of the data ranks with the least recompute that fits."""
+    @cached_property
+    def least_s(self) -> float:
+        """What none of its layouts takes less than."""
+        families = (self._with(family, 0) for family in self._families)
+        return min(self._least_s(family, parallel) for family, parallel in families)
+
+    def fastest(self, *, within_s: float = inf) -> Iterator[Priced]:
+        """What fits, in the order of time; of one use of the data ranks with the least recompute that fits. Nothing
+        that takes longer than `within_s`."""
         usable, order = self._question.usable_bytes, count()
         heap: list[tuple[float, int, _Pending]] = []
 
@@ -87,6 +95,8 @@ class Cut:
         ready: list[Priced] = []  # that take equally long
         while heap:
             least_s, _, at = heappop(heap)
+            if least_s > within_s:
+                break
             if ready and least_s > ready[0].step_time_s:
                 yield from sorted(ready, key=lambda priced: priced.bytes)
                 ready = []
@@ -126,6 +136,9 @@ class Cut:
                         if found is None or bytes_ < found.bytes:
                             found = Priced(parallel, inf, bytes_)
         return found
+
+    def _with(self, family: _Family, kind: int) -> tuple[_Family, ParallelConfig]:
+        return family, replace(family.parallel, recompute=self._kinds[kind])
 
     def _bytes(self, parallel: ParallelConfig, *, enough: float) -> float:
         self.checked += 1

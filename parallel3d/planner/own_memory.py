@@ -76,6 +76,12 @@ def least_held(job: Job, rank: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
+def _neighbours(placement: tuple[int, ...], rank: int) -> tuple[bool, bool]:
+    pairs = list(zip(placement[:-1], placement[1:], strict=True))
+    return any(b == rank != a for a, b in pairs), any(a == rank != b for a, b in pairs)
+
+
+@lru_cache(maxsize=4096)
 def _bytes_of(block: BlockActivations, recompute: BlockRecompute) -> int:
     return block.bytes(recompute)
 
@@ -268,9 +274,7 @@ class _Rank:
     @cached_property
     def _neighbours(self) -> tuple[bool, bool]:
         """Whether another rank has a stage before one of this rank's, and after one."""
-        placement = self.job.placement
-        pairs = list(zip(placement[:-1], placement[1:], strict=True))
-        return any(b == self.rank != a for a, b in pairs), any(a == self.rank != b for a, b in pairs)
+        return _neighbours(self.job.placement, self.rank)
 
     def _transport(self, *, live: float, gradients: bool) -> float:
         """Receives that are open and sends that may not be done, beside the activations that backwards wait for.
@@ -516,4 +520,4 @@ class _Rank:
         )
 
     def _ends(self, part: StageSlice) -> tuple[Table, ...]:
-        return end_tables(self.job.shape, part, self.job.layout.tp)
+        return end_tables(self.job.shape, part, self.job.layout.tp) if part.embedding or part.head else ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from math import gcd
+from math import gcd, inf
 
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError
@@ -27,7 +27,7 @@ def search(question: Question, *, top: int = 10) -> Answer:
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
     cuts = _cuts(question)
-    found, best = _fastest(question, cuts, top)
+    found, best = _fastest(question, cuts, top, everywhere=True)
     nearest = [priced for cut in cuts if cut not in best and (priced := cut.leanest()) is not None]
     return Answer(
         strategies=tuple(found),
@@ -41,7 +41,7 @@ def search(question: Question, *, top: int = 10) -> Answer:
 
 def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
     """`search`'s strategies alone. Raises ConfigError likewise."""
-    return _fastest(question, _cuts(question), top)[0]
+    return _fastest(question, _cuts(question), top, everywhere=False)[0]
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
@@ -62,10 +62,20 @@ def _cuts(question: Question) -> list[Cut]:
     return cuts
 
 
-def _fastest(question: Question, cuts: list[Cut], top: int) -> tuple[list[Strategy], dict[Cut, Priced]]:
-    """The best, priced exactly; and of each way of cutting the model the best by the closed form."""
-    orders = {cut: cut.fastest() for cut in cuts}
-    best = {cut: priced for cut, order in orders.items() if (priced := next(order, None)) is not None}
+def _fastest(
+    question: Question, cuts: list[Cut], top: int, *, everywhere: bool
+) -> tuple[list[Strategy], dict[Cut, Priced]]:
+    """The best, priced exactly; and of each way of cutting the model, or unless `everywhere` of those that may have one
+    of them, the best by the closed form."""
+    best: dict[Cut, Priced] = {}
+    orders: dict[Cut, Iterator[Priced]] = {}
+    for cut in sorted(cuts, key=lambda cut: cut.least_s):
+        times = sorted(priced.step_time_s for priced in best.values())
+        is_enough = not everywhere and len(times) >= top + _SPARE_WAYS
+        orders[cut] = cut.fastest(within_s=times[top + _SPARE_WAYS - 1] if is_enough else inf)
+        priced = next(orders[cut], None)
+        if priced is not None:
+            best[cut] = priced
     is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
     ways = sorted(best, key=lambda cut: (best[cut].step_time_s, best[cut].bytes))[: top + _SPARE_WAYS]
     more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
