@@ -17,7 +17,7 @@ from math import inf
 
 from parallel3d.config import ParallelConfig, Recompute
 from parallel3d.planner.cost import Known, least_step_s, step_cost
-from parallel3d.planner.memory import least_bytes, quick_worst_bytes
+from parallel3d.planner.memory import Least, least_bytes, least_held, quick_worst_bytes
 from parallel3d.planner.priced import job_of
 from parallel3d.planner.question import Question
 from parallel3d.planner.space import freed, kinds, leanest_kinds, ways
@@ -38,7 +38,7 @@ class _Family:
 
     parallel: ParallelConfig
     known: Known = field(default_factory=dict)
-    floors: dict[Recompute, float] = field(default_factory=dict)
+    held: dict[Recompute, Least] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Pending:
     family: _Family
     parallel: ParallelConfig
     kind: int  # index of its recompute
-    is_family: bool
+    is_family: bool = False
 
 
 class Cut:
@@ -59,6 +59,7 @@ class Cut:
         self._question = question
         self._families = [_Family(parallel) for parallel in families]
         self._kinds = kinds(question)
+        self._states: dict[object, Least] = {}
 
     @property
     def size(self) -> int:
@@ -84,14 +85,23 @@ class Cut:
         usable, order = self._question.usable_bytes, count()
         heap: list[tuple[float, int, _Pending]] = []
 
-        def push(family: _Family, parallel: ParallelConfig, kind: int, *, is_family: bool = False) -> None:
+        def push_family(family: _Family, kind: int) -> None:
             if kind < len(self._kinds):
-                parallel = replace(parallel, recompute=self._kinds[kind])
-                least_s = self._least_s(family, parallel) if is_family else self._time_s(family, parallel)
-                heappush(heap, (least_s, next(order), _Pending(family, parallel, kind, is_family)))
+                parallel = replace(family.parallel, recompute=self._kinds[kind])
+                least_s = self._least_s(family, parallel)
+                heappush(heap, (least_s, next(order), _Pending(family, parallel, kind, is_family=True)))
+
+        def push(family: _Family, way: ParallelConfig, kind: int) -> bool:
+            """With the first recompute from this one on that may fit; whether that is this one."""
+            for index in range(kind, len(self._kinds)):
+                parallel = replace(way, recompute=self._kinds[index])
+                if self._floor(family, parallel) <= usable:
+                    heappush(heap, (self._time_s(family, parallel), next(order), _Pending(family, parallel, index)))
+                    return index == kind
+            return False
 
         for family in self._families:
-            push(family, family.parallel, 0, is_family=True)
+            push_family(family, 0)
         ready: list[Priced] = []  # that take equally long
         while heap:
             least_s, _, at = heappop(heap)
@@ -110,12 +120,12 @@ class Cut:
                 leaner = freed(self._question, at.parallel) if at.kind == 0 else None
                 if leaner is not None and leaner != at.parallel:
                     push(at.family, leaner, 0)
-            elif self._floor(at.family, self._kinds[at.kind]) > usable:
-                push(at.family, at.family.parallel, at.kind + 1, is_family=True)
+            elif self._family_floor(at.family, self._kinds[at.kind]) > usable:
+                push_family(at.family, at.kind + 1)
             else:
                 for way in ways(self._question, at.family.parallel):
-                    push(at.family, way, at.kind)
-                    leaner = freed(self._question, way) if at.kind else None  # without recompute none fits
+                    fits_plain = push(at.family, way, at.kind) and at.kind == 0
+                    leaner = None if fits_plain else freed(self._question, way)  # else once it is known not to fit
                     if leaner is not None:
                         push(at.family, leaner, at.kind)
         yield from sorted(ready, key=lambda priced: priced.bytes)
@@ -124,7 +134,9 @@ class Cut:
         """The layout that needs least, whether it fits or not."""
         found: Priced | None = None
         allowed = leanest_kinds(self._question, self.pp)
-        pairs = [(self._floor(family, kind), i, kind) for i, family in enumerate(self._families) for kind in allowed]
+        pairs = [
+            (self._family_floor(family, kind), i, kind) for i, family in enumerate(self._families) for kind in allowed
+        ]
         for floor, i, kind in sorted(pairs, key=lambda pair: pair[0]):
             if found is not None and floor >= found.bytes:
                 break
@@ -132,6 +144,8 @@ class Cut:
                 for each in (way, freed(self._question, way)):
                     if each is not None:
                         parallel = replace(each, recompute=kind)
+                        if found is not None and self._floor(self._families[i], parallel) >= found.bytes:
+                            continue
                         bytes_ = self._bytes(parallel, enough=found.bytes if found else inf)
                         if found is None or bytes_ < found.bytes:
                             found = Priced(parallel, inf, bytes_)
@@ -150,10 +164,26 @@ class Cut:
     def _time_s(self, family: _Family, parallel: ParallelConfig) -> float:
         return step_cost(job_of(self._question, parallel), exact=False, known=family.known).step_time_s
 
-    def _floor(self, family: _Family, kind: Recompute) -> float:
+    def _floor(self, family: _Family, parallel: ParallelConfig) -> float:
+        """What a layout holds at least."""
+        job = job_of(self._question, parallel)
+        layout = job.layout
+        data = (layout.strategy, layout.dp_shard, layout.gather)
+        key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
+        if key not in self._states:
+            self._states[key] = least_held(job)
+        return least_bytes(job, self._states[key], self._work(family, parallel.recompute))
+
+    def _family_floor(self, family: _Family, kind: Recompute) -> float:
         """What no layout of a family with this recompute can do without."""
-        if kind not in family.floors:
+        least = self._work(family, kind)
+        states = replace(least, gathered=(0.0,) * len(least.gathered))
+        return least_bytes(job_of(self._question, family.parallel), states, least)
+
+    def _work(self, family: _Family, kind: Recompute) -> Least:
+        """Of a family with everything split over all of its data ranks."""
+        if kind not in family.held:
             parallel = family.parallel
             split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD", recompute=kind)
-            family.floors[kind] = least_bytes(job_of(self._question, split))
-        return family.floors[kind]
+            family.held[kind] = least_held(job_of(self._question, split))
+        return family.held[kind]

@@ -8,7 +8,8 @@ from typing import Literal
 
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_memory import least_held, most_held
+from parallel3d.planner.own_memory import least_held as least_held_of_own
+from parallel3d.planner.own_memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
 MemoryKind = Literal["allocated", "reserved", "device"]
@@ -75,13 +76,32 @@ def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
     return most
 
 
-def least_bytes(job: Job) -> float:
-    """A lower bound of `worst_rank(job).total`, and of every other use of the job's data ranks, quickly: what is there
-    at rest, and the activations that a first backward finds. `job` splits everything over all of its data ranks. 0.0
-    for other engines."""
-    if not job.is_own:
-        return 0.0
-    return max(_total_of_own(job, *least_held(job, rank)) for rank in {0, job.layout.pp - 1})
+@dataclass(frozen=True)
+class Least:
+    """What the first and the last pipeline rank cannot do without, in bytes: at rest, in gathered parameters, in
+    activations."""
+
+    at_rest: tuple[float, ...]
+    gathered: tuple[float, ...]
+    activations: tuple[float, ...]
+
+
+def least_held(job: Job) -> Least:
+    """Of a job of this project's own engine; of others nothing is known so quickly."""
+    ranks = dict.fromkeys((0, job.layout.pp - 1))
+    parts = [least_held_of_own(job, rank) if job.is_own else (0.0, 0.0, 0.0) for rank in ranks]
+    at_rest, gathered, activations = zip(*parts, strict=True)
+    return Least(at_rest, gathered, activations)
+
+
+def least_bytes(job: Job, states: Least, work: Least) -> float:
+    """A lower bound of `worst_rank(job).total`, from the states of one job and the activations of another that has them
+    in common with it."""
+    engine = job.engine
+    around = 0.0 if job.on_cpu or not job.is_own else engine.cache_bytes + engine.context_bytes
+    more = 1.0 if job.on_cpu else 1 + engine.fragmentation
+    ranks = zip(states.at_rest, states.gathered, work.activations, strict=True)
+    return max(at_rest + more * (gathered + activations) for at_rest, gathered, activations in ranks) + around
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:
@@ -105,13 +125,6 @@ def _own(job: Job, rank: int) -> RankMemory:
         fragmentation=0.0 if job.on_cpu else engine.fragmentation * at_work + engine.cache_bytes,
         context=0.0 if job.on_cpu else engine.context_bytes,
     )
-
-
-def _total_of_own(job: Job, at_rest: float, at_work: float) -> float:
-    engine = job.engine
-    if job.on_cpu:
-        return at_rest + at_work
-    return at_rest + at_work * (1 + engine.fragmentation) + engine.cache_bytes + engine.context_bytes
 
 
 def _others(job: Job, rank: int) -> RankMemory:

@@ -66,13 +66,13 @@ def most_held(job: Job, rank: int) -> Held:
     return max(_Rank(job, rank).moments(), key=lambda held: held.total)
 
 
-def least_held(job: Job, rank: int) -> tuple[float, float]:
-    """Bytes that a rank holds at rest, and at least beside them when its first backward begins."""
+def least_held(job: Job, rank: int) -> tuple[float, float, float]:
+    """Bytes that a rank has at least when its first backward begins: at rest, in gathered parameters, and in
+    activations with logits. The first two are alike whatever is recomputed and however large a microbatch is."""
     held = _Rank(job, rank)
-    at_rest = sum(held._at_rest)
-    if held.splits:  # how many forwards are alive then is for the schedule to say
-        return at_rest, 0.0
-    return at_rest, (held._kept_of_all + held._logits_of_all) * held.live / len(held.stages)
+    activations = (held._kept_of_all + held._logits_of_all) * held.live / len(held.stages)
+    # How many forwards are alive where backwards are split is for the schedule to say.
+    return sum(held._at_rest), held._gathered, 0.0 if held.splits else activations
 
 
 @lru_cache(maxsize=4096)
