@@ -18,8 +18,9 @@ from parallel3d.planner.cases import read_cases
 from parallel3d.planner.cost import step_cost
 from parallel3d.planner.hardware import load_cluster
 from parallel3d.planner.named import named_shape
+from parallel3d.planner.priced import job_of, strategy
 from parallel3d.planner.question import Fixed, Question
-from parallel3d.planner.search import job_of, search, strategy
+from parallel3d.planner.search import search
 from parallel3d.planner.shapes import from_config
 from parallel3d.tools import plan_score
 from parallel3d.validation import validate

@@ -18,7 +18,7 @@ from parallel3d.planner.question import Answer, Fixed, Question
 from parallel3d.planner.ranking import compare, rank
 from parallel3d.planner.report import Plan, page
 from parallel3d.planner.report_json import to_json
-from parallel3d.planner.search import search
+from parallel3d.planner.search import fastest
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import larger_devices
 from parallel3d.tools.plan_emit import emit_recipe, recipe_of_plan
@@ -78,7 +78,7 @@ def _remedies(question: Question, answer: Answer) -> Sequence[str]:
     """What would fit: fewer constraints first, then more devices, shorter sequences, larger devices."""
     found = []
     if question.fixed.recompute not in (None, "full"):
-        leaner = search(replace(question, fixed=replace(question.fixed, recompute="full")), top=1).strategies
+        leaner = fastest(replace(question, fixed=replace(question.fixed, recompute="full")))
         if leaner:
             found.append(f"recompute=full in the place of {question.fixed.recompute}")
     found += list(remedies(question))

@@ -17,9 +17,9 @@ from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Reci
 from parallel3d.errors import ConfigError, RankError
 from parallel3d.launch import launch_local
 from parallel3d.planner.hardware import Cluster, cluster_from_tree
+from parallel3d.planner.priced import strategy
 from parallel3d.planner.question import Question
 from parallel3d.planner.report_text import layout_text
-from parallel3d.planner.search import strategy
 from parallel3d.planner.shapes import from_config
 from parallel3d.rendezvous import Rendezvous
 

@@ -123,7 +123,8 @@ def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, float]:
 def _lines(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Iterator[str]:
     q, known = plan.question, plan.accuracy
     yield f"# {q.shape.name} on {q.gpus} x {q.cluster.device.name}: planned by parallel3d-plan, the best of"
-    yield f"# {plan.answer.considered:,} layouts, {plan.answer.fitting:,} of which fit."
+    answer = plan.answer
+    yield f"# {answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them."
     yield f"#   step    {best.cost.step_time_s:.3g} s: {time_text(best.cost.parts)}"
     yield f"#   speed   {best.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {best.cost.mfu:.1%}"
     yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"

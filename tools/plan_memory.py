@@ -11,6 +11,7 @@ from dataclasses import replace
 from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.explain import explain
 from parallel3d.planner.memory import memory_by_rank
+from parallel3d.planner.priced import job_of, strategy
 from parallel3d.planner.question import Question
 from parallel3d.planner.report import limits
 from parallel3d.planner.report_json import (
@@ -21,7 +22,6 @@ from parallel3d.planner.report_json import (
     rounded,
 )
 from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si
-from parallel3d.planner.search import job_of, strategy
 from parallel3d.planner.shapes import padded, stage_parameters, total_parameters
 from parallel3d.tools.arguments import Parser
 from parallel3d.tools.plan_options import add_options

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.priced import strategy
 from parallel3d.planner.question import Answer, Question, Strategy
-from parallel3d.planner.search import search, strategy
+from parallel3d.planner.search import fastest
 
 _MOST_DOUBLINGS = 16
 _SECONDS_PER_DAY = 86_400
@@ -103,7 +104,7 @@ def _whole_nodes(node: int, most: int) -> Iterator[int]:
 
 def _best(question: Question) -> Strategy | None:
     try:
-        found = search(question, top=1).strategies
+        found = fastest(question, top=1)
     except ConfigError:  # the batch or the shape does not divide
         return None
     return found[0] if found else None

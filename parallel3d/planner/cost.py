@@ -91,6 +91,14 @@ def step_cost(job: Job, *, exact: bool = True, known: Known | None = None) -> Co
     )
 
 
+def least_step_s(job: Job, *, known: Known) -> float:
+    """What no layout with this pipeline takes less than, however it uses its data ranks: its microbatches, and what
+    every step has. 0.0 where measurements price the step as a whole."""
+    if job.cluster.measured is not None and job.engine.name == PARALLEL3D.name:
+        return 0.0
+    return _known_pipeline(job, kernels_of(job), exact=False, known=known).seconds + job.engine.step_overhead_s
+
+
 def _calibrated(job: Job, *, exact: bool) -> TimeParts | None:
     measured = job.cluster.measured
     if measured is None or job.engine.name != PARALLEL3D.name:
@@ -100,15 +108,20 @@ def _calibrated(job: Job, *, exact: bool) -> TimeParts | None:
 
 def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
     kernels, layout = kernels_of(job), job.layout
-    pipeline = known.get(layout.recompute) if known is not None else None
-    if pipeline is None:
-        pipeline = _pipeline(job, kernels, exact=exact)
-        if known is not None:
-            known[layout.recompute] = pipeline
+    pipeline = _known_pipeline(job, kernels, exact=exact, known=known)
     rank_parameters = max(stage_parameters(job.shape, part, layout.tp) for part in {*job.ranks})
     data = _data_parallel(job, pipeline, rank_parameters)
     optimizer = _optimizer_s(job, kernels, rank_parameters)
     return _parts(job, pipeline, data, optimizer + _tied_embeddings_s(job))
+
+
+def _known_pipeline(job: Job, kernels: Kernels, *, exact: bool, known: Known | None) -> _Pipeline:
+    if known is None:
+        return _pipeline(job, kernels, exact=exact)
+    recompute = job.layout.recompute
+    if recompute not in known:
+        known[recompute] = _pipeline(job, kernels, exact=exact)
+    return known[recompute]
 
 
 def _pipeline(job: Job, kernels: Kernels, *, exact: bool) -> _Pipeline:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
+from parallel3d.planner.own_memory import least_held as least_held_of_own
 from parallel3d.planner.own_memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
@@ -60,13 +62,46 @@ def worst_rank(job: Job) -> RankMemory:
     return max(memory_by_rank(job), key=lambda memory: memory.total)
 
 
-def quick_worst_bytes(job: Job) -> float:
+def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
     """`worst_rank(job).total`, from the few ranks that can be it: the first, which holds most microbatches; the last,
-    which has the logits; and, where layers are uneven, the first of those that have most."""
+    which has the logits; and, where layers are uneven, the first of those that have most. Where a rank holds more than
+    `enough`, that rank's."""
     pp = job.layout.pp
     layers = [part.layers for part in job.ranks]
-    ranks = {0, pp - 1, layers.index(max(layers)), min(1, pp - 1)}
-    return max(rank_memory(job, rank).total for rank in ranks)
+    most = 0.0
+    for rank in dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1))):
+        most = max(most, rank_memory(job, rank).total)
+        if most > enough:
+            break
+    return most
+
+
+@dataclass(frozen=True)
+class Least:
+    """What the first and the last pipeline rank cannot do without, in bytes: at rest, in gathered parameters, in
+    activations."""
+
+    at_rest: tuple[float, ...]
+    gathered: tuple[float, ...]
+    activations: tuple[float, ...]
+
+
+def least_held(job: Job) -> Least:
+    """Of a job of this project's own engine; of others nothing is known so quickly."""
+    ranks = dict.fromkeys((0, job.layout.pp - 1))
+    parts = [least_held_of_own(job, rank) if job.is_own else (0.0, 0.0, 0.0) for rank in ranks]
+    at_rest, gathered, activations = zip(*parts, strict=True)
+    return Least(at_rest, gathered, activations)
+
+
+def least_bytes(job: Job, states: Least, work: Least) -> float:
+    """A lower bound of `worst_rank(job).total`, from the states of one job and the activations of another that has them
+    in common with it."""
+    engine = job.engine
+    around = 0.0 if job.on_cpu or not job.is_own else engine.cache_bytes + engine.context_bytes
+    more = 1.0 if job.on_cpu else 1 + engine.fragmentation
+    ranks = zip(states.at_rest, states.gathered, work.activations, strict=True)
+    return max(at_rest + more * (gathered + activations) for at_rest, gathered, activations in ranks) + around
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:

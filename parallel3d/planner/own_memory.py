@@ -66,6 +66,21 @@ def most_held(job: Job, rank: int) -> Held:
     return max(_Rank(job, rank).moments(), key=lambda held: held.total)
 
 
+def least_held(job: Job, rank: int) -> tuple[float, float, float]:
+    """Bytes that a rank has at least when its first backward begins: at rest, in gathered parameters, and in
+    activations with logits. The first two are alike whatever is recomputed and however large a microbatch is."""
+    held = _Rank(job, rank)
+    activations = (held._kept_of_all + held._logits_of_all) * held.live / len(held.stages)
+    # How many forwards are alive where backwards are split is for the schedule to say.
+    return sum(held._at_rest), held._gathered, 0.0 if held.splits else activations
+
+
+@lru_cache(maxsize=4096)
+def _neighbours(placement: tuple[int, ...], rank: int) -> tuple[bool, bool]:
+    pairs = list(zip(placement[:-1], placement[1:], strict=True))
+    return any(b == rank != a for a, b in pairs), any(a == rank != b for a, b in pairs)
+
+
 @lru_cache(maxsize=4096)
 def _bytes_of(block: BlockActivations, recompute: BlockRecompute) -> int:
     return block.bytes(recompute)
@@ -259,9 +274,7 @@ class _Rank:
     @cached_property
     def _neighbours(self) -> tuple[bool, bool]:
         """Whether another rank has a stage before one of this rank's, and after one."""
-        placement = self.job.placement
-        pairs = list(zip(placement[:-1], placement[1:], strict=True))
-        return any(b == self.rank != a for a, b in pairs), any(a == self.rank != b for a, b in pairs)
+        return _neighbours(self.job.placement, self.rank)
 
     def _transport(self, *, live: float, gradients: bool) -> float:
         """Receives that are open and sends that may not be done, beside the activations that backwards wait for.
@@ -507,4 +520,4 @@ class _Rank:
         )
 
     def _ends(self, part: StageSlice) -> tuple[Table, ...]:
-        return end_tables(self.job.shape, part, self.job.layout.tp)
+        return end_tables(self.job.shape, part, self.job.layout.tp) if part.embedding or part.head else ()

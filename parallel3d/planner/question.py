@@ -83,11 +83,12 @@ class LeftOut:
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """`strategies`, best first; every other tp x pp is in `rejected`, nearest to fitting first, or in `left_out`;
-    `leanest`: of each way of cutting the model that fits, by memory; how many layouts were weighed, and fit."""
+    `considered`: how many layouts there are; `checked`, `fitting`: those whose memory was computed, and that fit. The
+    others are slower than what is told, or hold too much by a lower bound."""
 
     strategies: tuple[Strategy, ...]
-    leanest: tuple[ParallelConfig, ...]
     rejected: tuple[Rejected, ...]
     left_out: tuple[LeftOut, ...]
     considered: int
+    checked: int
     fitting: int

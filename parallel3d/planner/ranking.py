@@ -9,7 +9,7 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
 from parallel3d.planner.question import Answer, Fixed, Question, Rejected, Strategy
-from parallel3d.planner.search import search, strategy
+from parallel3d.planner.search import fastest, leanest, search
 from parallel3d.planner.time_parts import TimeParts
 
 Objective = Literal["throughput", "memory", "cost"]
@@ -31,7 +31,7 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """The answer with its strategies in this order. By cost `question.gpus` is the most, and halves of it compete."""
     answer = search(question, top=top)
     if objective == "memory" and answer.strategies:
-        return replace(answer, strategies=_leanest(question, answer, top))
+        return replace(answer, strategies=tuple(leanest(question, top=top)))
     if objective == "cost":
         return replace(answer, strategies=_cheapest(question, answer, top))
     return answer
@@ -61,11 +61,6 @@ def at_size(question: Question, found: Strategy) -> Question:
     return replace(question, gpus=found.parallel.world_size)
 
 
-def _leanest(question: Question, answer: Answer, top: int) -> tuple[Strategy, ...]:
-    """The leanest layout of each tp and pp that fits."""
-    return tuple(strategy(question, parallel) for parallel in answer.leanest[:top])
-
-
 def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
     """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
     devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
@@ -74,7 +69,7 @@ def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ..
     while gpus % 2 == 0:
         gpus //= 2
         try:
-            smaller = search(replace(question, gpus=gpus), top=_FROM_EACH_SIZE).strategies
+            smaller = fastest(replace(question, gpus=gpus), top=_FROM_EACH_SIZE)
         except ConfigError:  # what is fixed, or the batch, does not divide so few
             continue
         found.extend(smaller)

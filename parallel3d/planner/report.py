@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import RunLength, reasons, run_length
+from parallel3d.planner.priced import strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
 from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
-from parallel3d.planner.search import strategy
 from parallel3d.planner.shapes import padded, total_parameters
 
 _GIB = 2**30
@@ -148,7 +148,8 @@ def _searched(plan: Plan) -> str:
     rest += f"; {slower} more are slower" if slower else ""
     ruled_out = len(answer.left_out) - slower
     rest += f"; {ruled_out} more break a rule (--json says which)" if ruled_out else ""
-    return f"{answer.considered:,} layouts weighed, {answer.fitting:,} fit; {_RANKED[plan.objective]}{rest}"
+    looked = f"{answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them"
+    return f"{looked}; {_RANKED[plan.objective]}{rest}"
 
 
 def _winner(plan: Plan, best: Strategy) -> Iterator[str]:

@@ -29,6 +29,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
             "considered": plan.answer.considered,
+            "checked": plan.answer.checked,
             "fitting": plan.answer.fitting,
             "seconds": plan.seconds,
         },

@@ -1,0 +1,29 @@
+"""A layout of a question as a job, and priced exactly."""
+
+from __future__ import annotations
+
+from parallel3d.config import ParallelConfig
+from parallel3d.planner.cost import step_cost
+from parallel3d.planner.job import Job, from_config
+from parallel3d.planner.memory import worst_rank
+from parallel3d.planner.question import Question, Strategy
+from parallel3d.planner.shapes import padded
+
+
+def job_of(question: Question, parallel: ParallelConfig) -> Job:
+    """A layout as a job. Where tp does not divide the vocabulary the model is planned with a padded one, which its
+    recipe must then have too (`shapes.padded`)."""
+    return Job(
+        shape=padded(question.shape, parallel.tp),
+        cluster=question.cluster,
+        layout=from_config(parallel, question.global_batch_size),
+        engine=question.engine,
+        seq_len=question.seq_len,
+        precision=question.precision,
+    )
+
+
+def strategy(question: Question, parallel: ParallelConfig) -> Strategy:
+    """A layout priced exactly, whether it fits or not."""
+    job = job_of(question, parallel)
+    return Strategy(parallel=parallel, memory=worst_rank(job), cost=step_cost(job))

@@ -1,0 +1,74 @@
+"""The order of a search: nothing that fits is passed over, and the bounds that spare work are bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.config import ModelConfig, ParallelConfig, ScheduleName
+from parallel3d.planner.cost import least_step_s, step_cost
+from parallel3d.planner.cut import Cut
+from parallel3d.planner.hardware import load_cluster
+from parallel3d.planner.memory import least_bytes, least_held, worst_rank
+from parallel3d.planner.priced import job_of
+from parallel3d.planner.question import Question
+from parallel3d.planner.shapes import from_config
+from parallel3d.planner.space import families, freed, kinds, ways
+from parallel3d.tools import plan_score
+
+MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632, vocab=32000)
+
+
+def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
+    cluster = load_cluster("a100-40gb", [plan_score.HARDWARE])
+    asked = Question(shape=from_config(MODEL), cluster=cluster, gpus=8, seq_len=2048, global_batch_size=16)
+    names = schedules or ("1f1b", "interleaved_1f1b")
+    return replace(asked, memory_fraction=memory_fraction, schedules=names)
+
+
+def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    for way in ways(asked, family):
+        for each in (way, freed(asked, way)):
+            if each is not None:
+                yield from (replace(each, recompute=kind) for kind in kinds(asked))
+
+
+@pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
+def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
+    asked, seen = question(0.95, *schedules), 0
+    for family in families(asked):
+        for parallel in every(asked, family):
+            job = job_of(asked, parallel)
+            least, split = least_held(job), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            all_split = least_held(job_of(asked, replace(split, sharding="FULL_SHARD", gather="step", reduce="step")))
+            total = worst_rank(job).total
+            assert least_bytes(job, least, least) <= total, parallel
+            nothing_gathered = replace(all_split, gathered=tuple(0.0 for _ in all_split.gathered))
+            assert least_bytes(job, nothing_gathered, all_split) <= total, parallel
+            assert least_step_s(job, known={}) <= step_cost(job, exact=False).step_time_s, parallel
+            seen += 1
+    assert seen > 100
+
+
+@pytest.mark.parametrize("memory_fraction", [0.9, 0.3, 0.2, 0.12])
+def test_a_cut_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
+    """Against every layout priced and weighed, whatever the memory: the fastest, and the leanest."""
+    asked = question(memory_fraction)
+    by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
+    for family in families(asked):
+        by_way.setdefault((family.tp, family.pp), []).append(family)
+    for (tp, pp), own in by_way.items():
+        jobs = {parallel: job_of(asked, parallel) for family in own for parallel in every(asked, family)}
+        held = {parallel: worst_rank(job).total for parallel, job in jobs.items()}
+        times = [
+            step_cost(jobs[p], exact=False).step_time_s for p, bytes_ in held.items() if bytes_ <= asked.usable_bytes
+        ]
+        cut = Cut(asked, tp, pp, own)
+        told = [priced.step_time_s for priced in cut.fastest()]
+        assert told == sorted(told)
+        assert told[:1] == sorted(times)[:1]
+        leanest = cut.leanest()
+        assert leanest is not None and leanest.bytes == pytest.approx(min(held.values()))
+        assert cut.size == len(held)
