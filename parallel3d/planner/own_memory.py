@@ -117,6 +117,8 @@ class _Rank:
         self.forwards = layout.microbatches * len(self.stages)
         self.parameters = sum(stage.blocks + stage.ends for stage in self.stages)
         blocks = sum(stage.part.layers for stage in self.stages)
+        # Gathered by ranks' parts of one size.
+        self.block_gathered = sum(table.shard(self.shards) for table in self.block_tables) * self.shards
         self.shard = blocks * sum(table.shard(self.shards) for table in self.block_tables)
         self.shard += sum(t.shard(self.shards) for stage in self.stages for t in self._ends(stage.part))
 
@@ -167,16 +169,24 @@ class _Rank:
     def _split_moments(self, stage: _Stage) -> Iterator[Held]:
         """Where backwards are split: as their halves begin, the schedule having so many forwards alive and so many
         second halves put off."""
+        put_off = sum(map(self._put_off, self.stages)) / len(self.stages)
         for state in split_states(self.job.layout)[self.rank]:
             gradients = 0.0 if state.is_first else self._whole_gradients
-            weights_of: Weights = "later" if state.kind is Kind.INPUT else "new" if state.is_first else "added"
-            held = self._backward(
-                "backward", stage, state.alive, ends=False, gradients=gradients, weights=weights_of
-            )
-            waiting = state.put_off * sum(map(self._put_off, self.stages)) / len(self.stages)
-            weights = self.item * (stage.blocks + stage.ends) if self.sharded else 0.0
-            temporary = weights if state.kind is Kind.WEIGHT else held.temporary
-            yield replace(held, activations=held.activations + waiting, temporary=temporary)
+            made: Weights = "later" if state.kind is Kind.INPUT else "new" if state.is_first else "added"
+            held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients, weights=made)
+            held = replace(held, activations=held.activations + state.put_off * put_off)
+            if state.kind is Kind.WEIGHT:
+                yield replace(held, temporary=self.item * (stage.blocks + self._head(stage)) * self._makes(made))
+                continue
+            yield held
+            if state.kind is Kind.INPUT and stage.part.layers:  # as it ends
+                now_put_off = self._put_off(stage) - self._kept(stage)
+                yield replace(
+                    held,
+                    activations=held.activations + now_put_off,
+                    logits=held.logits - self._logits(stage),
+                    temporary=self._boundary + self._embedding_work(stage),
+                )
 
     def _put_off(self, stage: _Stage) -> float:
         """What waits for the second half of a backward: each product's input and its output's gradient."""
@@ -208,12 +218,12 @@ class _Rank:
         if not self.sharded:
             return 0.0
         if self._frees_forward:  # a block in use, and the one that is gathered ahead
-            return self.item * (self._ends_of_all + min(2, self._blocks_of_all) * self.block_numel)
-        return self.item * self.parameters
+            return self.item * (self._ends_of_all + min(2, self._blocks_of_all) * self.block_gathered)
+        return self.item * (self._ends_of_all + self._blocks_of_all * self.block_gathered)
 
     @property
     def _ends_of_all(self) -> int:
-        return sum(stage.ends for stage in self.stages)
+        return sum(t.shard(self.shards) * self.shards for stage in self.stages for t in self._ends(stage.part))
 
     @property
     def _blocks_of_all(self) -> int:
@@ -224,11 +234,15 @@ class _Rank:
         if not self.sharded or self._frees_forward:
             return self._gathered
         if self.job.layout.gather == "microbatch" and ends:
-            return self.item * (self.parameters - stage.blocks + min(2, stage.part.layers) * self.block_numel)
+            return self._gathered - self.item * max(stage.part.layers - 2, 0) * self.block_gathered
         if not self._goes_round_once:
             return self._gathered
         # Where stages go one after the other, those that are done have freed theirs.
-        return self.item * sum(each.blocks + each.ends for each in self.stages[: self.stages.index(stage) + 1])
+        return self.item * sum(map(self._gathered_of, self.stages[: self.stages.index(stage) + 1]))
+
+    def _gathered_of(self, stage: _Stage) -> int:
+        ends = sum(table.shard(self.shards) for table in self._ends(stage.part)) * self.shards
+        return ends + stage.part.layers * self.block_gathered
 
     @property
     def _frees_forward(self) -> bool:
@@ -367,7 +381,7 @@ class _Rank:
         if stage.part.head:
             e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
             if self._chunk is None:
-                ahead = self._frees_forward * self.item * self.block_numel * (self._blocks_of_all > 1)  # not yet
+                ahead = self._frees_forward * self.item * self.block_gathered * (self._blocks_of_all > 1)  # not yet
                 found.append(4.0 * self.tokens * vocab - ahead)  # softmax in float32
                 found.append(self._into_columns + e * hidden * vocab * self._makes(weights) - ahead)
             else:
@@ -378,9 +392,12 @@ class _Rank:
         return max(found)
 
     def _heads_gradient(self, stage: _Stage, weights: Weights) -> float:
-        """That of the head, which waits beside the total until its stage is done, or is the total."""
-        waits = stage.part.head and not self.whole and self._makes(weights)
-        return float(self.item * self.job.shape.hidden * self._vocab) if waits else 0.0
+        """Bytes of the head's, which waits beside the total until its stage is done, or is the total."""
+        return float(self.item * self._head(stage)) if not self.whole and self._makes(weights) else 0.0
+
+    def _head(self, stage: _Stage) -> int:
+        """Numbers of a stage's output table."""
+        return self.job.shape.hidden * self._vocab if stage.part.head else 0
 
     def _makes(self, weights: Weights) -> bool:
         """Whether a product makes a gradient of its own: the first, or one that is added to a wider total."""
@@ -403,13 +420,17 @@ class _Rank:
         gradients = self._heads_gradient(stage, weights)
         found = [self._block_work(weights) + gradients if stage.part.layers else 0.0]
         if stage.part.embedding:
-            e, hidden = self.item, self.job.shape.hidden
-            numbers = self.tokens * hidden
-            table = e * hidden * self._vocab if self.sharded else 4 * numbers * self._makes(weights)
-            own = e * numbers * (1 if self.job.layout.tp > 1 else 0)
-            gathered = e * numbers if self._gathers_sequence else 0
-            found.append(gradients + self._boundary + gathered + own + table - self._one_block)
+            found.append(gradients + self._boundary + self._embedding_work(stage) - self._one_block)
         return max(found)
+
+    def _embedding_work(self, stage: _Stage) -> float:
+        """Beside the gradient that comes to it: that gathered, that of its own rows, and the table's."""
+        if not stage.part.embedding:
+            return 0.0
+        e, hidden = self.item, self.job.shape.hidden
+        numbers = self.tokens * hidden
+        table = e * hidden * self._vocab if self.sharded else 4 * numbers * (e < self.master or self.alone)
+        return float(e * numbers * ((self.job.layout.tp > 1) + self._gathers_sequence) + table)
 
     @cached_property
     def _one_block(self) -> float:
@@ -508,7 +529,7 @@ class _Rank:
             "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=sent + at_work
         )
         width = self.master if whole else self.item
-        others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
+        others = self._gathered - self.item * stage.part.layers * self.block_gathered + self._transport(live=0, gradients=True)
         yield self._held(
             "last backward",
             gradients=whole * (1 - stage.blocks / self.parameters) if whole else width * stage.ends,
