@@ -11,6 +11,8 @@ from torch import nn
 
 from parallel3d.config import ParallelConfig
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, own_count, sent_bytes
+from parallel3d.sharding.packing import Packing
+from parallel3d.sharding.part import own_rows
 from parallel3d.sharding.strategy import sharding_faults
 from parallel3d.sharding.units import units_of
 
@@ -138,3 +140,17 @@ def test_a_tied_parameter_is_in_one_unit() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="layers.* matches no module; its children are embed, blocks, head"):
         units_of(Tree(), ["layers.*"])
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(8, 4), (10, 4), (3, 8), (9, 4), (1, 1)])
+def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> None:
+    tensors = [torch.arange(rows * 6.0).view(rows, 2, 3), torch.arange(float(rows)), torch.arange(7.0).view(7, 1)]
+    packing = Packing([tensor.shape for tensor in tensors], ranks)
+    packed = packing.pack(tensors, torch.float32)
+    for rank in range(ranks):
+        own = [torch.zeros_like(own_rows(tensor, rank, ranks)) for tensor in tensors]
+        packing.unpack_own(packed[rank], own)
+        assert all(torch.equal(part, own_rows(t, rank, ranks)) for part, t in zip(own, tensors, strict=True))
+    back = [torch.zeros_like(tensor) for tensor in tensors]
+    packing.unpack(packed, back)
+    assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))

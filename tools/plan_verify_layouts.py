@@ -1,4 +1,4 @@
-"""Random layouts for `plan_verify_grid`: named models, Llamas and GPTs up to 405B and 1T, on up to 16,384 ranks."""
+"""Random layouts for `plan_verify_grid`: named models, Llamas and GPTs up to 175B and 405B, on up to 16,384 ranks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from dataclasses import replace
 
 import yaml
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, Recompute, ScheduleName, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.pipeline.schedules import STAGES_PER_RANK
+from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD
+from parallel3d.sharding.strategy import WHOLE, How, ShardingName
 from parallel3d.validation import validate
 
 _MOST_RANKS = 16_384
-_SCHEDULES = ("1f1b", "1f1b", "interleaved_1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "looped_bfs")
-_STRATEGIES = (None, None, "SHARD_OPTIMIZER", "NO_SHARD", "SHARD_GRAD_OP")
-_MOST_BLOCKS = 96  # forwards and backwards of a block in a dry run, so that it takes seconds
+_SCHEDULES: tuple[ScheduleName, ...] = (
+    *("1f1b", "1f1b", "interleaved_1f1b", "interleaved_1f1b", "gpipe", "looped_bfs"),
+    *("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"),
+)
+_STRATEGIES: tuple[ShardingName | None, ...] = (None, None, "SHARD_OPTIMIZER", "NO_SHARD", "SHARD_GRAD_OP")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every_n")
+_HOW: tuple[How, ...] = ("step", "step", "microbatch")
+_FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
+_LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
+_MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 
 def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
     """(recipe, pipeline rank), each a layout that the trainer accepts."""
     draw = random.Random(seed)
     cards = shape_cards()
-    names = sorted(name for name in cards if name.startswith(("llama", "gpt", "qwen", "mistral", "megatron")))
+    names = sorted(name for name in cards if name.startswith(_FAMILIES))
+    large = [name for name in _LARGE if name in cards]
     found = 0
     while found < count:
-        name = draw.choice(names)
+        name = draw.choice(names if found % 4 else large)
         recipe = _layout(draw, ModelConfig(name=name, **yaml.safe_load(cards[name].read_text())))
         if recipe is not None:
             found += 1
@@ -37,16 +46,19 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     """None where the numbers drawn do not suit each other."""
     tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 4, 8, 16))
-    schedule = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
-    rule = STAGES_PER_RANK[schedule]
-    virtual = 1 if rule.most == 1 else draw.choice((2, 3, 4))
+    schedule: ScheduleName = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
+    most = STAGES_PER_RANK[schedule].most
+    virtual = draw.choice((2, 3, 4)) if most is None else most
     if model.layers < pp * virtual:
         return None
-    shards = draw.choice((1, 2, 8, 32, 128, 512))
     replicas = draw.choice((1, 1, 2, 4))
+    everyone = _MOST_RANKS // (pp * tp * replicas)
+    shards = draw.choice((1, 2, 8, 32, 128, 512, everyone, everyone))
     strategy = draw.choice(_STRATEGIES)
     if strategy == "SHARD_GRAD_OP" and replicas > 1:
         strategy = "_HYBRID_SHARD_ZERO2"
+    whole = strategy in WHOLE
+    recompute = draw.choice(_RECOMPUTE)
     microbatch = draw.choice((1, 1, 2, 4))
     microbatches = pp * draw.choice((1, 2, 4)) if virtual > 1 else draw.choice((1, 2, pp, 2 * pp, 3 * pp + 1))
     parallel = ParallelConfig(
@@ -59,7 +71,10 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
         microbatch_size=microbatch,
         sharding=strategy,
         sequence_parallel=tp > 1 and draw.random() < 0.6,
-        recompute=draw.choice(("none", "none", "selective", "full")),
+        recompute=recompute,
+        recompute_every=draw.choice((2, 3)) if recompute == "every_n" else None,
+        gather="step" if whole else draw.choice(_HOW),
+        reduce="step" if whole or schedule in WHOLE_INSTEAD else draw.choice(_HOW),
     )
     train = TrainConfig(
         steps=1,

@@ -41,6 +41,7 @@ class Layout:
     gather: How = "step"
     reduce: How = "step"
     reduce_bytes: int = 4  # of a gradient on its way
+    bucket_bytes: int = 25 * 2**20  # of gradients of whole parameters that are sent in one go, at least
     dp_shard: int = 1
     recompute_every: int = 1  # of so many blocks one is recomputed
 
@@ -225,6 +226,7 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
         gather=parallel.gather,
         reduce=parallel.reduce,
         reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
+        bucket_bytes=int(parallel.bucket_mib * 2**20),
         dp_shard=shards,
         recompute_every=parallel.recompute_every or 1,
     )

@@ -29,6 +29,7 @@ from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.activations import live_microbatches, split_states
 from parallel3d.planner.job import Job
+from parallel3d.planner.own_buckets import published_by, sent_by
 from parallel3d.planner.parameters import Table, block_tables, end_tables, vocabulary_rows
 from parallel3d.planner.shapes import StageSlice
 from parallel3d.sharding.strategy import WHOLE, ZERO_3
@@ -37,8 +38,9 @@ _SPLITS = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 _CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
 _POSTED = 3  # receives from each rank that are open at once (pipeline.transport.AHEAD, and the one waited for)
 _UNDER_WAY = 4  # sends to each rank that are kept until they are done (pipeline.transport.IN_FLIGHT)
-_BUCKET = 25 * 2**20  # bytes of gradients that NO_SHARD and SHARD_OPTIMIZER send in one go (sharding.apply.BUCKET_MIB)
 
+# What a backward does with the weights' gradients: new ones, added to those there are, or left for its second half.
+Weights = Literal["new", "added", "later"]
 Moment = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
 
 
@@ -130,6 +132,8 @@ class _Rank:
         self.forwards = layout.microbatches * len(self.stages)
         self.parameters = sum(stage.blocks + stage.ends for stage in self.stages)
         blocks = sum(stage.part.layers for stage in self.stages)
+        # Gathered by ranks' parts of one size.
+        self.block_gathered = sum(table.shard(self.shards) for table in self.block_tables) * self.shards
         self.shard = blocks * sum(table.shard(self.shards) for table in self.block_tables)
         self.shard += sum(t.shard(self.shards) for stage in self.stages for t in self._ends(stage.part))
 
@@ -165,8 +169,9 @@ class _Rank:
         elif live > 1:
             yield self._backward("backward", stage, live - 1, ends=False, gradients=whole)
         if not self.splits:
-            yield self._backward("first backward", stage, live, ends=False, gradients=0.0)
-            yield self._backward("first backward", stage, live, ends=True, gradients=self._gradients_but(stage))
+            yield self._backward("first backward", stage, live, ends=False, gradients=0.0, weights="new")
+            so_far = self._gradients_but(stage)
+            yield self._backward("first backward", stage, live, ends=True, gradients=so_far, weights="new")
         yield from self._last(stage)
 
     @property
@@ -179,13 +184,24 @@ class _Rank:
     def _split_moments(self, stage: _Stage) -> Iterator[Held]:
         """Where backwards are split: as their halves begin, the schedule having so many forwards alive and so many
         second halves put off."""
+        put_off = sum(map(self._put_off, self.stages)) / len(self.stages)
         for state in split_states(self.job.layout)[self.rank]:
             gradients = 0.0 if state.is_first else self._whole_gradients
-            held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients)
-            waiting = state.put_off * sum(map(self._put_off, self.stages)) / len(self.stages)
-            weights = self.item * (stage.blocks + stage.ends) if self.sharded else 0.0
-            temporary = weights if state.kind is Kind.WEIGHT else held.temporary
-            yield replace(held, activations=held.activations + waiting, temporary=temporary)
+            made: Weights = "later" if state.kind is Kind.INPUT else "new" if state.is_first else "added"
+            held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients, weights=made)
+            held = replace(held, activations=held.activations + state.put_off * put_off)
+            if state.kind is Kind.WEIGHT:
+                yield replace(held, temporary=self.item * (stage.blocks + self._head(stage)) * self._makes(made))
+                continue
+            yield held
+            if state.kind is Kind.INPUT and stage.part.layers:  # as it ends
+                now_put_off = self._put_off(stage) - self._kept(stage)
+                yield replace(
+                    held,
+                    activations=held.activations + now_put_off,
+                    logits=held.logits - self._logits(stage),
+                    temporary=self._boundary + self._embedding_work(stage),
+                )
 
     def _put_off(self, stage: _Stage) -> float:
         """What waits for the second half of a backward: each product's input and its output's gradient."""
@@ -213,25 +229,42 @@ class _Rank:
 
     @property
     def _gathered(self) -> float:
-        """Between a step's first forward and its last backward."""
+        """While forwards and backwards take turns."""
         if not self.sharded:
             return 0.0
-        if self._frees_each:  # the units in use, and the next one; what no block holds stays
-            ends = sum(stage.ends for stage in self.stages)
-            return self.item * (ends + 2 * self.block_numel)
-        return self.item * self.parameters
-
-    def _gathered_at(self, stage: _Stage) -> float:
-        """In a backward of a stage: where stages go one after the other, those that are done have freed theirs."""
-        if not self.sharded or self._frees_each or not self._goes_round_once:
-            return self._gathered
-        return self.item * sum(each.blocks + each.ends for each in self.stages[: self.stages.index(stage) + 1])
+        if self._frees_forward:  # a block in use, and the one that is gathered ahead
+            return self.item * (self._ends_of_all + min(2, self._blocks_of_all) * self.block_gathered)
+        return self.item * (self._ends_of_all + self._blocks_of_all * self.block_gathered)
 
     @property
-    def _frees_each(self) -> bool:
+    def _ends_of_all(self) -> int:
+        return sum(t.shard(self.shards) * self.shards for stage in self.stages for t in self._ends(stage.part))
+
+    @property
+    def _blocks_of_all(self) -> int:
+        return sum(stage.part.layers for stage in self.stages)
+
+    def _gathered_at(self, stage: _Stage, *, ends: bool) -> float:
+        """In a backward of a stage, `ends`: at its first block."""
+        if not self.sharded or self._frees_forward:
+            return self._gathered
+        if self.job.layout.gather == "microbatch" and ends:
+            return self._gathered - self.item * max(stage.part.layers - 2, 0) * self.block_gathered
+        if not self._goes_round_once:
+            return self._gathered
+        # Where stages go one after the other, those that are done have freed theirs.
+        return self.item * sum(map(self._gathered_of, self.stages[: self.stages.index(stage) + 1]))
+
+    def _gathered_of(self, stage: _Stage) -> int:
+        ends = sum(table.shard(self.shards) for table in self._ends(stage.part)) * self.shards
+        return ends + stage.part.layers * self.block_gathered
+
+    @property
+    def _frees_forward(self) -> bool:
+        """Whether a block's gathered parameters go after its forward, too (`sharding.apply.shard`)."""
         layout = self.job.layout
-        only_one = layout.pp == 1 and layout.microbatches == 1
-        return layout.gather == "microbatch" or (only_one and layout.strategy in ZERO_3)
+        is_one = layout.pp == 1 and layout.microbatches == 1
+        return layout.strategy in ZERO_3 and (layout.gather == "microbatch" or is_one)
 
     @property
     def _whole_gradients(self) -> float:
@@ -263,8 +296,8 @@ class _Rank:
         return 1 if self._gathers_sequence and self.job.layout.microbatch_size > 1 else 0
 
     def _gradients_but(self, stage: _Stage) -> float:
-        """When a first backward has come to its first block and nothing else has had one."""
-        return self._whole_gradients * (stage.blocks + stage.ends * stage.part.head) / max(self.parameters, 1)
+        """When a first backward has come to its first block, and nothing else has had one; but for the head's."""
+        return self._whole_gradients * max(stage.blocks - self.block_numel, 0) / max(self.parameters, 1)
 
     @cached_property
     def _boundary(self) -> float:
@@ -354,21 +387,36 @@ class _Rank:
 
     # At work: what a backward of a stage makes for itself, less what it has freed of what its forward kept.
 
-    def _work_at_start(self, stage: _Stage) -> float:
+    def _work_at_start(self, stage: _Stage, weights: Weights) -> float:
         """While all of the stage's blocks wait: the loss, the head, or the last block."""
         found = [0.0]
         after = 0.0  # what the head leaves to the blocks
         if stage.part.head:
             e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
             if self._chunk is None:
-                found.append(4.0 * self.tokens * vocab)  # softmax in float32
-                found.append(self._into_columns + e * hidden * vocab * self._makes_gradients)
+                ahead = self._frees_forward * self.item * self.block_gathered * (self._blocks_of_all > 1)  # not yet
+                found.append(4.0 * self.tokens * vocab - ahead)  # softmax in float32
+                found.append(self._into_columns + e * hidden * vocab * self._makes(weights) - ahead)
             else:
                 found.append(self._chunked_work)
-            after = -self._logits(stage) + (e * (stage.ends if self.sharded else 0))
+            after = self._heads_gradient(stage, weights) - self._logits(stage)
         if stage.part.layers:
-            found.append(after + self._block_work)
+            found.append(after + self._block_work(weights))
         return max(found)
+
+    def _heads_gradient(self, stage: _Stage, weights: Weights) -> float:
+        """Bytes of the head's, which waits beside the total until its stage is done, or is the total."""
+        return float(self.item * self._head(stage)) if not self.whole and self._makes(weights) else 0.0
+
+    def _head(self, stage: _Stage) -> int:
+        """Numbers of a stage's output table."""
+        return self.job.shape.hidden * self._vocab if stage.part.head else 0
+
+    def _makes(self, weights: Weights) -> bool:
+        """Whether a product makes a gradient of its own: the first, or one that is added to a wider total."""
+        if weights == "later":
+            return False
+        return self.item < self.master or (weights == "new" and not self.whole)
 
     @property
     def _chunked_work(self) -> float:
@@ -380,18 +428,22 @@ class _Rank:
         added_up = 4 * table if self.sharded and (narrow or not self._whole_gradients) else 0
         return float(chunk + e * self.tokens * self.job.shape.hidden + added_up)
 
-    def _work_at_end(self, stage: _Stage) -> float:
+    def _work_at_end(self, stage: _Stage, weights: Weights) -> float:
         """With the activations of the first block alone."""
-        gradients = self.item * stage.ends * (stage.part.head and self.sharded)
-        found = [self._block_work + gradients if stage.part.layers else 0.0]
+        gradients = self._heads_gradient(stage, weights)
+        found = [self._block_work(weights) + gradients if stage.part.layers else 0.0]
         if stage.part.embedding:
-            e, hidden = self.item, self.job.shape.hidden
-            numbers = self.tokens * hidden
-            table = e * hidden * self._vocab if self.sharded else 4 * numbers * self._makes_gradients
-            own = e * numbers * (1 if self.job.layout.tp > 1 else 0)
-            gathered = e * numbers if self._gathers_sequence else 0
-            found.append(gradients + self._boundary + gathered + own + table - self._one_block)
+            found.append(gradients + self._boundary + self._embedding_work(stage) - self._one_block)
         return max(found)
+
+    def _embedding_work(self, stage: _Stage) -> float:
+        """Beside the gradient that comes to it: that gathered, that of its own rows, and the table's."""
+        if not stage.part.embedding:
+            return 0.0
+        e, hidden = self.item, self.job.shape.hidden
+        numbers = self.tokens * hidden
+        table = e * hidden * self._vocab if self.sharded else 4 * numbers * (e < self.master or self.alone)
+        return float(e * numbers * ((self.job.layout.tp > 1) + self._gathers_sequence) + table)
 
     @cached_property
     def _one_block(self) -> float:
@@ -405,25 +457,19 @@ class _Rank:
     def _gathers_sequence(self) -> bool:
         return self.job.layout.sequence_parallel and self.job.layout.tp > 1
 
-    @property
-    def _makes_gradients(self) -> int:
-        """Whether a product makes a gradient of its own, that is then added to the total: where that is wider."""
-        return 1 if self.item < self.master else 0
-
     @cached_property
     def _into_columns(self) -> float:
         """The input of a column-parallel layer gathered again, its gradient, and that summed over tp."""
         whole = self.item * self.tokens * self.job.shape.hidden
         return (2.0 + self._rearranges) * whole + self._boundary if self._gathers_sequence else 1.0 * whole
 
-    @cached_property
-    def _block_work(self) -> float:
+    def _block_work(self, weights: Weights) -> float:
         """Of the MLP, which comes first in a block's backward, with the whole block's activations there."""
         e, shape, tp = self.item, self.job.shape, self.job.layout.tp
         inner = float(e * self.tokens * shape.ffn_hidden // tp)
         whole = float(e * self.tokens * shape.hidden) if self._gathers_sequence else 0.0
-        weight = float(e * shape.hidden * shape.ffn_hidden // tp * self._makes_gradients)
-        kept = weight if self.sharded else 0.0  # until the block is done, where its gradients are new in each backward
+        weight = float(e * shape.hidden * shape.ffn_hidden // tp * self._makes(weights))
+        kept = 0.0 if self.whole else weight  # until the block is done, where its gradients are new in each backward
         arriving = self._boundary
         recomputed = self._plain_block - self._one_block if self._recompute == "full" else 0.0
         down = whole + inner + weight
@@ -452,7 +498,16 @@ class _Rank:
             temporary=temporary,
         )
 
-    def _backward(self, moment: Moment, stage: _Stage, live: float, *, ends: bool, gradients: float) -> Held:
+    def _backward(
+        self,
+        moment: Moment,
+        stage: _Stage,
+        live: float,
+        *,
+        ends: bool,
+        gradients: float,
+        weights: Weights = "added",
+    ) -> Held:
         """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one
         that is differentiated has but one block left."""
         count = len(self.stages)
@@ -466,57 +521,67 @@ class _Rank:
             gradients=gradients,
             activations=kept,
             logits=logits,
-            buffers=self._gathered_at(stage) + self._transport(live=live, gradients=moment != "first backward"),
-            temporary=self._work_at_end(stage) if ends else self._work_at_start(stage),
+            buffers=self._gathered_at(stage, ends=ends) + self._transport(live=live, gradients=moment != "first backward"),
+            temporary=self._work_at_end(stage, weights) if ends else self._work_at_start(stage, weights),
         )
 
     def _last(self, stage: _Stage) -> Iterator[Held]:
-        """The last backward: its last block's gradients reduced, and in the end those of embedding and head."""
+        """The last backward: gradients on their way to the other data ranks."""
+        if not self.sharded:
+            yield from self._sends_whole(stage)
+            return
         if self._goes_round_once:
             return
-        temporary = self._sent(self.block_numel if stage.part.layers else stage.ends)
+        layers, whole = stage.part.layers, self._whole_gradients
         buffers = self._gathered + self._transport(live=0, gradients=True)
-        kept = self._kept(stage) - self._one_block if stage.part.layers else 0.0
-        whole = self._whole_gradients
+        sent = self._scattered(self.block_numel if layers else stage.ends)
+        kept = self._kept(stage) - self._one_block if layers else 0.0
+        weights: Weights = "added" if whole else "new"
+        at_work = self._block_work(weights) + self._heads_gradient(stage, weights) if layers > 1 and not whole else 0.0
         yield self._held(
-            "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=temporary
+            "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=sent + at_work
         )
-        if not self.sharded:
-            sent = self.job.layout.reduce_bytes * stage.ends * (1 + 1 / self.shards) * (self.shards > 1)
-            yield self._held(
-                "last backward", gradients=whole, activations=0.0, logits=0.0, buffers=buffers, temporary=sent
-            )
-            return
         width = self.master if whole else self.item
-        others = self._gathered - self.item * stage.blocks + self._transport(live=0, gradients=True)
+        others = self._gathered - self.item * stage.part.layers * self.block_gathered + self._transport(live=0, gradients=True)
         yield self._held(
             "last backward",
             gradients=whole * (1 - stage.blocks / self.parameters) if whole else width * stage.ends,
             activations=0.0,
             logits=0.0,
-            buffers=others,
-            temporary=self._sent(stage.ends) + self.master * stage.blocks / self.shards,
+            buffers=max(others, 0.0),
+            temporary=self._scattered(stage.ends) + self.master * stage.blocks / self.shards,
         )
 
-    def _sent(self, numel: int) -> float:
-        """What is made to reduce one unit's gradients: what is sent, and what comes back."""
-        layout = self.job.layout
-        if self.sharded:
-            return layout.reduce_bytes * numel * (1 + 1 / self.shards)
-        if self.alone or layout.dp == 1 or (layout.strategy == "NO_SHARD" and layout.reduce_bytes == self.master):
-            return 0.0
-        most = max(numel, min(_BUCKET // self.master, self.parameters))
-        return 2.0 * layout.reduce_bytes * most * (1 + (1 / self.shards if self.shards > 1 else 0))
+    def _scattered(self, numel: int) -> float:
+        """Bytes made to reduce one unit's gradients: what is sent, and what comes back."""
+        return self.job.layout.reduce_bytes * numel * (1 + 1 / self.shards)
+
+    def _sends_whole(self, stage: _Stage) -> Iterator[Held]:
+        """Buckets of whole gradients, those of the stages after this one still being on their way."""
+        if self.alone or self.job.layout.dp == 1:
+            return
+        done = sum(sent_by(self.job, each.part)[-1].bytes for each in self.stages[self.stages.index(stage) + 1 :])
+        per_block = self._kept(stage) / max(stage.part.layers, 1)
+        for sent in sent_by(self.job, stage.part):
+            yield self._held(
+                "last backward",
+                gradients=self._whole_gradients,
+                activations=per_block * sent.before,
+                logits=0.0,
+                buffers=self._transport(live=0, gradients=True),
+                temporary=sent.bytes + done + self._boundary * (sent.before > 0),
+            )
 
     def _step(self) -> Held:
         gradients = self.master * self.shard if self.sharded else self._whole_gradients
+        published = max(published_by(self.job, stage.part) for stage in self.stages) if self.whole else 0.0
         return self._held(
             "optimizer's step",
             gradients=gradients,
             activations=0.0,
             logits=0.0,
             buffers=self._transport(live=0, gradients=True),
-            temporary=0.0,
+            temporary=published,
         )
 
     def _ends(self, part: StageSlice) -> tuple[Table, ...]:

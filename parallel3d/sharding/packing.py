@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-
-from parallel3d.sharding.part import own_rows
 
 
 class Packing:
@@ -25,20 +23,15 @@ class Packing:
             return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(dtype)
         packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
         for tensor, columns in zip(tensors, self._columns(packed), strict=True):
-            for rank in range(self.ranks):
-                rows = own_rows(tensor, rank, self.ranks)
-                columns[rank, : rows.numel()].copy_(rows.flatten())
+            for part, place in _blocks(tensor, columns):
+                place.copy_(part)
         return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
         """[ranks, width] -> into whole tensors."""
         for tensor, columns in zip(tensors, self._columns(packed), strict=True):
-            if tensor.numel() == columns.numel() and tensor.is_contiguous():
-                tensor.view(columns.shape).copy_(columns)
-                continue
-            for rank in range(self.ranks):
-                rows = own_rows(tensor, rank, self.ranks)
-                rows.copy_(columns[rank, : rows.numel()].view_as(rows))
+            for part, place in _blocks(tensor, columns):
+                part.copy_(place)
 
     def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """This rank's rows -> [width]."""
@@ -56,3 +49,15 @@ class Packing:
 
     def _columns(self, packed: Tensor) -> Sequence[Tensor]:
         return packed.split(self._widths, dim=1)
+
+
+def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What of `tensor` [rows, ...] goes where in `columns` [ranks, width]: the ranks that have all their rows in one
+    piece, then the one that has a few. However many ranks: a copy for each would take seconds at hundreds."""
+    rows, row = tensor.shape[0], tensor.shape[1:].numel()
+    each = columns.shape[1] // row
+    full, few = divmod(rows, each)
+    if full:
+        yield tensor[: full * each].view(full, each, *tensor.shape[1:]), columns[:full].unflatten(1, (each, *tensor.shape[1:]))
+    if few:
+        yield tensor[full * each :], columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:]))
