@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import RunLength, reasons, run_length
-from parallel3d.planner.priced import strategy
+from parallel3d.planner.priced import planned_shape, strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
 from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
-from parallel3d.planner.shapes import padded, total_parameters
+from parallel3d.planner.shapes import total_parameters
 
 _GIB = 2**30
 _MOST_REJECTED = 3
@@ -158,7 +158,7 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
     yield from wrapped(
         "layout 1", f"{layout_text(best.parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
     )
-    vocab = padded(q.shape, best.parallel.tp).vocab
+    vocab = planned_shape(q, best.parallel.tp).vocab
     if vocab != q.shape.vocab:
         yield from wrapped("", f"with the vocabulary padded from {q.shape.vocab} to {vocab}, which tp divides")
     for number, line in enumerate(reasons(q, replace(plan.answer, strategies=(best,)))):
