@@ -83,6 +83,26 @@ def test_a_config_json_keeps_its_rotary_base_and_its_vocabulary(capsys: Said) ->
     assert (recipe.model.rope_theta, recipe.model.norm_eps, recipe.model.vocab) == (12345.0, 1e-6, 1001)
 
 
+def test_a_config_json_keeps_its_window_and_what_is_left_out_is_said(capsys: Said) -> None:
+    config = {
+        "model_type": "mistral",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+        "sliding_window": 32,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    }
+    asked = "--model config.json --gpu cpu --gpus 4 --seq-len 64 --global-batch 8"
+    Path("config.json").write_text(json.dumps(config))
+    assert emit(asked, capsys).model.window == 32
+    assert plan.main(asked.split()) == 0
+    assert "rope_scaling (yarn) of config.json is left out" in capsys.readouterr().out
+    Path("config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # which names a window, unused
+    assert emit(asked, capsys).model.window is None
+
+
 def test_a_token_budget_is_steps_and_checkpoints(capsys: Said) -> None:
     recipe = emit(f"{SMALL} --tokens 1B", capsys)
     assert recipe.train.steps == -(-(10**9) // (64 * 2048))

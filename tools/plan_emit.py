@@ -13,6 +13,7 @@ from parallel3d.config import CheckpointConfig, ModelConfig, OptimizerConfig, Pr
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.engine import PARALLEL3D
+from parallel3d.planner.named import sliding_window
 from parallel3d.planner.question import Strategy
 from parallel3d.planner.report import Plan
 from parallel3d.planner.report_json import sharding_of
@@ -110,14 +111,15 @@ def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
     return ModelConfig(**{**more, **numbers})
 
 
-def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, float]:
+def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {
         "rope_theta": "rope_theta",
         "rms_norm_eps": "norm_eps",
         "layer_norm_epsilon": "norm_eps",
         "initializer_range": "init_std",
     }
-    return {ours: float(config[theirs]) for theirs, ours in names.items() if theirs in config}
+    found: dict[str, Any] = {ours: float(config[theirs]) for theirs, ours in names.items() if theirs in config}
+    return {**found, "window": sliding_window(config)}
 
 
 def _lines(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Iterator[str]:

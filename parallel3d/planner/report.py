@@ -55,6 +55,7 @@ class Plan:
     why: Why | None = None
     remedies: tuple[str, ...] = ()
     accuracy: Accuracy | None = None
+    notes: tuple[str, ...] = ()  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
 
     @property
@@ -76,6 +77,7 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
         lines += _winner(plan, best)
     if plan.why is not None:
         lines += wrapped("why not", _why_not(plan, plan.why))
+    lines += [line for note in plan.notes for line in wrapped("note", note)]
     lines += wrapped("how sure", _how_sure(plan))
     lines += [part for command in plan.commands for part in _command(command)]
     return "\n".join(line.rstrip() for line in lines) + "\n"

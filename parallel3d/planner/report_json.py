@@ -39,6 +39,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "limits": list(limits(at_size(plan.question, best), best)) if best else [],
             "remedies": list(plan.remedies),
         },
+        "notes": list(plan.notes),
         "why": _why(plan, plan.why) if plan.why else None,
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
