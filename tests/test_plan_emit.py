@@ -67,7 +67,7 @@ def test_a_card_keeps_what_the_shape_does_not_say(capsys: Said) -> None:
     assert (recipe.model.name, recipe.model.rope_theta, recipe.model.tied_embeddings) == ("llama3.2-1b", 500000.0, True)
 
 
-def test_a_config_json_keeps_its_rotary_base_and_padding_is_said(capsys: Said) -> None:
+def test_a_config_json_keeps_its_rotary_base_and_its_vocabulary(capsys: Said) -> None:
     config = {
         "model_type": "llama",
         "num_hidden_layers": 4,
@@ -80,8 +80,27 @@ def test_a_config_json_keeps_its_rotary_base_and_padding_is_said(capsys: Said) -
     }
     Path("config.json").write_text(json.dumps(config))
     recipe = emit("--model config.json --gpu cpu --gpus 4 --seq-len 64 --global-batch 8 --fix tp=4", capsys)
-    assert (recipe.model.rope_theta, recipe.model.norm_eps, recipe.model.vocab) == (12345.0, 1e-6, 1024)
-    assert "1001 padded, so that tp divides it" in Path("plan.yaml").read_text()
+    assert (recipe.model.rope_theta, recipe.model.norm_eps, recipe.model.vocab) == (12345.0, 1e-6, 1001)
+
+
+def test_a_config_json_keeps_its_window_and_what_is_left_out_is_said(capsys: Said) -> None:
+    config = {
+        "model_type": "mistral",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+        "sliding_window": 32,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    }
+    asked = "--model config.json --gpu cpu --gpus 4 --seq-len 64 --global-batch 8"
+    Path("config.json").write_text(json.dumps(config))
+    assert emit(asked, capsys).model.window == 32
+    assert plan.main(asked.split()) == 0
+    assert "rope_scaling (yarn) of config.json is left out" in capsys.readouterr().out
+    Path("config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # which names a window, unused
+    assert emit(asked, capsys).model.window is None
 
 
 def test_a_token_budget_is_steps_and_checkpoints(capsys: Said) -> None:

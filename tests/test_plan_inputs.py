@@ -47,7 +47,7 @@ BAD_INPUTS = [
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
     (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),
     ("--model llama3-8b --gpu h100 --gpus 37 --seq-len 512 --global-batch 8", "no layout of 37 devices divides"),
-    (f"{ASKED} --fix tp=7", "tp = 7: must divide heads 32, kv_heads 8, ffn_hidden 14336 and gpus 16; try 1, 2, 4 or 8"),
+    (f"{ASKED} --fix tp=7", "tp = 7: must divide heads 32 and ffn_hidden 14336; try 1, 2, 4, 8 or 16"),
     (f"{ASKED} --fix pp=64", "pp = 64: 32 layers cannot fill 64 stages; try 32"),
     (f"{ASKED} --fix tp=8 --max-tp 4", "tp = 8: more than --max-tp 4"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),

@@ -59,11 +59,20 @@ def test_no_layout_left_out_is_better_than_the_best() -> None:
             assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried
 
 
-def test_a_vocabulary_that_tp_does_not_divide_is_padded() -> None:
+def test_a_vocabulary_that_tp_does_not_divide_stays_as_it_is() -> None:
     shape = named_shape("gpt2-large", shape_cards())
     asked = question(shape=shape, fixed=Fixed(tp=4))
     best = search(asked, top=1).strategies[0]
-    assert job_of(asked, best.parallel).shape.vocab == 50304
+    assert job_of(asked, best.parallel).shape.vocab == 50257
+
+
+def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
+    """Then each rank has keys and values whole, which its memory and its traffic count."""
+    asked = question(fixed=Fixed(tp=8))  # of 4 key-value heads
+    best = search(asked, top=1).strategies[0]
+    kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
+    rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
+    assert job_of(asked, best.parallel).block_parameters == kv + rest // 8 + 2 * MODEL.hidden
 
 
 def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models() -> None:

@@ -36,6 +36,7 @@ def answer(options: argparse.Namespace) -> int:
     fixed = _fixed(options)
     question = with_fixed(asked.question, fixed)
     plan = _plan(options, question)
+    plan = replace(plan, notes=asked.model.notes)
     plan = replace(plan, commands=tuple(_emit(options, asked, plan)))
     if options.json:
         print(json.dumps(to_json(plan)))

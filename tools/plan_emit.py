@@ -13,11 +13,12 @@ from parallel3d.config import CheckpointConfig, ModelConfig, OptimizerConfig, Pr
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.engine import PARALLEL3D
+from parallel3d.planner.named import sliding_window
 from parallel3d.planner.question import Strategy
 from parallel3d.planner.report import Plan
 from parallel3d.planner.report_json import sharding_of
 from parallel3d.planner.report_text import memory_text, si, time_text
-from parallel3d.planner.shapes import ModelShape, padded, total_parameters
+from parallel3d.planner.shapes import ModelShape, total_parameters
 from parallel3d.settings import dump_yaml, read_settings
 from parallel3d.tools.plan_question import Asked
 from parallel3d.tools.plan_shape import Model
@@ -44,7 +45,7 @@ def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Rec
     q = plan.question
     if q.engine.name != PARALLEL3D.name:
         raise ConfigError(f"--emit-recipe: the plan is for {q.engine.name}; leave out --engine")
-    shape = padded(q.shape, best.parallel.tp)
+    shape = q.shape
     parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
     steps = _steps(plan)
     train = TrainConfig(
@@ -110,14 +111,15 @@ def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
     return ModelConfig(**{**more, **numbers})
 
 
-def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, float]:
+def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {
         "rope_theta": "rope_theta",
         "rms_norm_eps": "norm_eps",
         "layer_norm_epsilon": "norm_eps",
         "initializer_range": "init_std",
     }
-    return {ours: float(config[theirs]) for theirs, ours in names.items() if theirs in config}
+    found: dict[str, Any] = {ours: float(config[theirs]) for theirs, ours in names.items() if theirs in config}
+    return {**found, "window": sliding_window(config)}
 
 
 def _lines(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Iterator[str]:
@@ -155,8 +157,6 @@ def _comments(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Itera
     """Why each choice, with its figure."""
     q, parallel, parts, step = plan.question, best.parallel, best.cost.parts, best.cost.step_time_s
     node = q.cluster.gpus_per_node
-    if recipe.model.vocab != q.shape.vocab:
-        yield "model.vocab", f"{q.shape.vocab} padded, so that tp divides it"
     if parallel.pp > 1:
         yield (
             "parallel.pp",

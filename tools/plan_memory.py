@@ -11,7 +11,7 @@ from dataclasses import replace
 from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.explain import explain
 from parallel3d.planner.memory import memory_by_rank
-from parallel3d.planner.priced import job_of, strategy
+from parallel3d.planner.priced import job_of, planned_shape, strategy
 from parallel3d.planner.question import Question
 from parallel3d.planner.report import limits
 from parallel3d.planner.report_json import (
@@ -22,7 +22,7 @@ from parallel3d.planner.report_json import (
     rounded,
 )
 from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si
-from parallel3d.planner.shapes import padded, stage_parameters, total_parameters
+from parallel3d.planner.shapes import total_parameters
 from parallel3d.tools.arguments import Parser
 from parallel3d.tools.plan_options import add_options
 from parallel3d.tools.plan_question import read_parallel, read_question
@@ -109,7 +109,7 @@ def _parser() -> Parser:
 
 def _validate(question: Question, parallel: ParallelConfig) -> None:
     """Refuses what the trainer would, in its words."""
-    shape = padded(question.shape, parallel.tp)
+    shape = planned_shape(question, parallel.tp)
     model = ModelConfig(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -160,7 +160,7 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> object:
             {
                 "rank": memory.rank,
                 "layers": job.ranks[memory.rank].layers,
-                "parameters": stage_parameters(job.shape, job.ranks[memory.rank], parallel.tp),
+                "parameters": job.stage_parameters(job.ranks[memory.rank]),
                 "memory_gib": memory_tree(memory),
             }
             for memory in ranks

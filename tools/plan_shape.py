@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 from parallel3d.config import Recipe, load_recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.named import check_shape, from_hugging_face, named_shape, shape_names
+from parallel3d.planner.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
 from parallel3d.planner.shapes import ModelShape, from_config
 from parallel3d.recipes import shipped_recipes
 
@@ -29,6 +30,7 @@ class Model:
     said: str = ""
     path: Path | None = None
     recipe: Recipe | None = None
+    notes: tuple[str, ...] = ()  # what a config.json says and a plan does not count
 
 
 def find_model(options: argparse.Namespace) -> Model:
@@ -52,7 +54,9 @@ def read_model(text: str) -> Model:
     if (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json":
-        return Model(shape=from_hugging_face(path), source="config.json", said=text, path=path)
+        shape = from_hugging_face(path)
+        notes = tuple(notes_on(json.loads(path.read_text())))
+        return Model(shape=shape, source="config.json", said=text, path=path, notes=notes)
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
         path = recipes.get(text, path)

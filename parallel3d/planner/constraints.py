@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from math import gcd, prod
+from math import prod
 
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.planner.question import Question
+from parallel3d.planner.space import divisors, tp_rule
 
 _MOST_TRIES = 6
 
@@ -14,10 +15,11 @@ _MOST_TRIES = 6
 def check_fixed(question: Question) -> None:
     """Raises ConfigError for the first value that no layout can have, whatever the memory."""
     fixed, shape, gpus = question.fixed, question.shape, question.gpus
-    together = gcd(shape.heads, shape.kv_heads, shape.ffn_hidden)
-    if fixed.tp is not None and gcd(together, gpus) % fixed.tp:
-        what = f"heads {shape.heads}, kv_heads {shape.kv_heads}, ffn_hidden {shape.ffn_hidden} and gpus {gpus}"
-        raise ConfigError(f"tp = {fixed.tp}: must divide {what}; try {_tries(gcd(together, gpus), fixed.tp)}")
+    rule = None if fixed.tp is None else tp_rule(question, fixed.tp)
+    if fixed.tp is not None and (rule is not None or gpus % fixed.tp):
+        allowed = [tp for tp in divisors(gpus) if tp_rule(question, tp) is None]
+        broken = rule or f"must divide gpus {gpus}"
+        raise ConfigError(f"tp = {fixed.tp}: {broken}; try {_nearest(allowed, fixed.tp)}")
     if fixed.pp is not None and fixed.pp > shape.layers:
         raise ConfigError(f"pp = {fixed.pp}: {shape.layers} layers cannot fill {fixed.pp} stages; try {shape.layers}")
     for name in ("tp", "pp"):
@@ -85,8 +87,11 @@ def _check_schedule(question: Question) -> None:
 
 
 def _tries(number: int, near: int) -> str:
-    divisors = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    *head, last = map(str, sorted(sorted(divisors, key=lambda d: abs(d - near))[:_MOST_TRIES]))
+    return _nearest([d for d in range(1, min(number, 4096) + 1) if number % d == 0], near)
+
+
+def _nearest(values: list[int], near: int) -> str:
+    *head, last = map(str, sorted(sorted(values, key=lambda d: abs(d - near))[:_MOST_TRIES]))
     return f"{', '.join(head)} or {last}" if head else last
 
 

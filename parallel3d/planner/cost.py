@@ -14,7 +14,6 @@ from parallel3d.planner.flops import hardware_flops_per_token, model_flops_per_t
 from parallel3d.planner.job import Job
 from parallel3d.planner.measured_cost import measured_parts
 from parallel3d.planner.roofline import Kernels, memory_bound_s
-from parallel3d.planner.shapes import stage_parameters
 from parallel3d.planner.time_parts import TimeParts
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
 
@@ -107,9 +106,9 @@ def _calibrated(job: Job, *, exact: bool) -> TimeParts | None:
 
 
 def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
-    kernels, layout = kernels_of(job), job.layout
+    kernels = kernels_of(job)
     pipeline = _known_pipeline(job, kernels, exact=exact, known=known)
-    rank_parameters = max(stage_parameters(job.shape, part, layout.tp) for part in {*job.ranks})
+    rank_parameters = max(job.stage_parameters(part) for part in {*job.ranks})
     data = _data_parallel(job, pipeline, rank_parameters)
     optimizer = _optimizer_s(job, kernels, rank_parameters)
     return _parts(job, pipeline, data, optimizer + _tied_embeddings_s(job))

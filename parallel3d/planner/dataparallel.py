@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallel3d.planner.block import BlockTimes
 from parallel3d.planner.collectives import all_gather_s, all_reduce_s, contention_s
 from parallel3d.planner.job import Job
-from parallel3d.planner.shapes import embedding_parameters, head_parameters, layer_parameters
+from parallel3d.planner.shapes import embedding_parameters, head_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def sharded(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tupl
     last one's gradients reduced; what takes longer than the compute shows. The first gather and the last reduction
     always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward and backward."""
     engine, layout, shape = job.engine, job.layout, job.shape
-    gather_s, reduce_s = _unit_s(job, layer_parameters(shape, layout.tp))
+    gather_s, reduce_s = _unit_s(job, job.block_parameters)
     ends = embedding_parameters(shape, layout.tp) + head_parameters(
         shape, layout.tp, with_table=not shape.tied_embeddings
     )
@@ -55,7 +55,7 @@ def sharded(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tupl
     freed = layout.pp == 1 or layout.gather == "microbatch"
     regathers = 1.0 if freed and job.gathers_each_microbatch else 0.0
     both = regathers * gather_s + reduce_s
-    moved = layer_parameters(shape, layout.tp) * ((1 + regathers) * engine.gather_bytes + engine.reduce_bytes)
+    moved = job.block_parameters * ((1 + regathers) * engine.gather_bytes + engine.reduce_bytes)
     forward_slow = max(0.0, gather_s - engine.prefetch * forward)
     backward_slow = max(0.0, both - engine.prefetch * backward) + engine.contention * contention_s(job.cluster, moved)
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - sum(ends_s)) + gather_s

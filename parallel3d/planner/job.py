@@ -12,7 +12,14 @@ from parallel3d.pipeline.schedules import STAGES_PER_RANK, placement
 from parallel3d.planner.collectives import Group, axis_group
 from parallel3d.planner.engine import Engine
 from parallel3d.planner.hardware import Cluster
-from parallel3d.planner.shapes import ModelShape, StageSlice, layer_matrix_parameters
+from parallel3d.planner.parameters import block_numel, rank_numel
+from parallel3d.planner.shapes import (
+    ModelShape,
+    StageSlice,
+    layer_matrix_parameters,
+    layer_parameters,
+    stage_parameters,
+)
 from parallel3d.sharding.strategy import WHOLE, How, ShardingName
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
@@ -91,6 +98,17 @@ class Job:
     def is_own(self) -> bool:
         """Whether this project's own program runs it, in a layout of its own."""
         return self.engine.name == "parallel3d" and self.layout.strategy is not None
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block on a tp rank, as the engine cuts it."""
+        tp = self.layout.tp
+        return block_numel(self.shape, tp) if self.is_own else layer_parameters(self.shape, tp)
+
+    def stage_parameters(self, part: StageSlice) -> int:
+        """Likewise of a slice of the model."""
+        tp = self.layout.tp
+        return rank_numel(self.shape, (part,), tp) if self.is_own else stage_parameters(self.shape, part, tp)
 
     @property
     def on_cpu(self) -> bool:

@@ -16,7 +16,6 @@ from parallel3d.planner.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.job import Job
 from parallel3d.planner.measured import Measured, Overhead, Process, Together
 from parallel3d.planner.roofline import Kernels
-from parallel3d.planner.shapes import stage_parameters
 from parallel3d.planner.time_parts import TimeParts
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
 from parallel3d.sharding.strategy import WHOLE
@@ -72,7 +71,7 @@ def measured_parts(job: Job, measured: Measured, *, exact: bool) -> TimeParts:
     both = {f.name: layers * (getattr(forward, f.name) + getattr(backward, f.name)) * each for f in fields(_Way)}
     ends = sum(ends_s[: len(job.stages)][i] for i, rank in enumerate(job.placement) if rank == busiest) * each
     p2p = 2 * job.layout.virtual_stages * _action_s(job, host) * each
-    once = _once(job, host, stage_parameters(job.shape, part, job.layout.tp), layers)
+    once = _once(job, host, job.stage_parameters(part), layers)
     return TimeParts(
         compute=max(0.0, work - p2p - sum(both.values()) + both["compute"] - host.process.overhead.microbatch * each),
         recompute=both["recompute"],

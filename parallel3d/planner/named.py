@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,25 @@ def from_hugging_face(path: Path) -> ModelShape:
         raise ConfigError(f"{path}: misses or misspells {problem}") from problem
     check_shape(shape, str(path))
     return shape
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Keys that a query of a config.json's model sees at most; None: all. Qwen 2 names a window that it does not use
+    unless it says so."""
+    is_used = config.get("use_sliding_window", config.get("model_type") != "qwen2")
+    window = config.get("sliding_window")
+    return int(window) if window and is_used else None
+
+
+def notes_on(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json says and a plan does not count."""
+    scaling = config.get("rope_scaling")
+    if scaling:
+        kind = scaling.get("rope_type", scaling.get("type", "?")) if isinstance(scaling, dict) else scaling
+        yield f"rope_scaling ({kind}) of config.json is left out: recipes have no key for it, and rotate by rope_theta"
+    window = sliding_window(config)
+    if window:
+        yield f"sliding_window {window} of config.json is model.window of the recipe; times are of whole attention"
 
 
 def check_shape(shape: ModelShape, where: str) -> None:

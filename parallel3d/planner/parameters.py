@@ -71,6 +71,11 @@ def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> t
     return tuple(tables)
 
 
+def block_numel(shape: ModelShape, tp: int) -> int:
+    """Numbers of one block on a tp rank."""
+    return sum(table.numel for table in block_tables(shape, tp))
+
+
 def rank_numel(
     shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)
 ) -> int:

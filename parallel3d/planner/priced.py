@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from parallel3d.config import ParallelConfig
 from parallel3d.planner.cost import step_cost
+from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.job import Job, from_config
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.question import Question, Strategy
-from parallel3d.planner.shapes import padded
+from parallel3d.planner.shapes import ModelShape, padded
+
+
+def planned_shape(question: Question, tp: int) -> ModelShape:
+    """The model as the engine takes it: this project's own with any vocabulary, others with one that tp divides."""
+    return question.shape if question.engine.name == PARALLEL3D.name else padded(question.shape, tp)
 
 
 def job_of(question: Question, parallel: ParallelConfig) -> Job:
-    """A layout as a job. Where tp does not divide the vocabulary the model is planned with a padded one, which its
-    recipe must then have too (`shapes.padded`)."""
+    """A layout as a job."""
     return Job(
-        shape=padded(question.shape, parallel.tp),
+        shape=planned_shape(question, parallel.tp),
         cluster=question.cluster,
         layout=from_config(parallel, question.global_batch_size),
         engine=question.engine,

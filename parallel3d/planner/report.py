@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import RunLength, reasons, run_length
-from parallel3d.planner.priced import strategy
+from parallel3d.planner.priced import planned_shape, strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
 from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
-from parallel3d.planner.shapes import padded, total_parameters
+from parallel3d.planner.shapes import total_parameters
 
 _GIB = 2**30
 _MOST_REJECTED = 3
@@ -55,6 +55,7 @@ class Plan:
     why: Why | None = None
     remedies: tuple[str, ...] = ()
     accuracy: Accuracy | None = None
+    notes: tuple[str, ...] = ()  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
 
     @property
@@ -76,6 +77,7 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
         lines += _winner(plan, best)
     if plan.why is not None:
         lines += wrapped("why not", _why_not(plan, plan.why))
+    lines += [line for note in plan.notes for line in wrapped("note", note)]
     lines += wrapped("how sure", _how_sure(plan))
     lines += [part for command in plan.commands for part in _command(command)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -158,7 +160,7 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
     yield from wrapped(
         "layout 1", f"{layout_text(best.parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
     )
-    vocab = padded(q.shape, best.parallel.tp).vocab
+    vocab = planned_shape(q, best.parallel.tp).vocab
     if vocab != q.shape.vocab:
         yield from wrapped("", f"with the vocabulary padded from {q.shape.vocab} to {vocab}, which tp divides")
     for number, line in enumerate(reasons(q, replace(plan.answer, strategies=(best,)))):

@@ -9,11 +9,12 @@ from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import reasons
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.memory import RankMemory
+from parallel3d.planner.priced import planned_shape
 from parallel3d.planner.question import Question, Rejected, Strategy
 from parallel3d.planner.ranking import Why, at_size
 from parallel3d.planner.report import Plan, limits
 from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.shapes import ModelShape, padded, total_parameters
+from parallel3d.planner.shapes import ModelShape, total_parameters
 
 SCHEMA = "parallel3d.plan/1"
 _GIB = 2**30
@@ -38,6 +39,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "limits": list(limits(at_size(plan.question, best), best)) if best else [],
             "remedies": list(plan.remedies),
         },
+        "notes": list(plan.notes),
         "why": _why(plan, plan.why) if plan.why else None,
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
@@ -123,7 +125,7 @@ def _input(plan: Plan) -> dict[str, Any]:
 def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
     question, parallel, cost = plan.question, found.parallel, found.cost
     length = plan.length(found)
-    vocab = padded(question.shape, parallel.tp).vocab
+    vocab = planned_shape(question, parallel.tp).vocab
     return {
         "parallel": parallel_tree(parallel),
         "gpus": parallel.world_size,

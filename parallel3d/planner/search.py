@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from math import gcd, inf
+from math import inf
 
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError
@@ -14,7 +14,7 @@ from parallel3d.planner.cut import Cut, Priced
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.priced import job_of, strategy
 from parallel3d.planner.question import Answer, LeftOut, Question, Rejected, Strategy
-from parallel3d.planner.space import divisors, families
+from parallel3d.planner.space import divisors, families, tp_rule
 
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2
@@ -105,8 +105,9 @@ def _left_out(question: Question, told: list[Strategy], cuts: list[Cut], best: d
 
 def _rule_broken(question: Question, tp: int, pp: int) -> str:
     shape, fixed, dp = question.shape, question.fixed, question.gpus // (tp * pp)
-    if gcd(shape.heads, shape.kv_heads, shape.ffn_hidden) % tp:
-        return f"tp must divide heads {shape.heads}, kv_heads {shape.kv_heads} and ffn_hidden {shape.ffn_hidden}"
+    rule = tp_rule(question, tp)
+    if rule is not None:
+        return f"tp {rule}"
     if pp > shape.layers:
         return f"{shape.layers} layers cannot fill {pp} stages"
     if question.global_batch_size % dp:

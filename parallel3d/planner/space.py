@@ -48,11 +48,22 @@ def families(question: Question) -> Iterator[ParallelConfig]:
                     )
 
 
+def tp_rule(question: Question, tp: int) -> str | None:
+    """The rule of the layers that a tp breaks."""
+    shape, is_own = question.shape, question.engine.name == PARALLEL3D.name
+    if gcd(shape.heads, shape.ffn_hidden) % tp:
+        return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
+    if shape.kv_heads % tp and not (is_own and tp % shape.kv_heads == 0):
+        return f"must divide kv_heads {shape.kv_heads}" + ", or be a multiple of them" * is_own
+    if is_own and (tp - 1) * -(-shape.vocab // tp) >= shape.vocab:
+        return f"must leave every rank a row of the vocabulary of {shape.vocab}"
+    return None
+
+
 def _tensor_sizes(question: Question) -> Iterator[int]:
-    shape, fixed = question.shape, question.fixed
-    together = gcd(shape.heads, shape.kv_heads, shape.ffn_hidden)
-    for tp in divisors(gcd(together, question.gpus)):
-        if _allowed(tp, fixed.tp) and (fixed.max_tp is None or tp <= fixed.max_tp):
+    fixed = question.fixed
+    for tp in divisors(question.gpus):
+        if tp_rule(question, tp) is None and _allowed(tp, fixed.tp) and (fixed.max_tp is None or tp <= fixed.max_tp):
             yield tp
 
 
