@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel3d.batch_sizes import BatchSizes
 from parallel3d.errors import ConfigError
 from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
-from parallel3d.sharding.strategy import How, ShardingName, strategy_of
+from parallel3d.sharding.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
 from parallel3d.validation import refuse, validate
 
 ScheduleName = Literal[
@@ -96,7 +96,7 @@ class ParallelConfig:
     reduce: How = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: float = 25.0  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
+    bucket_mib: float = USUAL_BUCKET_MIB  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full

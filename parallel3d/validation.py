@@ -323,13 +323,6 @@ def _precision(recipe: Recipe) -> Iterator[str]:
             f"optimizer.stochastic_rounding = true: train.precision = {precision} keeps its weights in float32, where "
             "there is nothing to round; try train.precision=bf16_pure"
         )
-    for key in fields(recipe.loss_scale):
-        value = getattr(recipe.loss_scale, key.name)
-        if precision != "fp16" and value != key.default:
-            yield (
-                f"loss_scale.{key.name} = {value:g}: train.precision = {precision} scales no loss; drop it, or try "
-                "train.precision=fp16"
-            )
     for token in recipe.data.ignore_token_ids:
         if not 0 <= token < recipe.model.vocab:
             yield (

@@ -364,6 +364,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("loss_scale.interval=0", "loss_scale.interval = 0: must be at least 1; try 1"),
         ("train.loss_chunk_tokens=0", "train.loss_chunk_tokens = 0: must be at least 1; try 1"),
         ("train.precision=fp8", "train.precision = fp8 (command line): must be one of fp32, bf16, bf16_pure, fp16"),
+        ("parallel.bucket_mib=2", "parallel.bucket_mib = 2: parallel.sharding = FULL_SHARD sends block by block"),
         ("optimizer.stochastic_rounding=true", "there is nothing to round; try train.precision=bf16_pure"),
         ("data.ignore_token_ids=[256, 300]", "300 is no token of model.vocab = 264; try ids from 0 to 263"),
     ],

@@ -521,7 +521,8 @@ class _Rank:
             gradients=gradients,
             activations=kept,
             logits=logits,
-            buffers=self._gathered_at(stage, ends=ends) + self._transport(live=live, gradients=moment != "first backward"),
+            buffers=self._gathered_at(stage, ends=ends)
+            + self._transport(live=live, gradients=moment != "first backward"),
             temporary=self._work_at_end(stage, weights) if ends else self._work_at_start(stage, weights),
         )
 
@@ -542,7 +543,11 @@ class _Rank:
             "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=sent + at_work
         )
         width = self.master if whole else self.item
-        others = self._gathered - self.item * stage.part.layers * self.block_gathered + self._transport(live=0, gradients=True)
+        others = (
+            self._gathered
+            - self.item * stage.part.layers * self.block_gathered
+            + self._transport(live=0, gradients=True)
+        )
         yield self._held(
             "last backward",
             gradients=whole * (1 - stage.blocks / self.parameters) if whole else width * stage.ends,

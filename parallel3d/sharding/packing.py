@@ -58,6 +58,9 @@ def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     each = columns.shape[1] // row
     full, few = divmod(rows, each)
     if full:
-        yield tensor[: full * each].view(full, each, *tensor.shape[1:]), columns[:full].unflatten(1, (each, *tensor.shape[1:]))
+        yield (
+            tensor[: full * each].view(full, each, *tensor.shape[1:]),
+            columns[:full].unflatten(1, (each, *tensor.shape[1:])),
+        )
     if few:
         yield tensor[full * each :], columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:]))

@@ -33,6 +33,7 @@ HYBRID_OF: dict[ShardingName, ShardingName] = {
 }
 _OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 _SPLIT_BACKWARD = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+USUAL_BUCKET_MIB = 25.0  # as DistributedDataParallel's
 
 
 def strategy_of(parallel: ParallelConfig) -> ShardingName:
@@ -64,6 +65,11 @@ def sharding_faults(parallel: ParallelConfig) -> Iterator[str]:
         )
     if strategy in WHOLE:
         yield from _whole_faults(parallel, strategy)
+    elif parallel.bucket_mib != USUAL_BUCKET_MIB:
+        yield (
+            f"parallel.bucket_mib = {parallel.bucket_mib:g}: parallel.sharding = {strategy} sends block by block; drop "
+            f"it, or try parallel.sharding=NO_SHARD"
+        )
     if parallel.reduce == "microbatch" and parallel.schedule in _SPLIT_BACKWARD:
         yield (
             f"parallel.reduce = microbatch: needs backwards in one piece, and parallel.schedule = {parallel.schedule} "
