@@ -151,10 +151,11 @@ class _Rank:
 
     def _moments_of(self, stage: _Stage) -> Iterator[Held]:
         """When a stage's backward may be the fullest."""
-        live: float = self.live
+        live = self.live
         whole = self._whole_gradients
+        up_to_here = (self.stages.index(stage) + 1) * self.job.layout.microbatches
         if self._goes_round_once:
-            live *= (self.stages.index(stage) + 1) / len(self.stages)
+            live = min(live, up_to_here)
         if stage.part.layers:
             yield self._forward(stage)
         if self.splits:
@@ -162,7 +163,7 @@ class _Rank:
         elif self._goes_round_once:
             # One stage after the other, the last first: gradients of one alone are whole, the later ones' are reduced.
             share = whole * (stage.blocks + stage.ends) / max(self.parameters, 1)
-            yield self._backward("backward", stage, max(live - 1, 1), ends=False, gradients=share)
+            yield self._backward("backward", stage, max(min(live, up_to_here - 1), 1), ends=False, gradients=share)
         elif self.forwards > live:
             for ends in (False, True):
                 yield self._backward("backward", stage, live, ends=ends, gradients=whole)
@@ -191,7 +192,7 @@ class _Rank:
             held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients, weights=made)
             held = replace(held, activations=held.activations + state.put_off * put_off)
             if state.kind is Kind.WEIGHT:
-                yield replace(held, temporary=self.item * (stage.blocks + self._head(stage)) * self._makes(made))
+                yield replace(held, temporary=self._weights_work(stage, made))
                 continue
             yield held
             if state.kind is Kind.INPUT and stage.part.layers:  # as it ends
@@ -202,6 +203,14 @@ class _Rank:
                     logits=held.logits - self._logits(stage),
                     temporary=self._boundary + self._embedding_work(stage),
                 )
+
+    def _weights_work(self, stage: _Stage, made: Weights) -> float:
+        """The gradients that a second half makes: added one by one to whole ones, or waiting for all of the stage."""
+        shape, layout = self.job.shape, self.job.layout
+        numel = stage.blocks + self._head(stage)
+        if self.whole:
+            numel = max(shape.hidden * shape.ffn_hidden // layout.tp, self._head(stage))
+        return float(self.item * numel * self._makes(made))
 
     def _put_off(self, stage: _Stage) -> float:
         """What waits for the second half of a backward: each product's input and its output's gradient."""
@@ -401,7 +410,7 @@ class _Rank:
                 found.append(self._chunked_work)
             after = self._heads_gradient(stage, weights) - self._logits(stage)
         if stage.part.layers:
-            found.append(after + self._block_work(weights))
+            found.append(after + self._block_work(stage.first + stage.part.layers - 1, weights))
         return max(found)
 
     def _heads_gradient(self, stage: _Stage, weights: Weights) -> float:
@@ -431,9 +440,9 @@ class _Rank:
     def _work_at_end(self, stage: _Stage, weights: Weights) -> float:
         """With the activations of the first block alone."""
         gradients = self._heads_gradient(stage, weights)
-        found = [self._block_work(weights) + gradients if stage.part.layers else 0.0]
+        found = [self._block_work(stage.first, weights) + gradients if stage.part.layers else 0.0]
         if stage.part.embedding:
-            found.append(gradients + self._boundary + self._embedding_work(stage) - self._one_block)
+            found.append(gradients + self._boundary + self._embedding_work(stage) - self._of_block(stage.first))
         return max(found)
 
     def _embedding_work(self, stage: _Stage) -> float:
@@ -444,6 +453,12 @@ class _Rank:
         numbers = self.tokens * hidden
         table = e * hidden * self._vocab if self.sharded else 4 * numbers * (e < self.master or self.alone)
         return float(e * numbers * ((self.job.layout.tp > 1) + self._gathers_sequence) + table)
+
+    def _is_recomputed(self, index: int) -> bool:
+        return index % self.job.layout.recompute_every == 0
+
+    def _of_block(self, index: int) -> float:
+        return self._one_block if self._is_recomputed(index) else self._plain_block
 
     @cached_property
     def _one_block(self) -> float:
@@ -463,7 +478,7 @@ class _Rank:
         whole = self.item * self.tokens * self.job.shape.hidden
         return (2.0 + self._rearranges) * whole + self._boundary if self._gathers_sequence else 1.0 * whole
 
-    def _block_work(self, weights: Weights) -> float:
+    def _block_work(self, index: int, weights: Weights) -> float:
         """Of the MLP, which comes first in a block's backward, with the whole block's activations there."""
         e, shape, tp = self.item, self.job.shape, self.job.layout.tp
         inner = float(e * self.tokens * shape.ffn_hidden // tp)
@@ -471,7 +486,7 @@ class _Rank:
         weight = float(e * shape.hidden * shape.ffn_hidden // tp * self._makes(weights))
         kept = 0.0 if self.whole else weight  # until the block is done, where its gradients are new in each backward
         arriving = self._boundary
-        recomputed = self._plain_block - self._one_block if self._recompute == "full" else 0.0
+        recomputed = self._plain_block - self._of_block(index) if self._recompute == "full" else 0.0
         down = whole + inner + weight
         if shape.feed_forward_inputs == 2:
             product = kept + 2 * inner  # gradients of both factors and of their product, which itself is gone
@@ -498,6 +513,18 @@ class _Rank:
             temporary=temporary,
         )
 
+    def _alive(self, live: float) -> tuple[float, float]:
+        """Activations and logits of so many microbatches, each of one of the rank's stages: where stages go one after
+        the other, of the first ones."""
+        share = live / len(self.stages)
+        if not self._goes_round_once:
+            return self._kept_of_all * share, self._logits_of_all * share
+        kept = logits = 0.0
+        for stage in self.stages:
+            here = min(live, self.job.layout.microbatches)
+            kept, logits, live = kept + here * self._kept(stage), logits + here * self._logits(stage), live - here
+        return kept, logits
+
     def _backward(
         self,
         moment: Moment,
@@ -510,11 +537,9 @@ class _Rank:
     ) -> Held:
         """`live` microbatches of one of the rank's stages each, with whole `gradients` beside them. `ends`: the one
         that is differentiated has but one block left."""
-        count = len(self.stages)
-        kept = self._kept_of_all * live / count
-        logits = self._logits_of_all * live / count
+        kept, logits = self._alive(live)
         if ends:
-            kept -= self._kept(stage) - (self._one_block if stage.part.layers else 0.0)
+            kept -= self._kept(stage) - (self._of_block(stage.first) if stage.part.layers else 0.0)
             logits -= self._logits(stage)
         return self._held(
             moment,
@@ -538,7 +563,9 @@ class _Rank:
         sent = self._scattered(self.block_numel if layers else stage.ends)
         kept = self._kept(stage) - self._one_block if layers else 0.0
         weights: Weights = "added" if whole else "new"
-        at_work = self._block_work(weights) + self._heads_gradient(stage, weights) if layers > 1 and not whole else 0.0
+        at_work = 0.0
+        if layers > 1 and not whole:
+            at_work = self._block_work(stage.first + layers - 2, weights) + self._heads_gradient(stage, weights)
         yield self._held(
             "last backward", gradients=whole, activations=kept, logits=0.0, buffers=buffers, temporary=sent + at_work
         )
@@ -566,15 +593,17 @@ class _Rank:
         if self.alone or self.job.layout.dp == 1:
             return
         done = sum(sent_by(self.job, each.part)[-1].bytes for each in self.stages[self.stages.index(stage) + 1 :])
-        per_block = self._kept(stage) / max(stage.part.layers, 1)
+        others = self.stages[: self.stages.index(stage)] if self._goes_round_once else []
+        kept = self.job.layout.microbatches * sum(map(self._kept, others))
         for sent in sent_by(self.job, stage.part):
+            blocks = range(stage.first, stage.first + sent.before)
             yield self._held(
                 "last backward",
                 gradients=self._whole_gradients,
-                activations=per_block * sent.before,
+                activations=kept + sum(map(self._of_block, blocks)),
                 logits=0.0,
                 buffers=self._transport(live=0, gradients=True),
-                temporary=sent.bytes + done + self._boundary * (sent.before > 0),
+                temporary=sent.bytes + done + (self._block_work(blocks[-1], "added") if blocks else 0.0),
             )
 
     def _step(self) -> Held:
