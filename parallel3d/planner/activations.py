@@ -129,17 +129,20 @@ def _live_of_schedule(name: ScheduleName, pp: int, microbatches: int, virtual_st
 
 @dataclass(frozen=True)
 class SplitState:
-    """What a rank has when a half of a split backward (or a whole one) begins: forwards alive, second halves put off,
-    and whether no weight has had a gradient yet."""
+    """What a rank has when a half of a split backward (or a whole one) begins, of each of its stages: forwards alive,
+    second halves put off; whose backward it is, and whether no weight of that one has had a gradient yet."""
 
     kind: Kind
+    stage: int  # of the rank's own, counted from 0
     is_first: bool
-    alive: int
-    put_off: int
+    alive: tuple[int, ...]
+    put_off: tuple[int, ...]
 
     def exceeds(self, other: SplitState) -> bool:
-        same = self != other and self.kind is other.kind and self.is_first <= other.is_first
-        return same and self.alive >= other.alive and self.put_off >= other.put_off
+        if self == other or (self.kind, self.stage) != (other.kind, other.stage) or self.is_first > other.is_first:
+            return False
+        pairs = zip(self.alive + self.put_off, other.alive + other.put_off, strict=True)
+        return all(a >= b for a, b in pairs)
 
 
 def split_states(layout: Layout) -> tuple[tuple[SplitState, ...], ...]:
@@ -158,13 +161,16 @@ def _split_states(
 
 def _fullest(actions: tuple[Action, ...]) -> tuple[SplitState, ...]:
     """Those of a rank's states that no other exceeds."""
-    found, alive, put_off, first = set(), 0, 0, True
+    own = {stage: at for at, stage in enumerate(sorted({action.stage for action in actions}))}
+    found: set[SplitState] = set()
+    alive, put_off, is_first = [0] * len(own), [0] * len(own), [True] * len(own)
     for action in actions:
+        at = own[action.stage]
         if action.kind is Kind.FORWARD:
-            alive += 1
+            alive[at] += 1
             continue
-        found.add(SplitState(action.kind, first, alive, put_off))
-        alive -= action.kind is not Kind.WEIGHT
-        put_off += {Kind.INPUT: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
-        first = first and action.kind is Kind.INPUT
+        found.add(SplitState(action.kind, at, is_first[at], tuple(alive), tuple(put_off)))
+        alive[at] -= action.kind is not Kind.WEIGHT
+        put_off[at] += {Kind.INPUT: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+        is_first[at] = is_first[at] and action.kind is Kind.INPUT
     return tuple(state for state in found if not any(other.exceeds(state) for other in found))

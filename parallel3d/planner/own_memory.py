@@ -185,12 +185,18 @@ class _Rank:
     def _split_moments(self, stage: _Stage) -> Iterator[Held]:
         """Where backwards are split: as their halves begin, the schedule having so many forwards alive and so many
         second halves put off."""
-        put_off = sum(map(self._put_off, self.stages)) / len(self.stages)
+        at = self.stages.index(stage)
         for state in split_states(self.job.layout)[self.rank]:
+            if state.stage != at:
+                continue
             gradients = 0.0 if state.is_first else self._whole_gradients
             made: Weights = "later" if state.kind is Kind.INPUT else "new" if state.is_first else "added"
-            held = self._backward("backward", stage, state.alive, ends=False, gradients=gradients, weights=made)
-            held = replace(held, activations=held.activations + state.put_off * put_off)
+            alive = sum(state.alive)
+            held = self._backward("backward", stage, alive, ends=False, gradients=gradients, weights=made)
+            waiting = sum(n * self._put_off(each) for n, each in zip(state.put_off, self.stages, strict=True))
+            kept = sum(n * self._kept(each) for n, each in zip(state.alive, self.stages, strict=True))
+            logits = sum(n * self._logits(each) for n, each in zip(state.alive, self.stages, strict=True))
+            held = replace(held, activations=kept + waiting, logits=logits)
             if state.kind is Kind.WEIGHT:
                 yield replace(held, temporary=self._weights_work(stage, made))
                 continue
@@ -200,7 +206,7 @@ class _Rank:
                 yield replace(
                     held,
                     activations=held.activations + now_put_off,
-                    logits=held.logits - self._logits(stage),
+                    logits=logits - self._logits(stage),
                     temporary=self._boundary + self._embedding_work(stage),
                 )
 
@@ -326,7 +332,7 @@ class _Rank:
         count = self.forwards
         held = 0.0
         if before:
-            held += min(_POSTED, max(0.0, count - live)) + (min(_UNDER_WAY, count) if gradients else 0)
+            held += min(_POSTED, max(0.0, count - live)) + (min(_UNDER_WAY, count - (live > 0)) if gradients else 0)
         if after:
             held += min(_UNDER_WAY, count if gradients else live) + min(_POSTED, count - 1) + 1
         if before and after and self.job.layout.pp == 2 and chunks > 1:  # one peer: one queue each way
@@ -403,9 +409,11 @@ class _Rank:
         if stage.part.head:
             e, hidden, vocab = self.item, self.job.shape.hidden, self._vocab
             if self._chunk is None:
-                ahead = self._frees_forward * self.item * self.block_gathered * (self._blocks_of_all > 1)  # not yet
-                found.append(4.0 * self.tokens * vocab - ahead)  # softmax in float32
-                found.append(self._into_columns + e * hidden * vocab * self._makes(weights) - ahead)
+                block = self._frees_forward * self.item * self.block_gathered
+                blocks = min(2, self._blocks_of_all)  # in self._gathered; the loss has none, the head one on its way
+                found.append(4.0 * self.tokens * vocab - blocks * block)  # softmax in float32
+                product = self._into_columns + e * hidden * vocab * self._makes(weights)
+                found.append(product - max(blocks - 1, 0) * block)
             else:
                 found.append(self._chunked_work)
             after = self._heads_gradient(stage, weights) - self._logits(stage)
@@ -559,7 +567,8 @@ class _Rank:
         if self._goes_round_once:
             return
         layers, whole = stage.part.layers, self._whole_gradients
-        buffers = self._gathered + self._transport(live=0, gradients=True)
+        freed = self.item * self.block_gathered if layers else 0.0  # of what is reduced
+        buffers = self._gathered - freed + self._transport(live=0, gradients=True)
         sent = self._scattered(self.block_numel if layers else stage.ends)
         kept = self._kept(stage) - self._one_block if layers else 0.0
         weights: Weights = "added" if whole else "new"
@@ -597,13 +606,14 @@ class _Rank:
         kept = self.job.layout.microbatches * sum(map(self._kept, others))
         for sent in sent_by(self.job, stage.part):
             blocks = range(stage.first, stage.first + sent.before)
+            at_work = self._block_work(blocks[-1], "added") if blocks and not self.splits else 0.0
             yield self._held(
                 "last backward",
                 gradients=self._whole_gradients,
-                activations=kept + sum(map(self._of_block, blocks)),
+                activations=0.0 if self.splits else kept + sum(map(self._of_block, blocks)),
                 logits=0.0,
                 buffers=self._transport(live=0, gradients=True),
-                temporary=sent.bytes + done + (self._block_work(blocks[-1], "added") if blocks else 0.0),
+                temporary=sent.bytes + done + at_work,
             )
 
     def _step(self) -> Held:
