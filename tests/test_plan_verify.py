@@ -15,10 +15,14 @@ from parallel3d.tools.plan_verify import verify
 from parallel3d.training import loss
 
 LLAMA = ModelConfig(layers=3, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
+GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidden=8192, vocab=50257, max_positions=2048)
 LARGE = ParallelConfig(pp=2, dp_replicate=4, dp_shard=256, tp=8, sequence_parallel=True)  # 16,384 ranks
 LAYOUTS = {
     "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
     "sharded, the last, recomputed": (LLAMA, replace(LARGE, recompute="full", microbatch_size=2), "bf16", 4, 1),
+    "optimizer sharded": (GPT, replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"), "bf16", 4, 0),
+    "zero bubble": (LLAMA, replace(LARGE, schedule="zb_h1", sequence_parallel=False), "bf16", 3, 0),
+    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
 }
 
 
