@@ -70,11 +70,11 @@ def bench_local_sgd(options: Options) -> list[Row]:
     rows = []
     for name, overrides in cases.items():
         ours = _run(name, recipe_of(overrides, steps))
-        rows += rows_of(name, ours, peer)
+        rows += rows_of(name, ours, peer, LOSS_BAR if overrides == DILOCO else None)
     return rows
 
 
-def rows_of(case: str, ours: Outcome, peer: Outcome) -> list[Row]:
+def rows_of(case: str, ours: Outcome, peer: Outcome, loss_bar: float | None) -> list[Row]:
     mib = [outcome.sent_bytes / 2**20 for outcome in (ours, peer)]
     return [
         Row(
@@ -83,7 +83,7 @@ def rows_of(case: str, ours: Outcome, peer: Outcome) -> list[Row]:
             ours=ours.val_loss,
             peer=peer.val_loss,
             ratio=ours.val_loss / peer.val_loss,
-            bar=LOSS_BAR,
+            bar=loss_bar,
         ),
         Row(case=case, unit="MiB_to_replicas", ours=mib[0], peer=mib[1], ratio=mib[0] / mib[1], bar=BYTES_BAR),
     ]

@@ -80,8 +80,8 @@ class FullyShardedData:
         done with them."""
         root = fully_shard.state(self._root)  # type: ignore[attr-defined]  # torch's own pipeline reaches its groups so
         groups = [group for state in root._state_ctx.all_states for group in _parameter_groups(state)]
-        # In the last one, too: what the first half had gradients of is in the reduction's dtype already, and `fully_shard`
-        # reduces but one.
+        # In the last one, too: what the first half had gradients of is in the reduction's dtype already, and
+        # `fully_shard` reduces but one.
         for parameter in (parameter for group in groups for parameter in group.fsdp_params):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
