@@ -85,10 +85,16 @@ def test_layout_trains_as_plain_torch_does(world: Callable, case: tuple[int, Mod
     assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in referee], rel=1e-5)
 
 
-def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Callable) -> None:
-    """bf16 parameters whose gradients are kept in float32 between microbatches."""
+@pytest.mark.parametrize("microbatch_size", [1, 4], ids=["four microbatches", "one microbatch"])
+def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Callable, microbatch_size: int) -> None:
+    """bf16 parameters whose gradients are float32 between microbatches, and on their way where there is but one."""
     split, full = (
-        world(4).run(run_layout, GROUPED, ParallelConfig(pp=2, dp_shard=2, schedule=schedule), "bf16")[0]
+        world(4).run(
+            run_layout,
+            GROUPED,
+            ParallelConfig(pp=2, dp_shard=2, schedule=schedule, microbatch_size=microbatch_size),
+            "bf16",
+        )[0]
         for schedule in ("zb_h1", "1f1b")
     )
     assert split[0][0] == pytest.approx(full[0][0], rel=1e-3)
