@@ -64,6 +64,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """A worker: job after job until the pipe closes."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
 
     torch.set_num_threads(1)
     while True:
@@ -80,6 +81,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it gives DTensors the mesh of the first job that had an equal one
         pipe.send((text, value))
 
 
