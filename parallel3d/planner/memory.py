@@ -168,15 +168,21 @@ def rank_parameters(job: Job, stage: StageSlice) -> int:
     return count
 
 
-def _activations(job: Job, rank: int) -> float:
-    layout, part = job.layout, job.ranks[rank]
-    live = live_microbatches(
+def live_on(job: Job, rank: int) -> int:
+    """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a pipeline rank."""
+    layout = job.layout
+    return live_microbatches(
         layout.schedule,
         pp=layout.pp,
         rank=rank,
         microbatches=layout.microbatches,
         virtual_stages=layout.virtual_stages,
     )
+
+
+def _activations(job: Job, rank: int) -> float:
+    layout, part = job.layout, job.ranks[rank]
+    live = live_on(job, rank)
     stages = layout.virtual_stages
     bytes_ = live * part.layers / stages * block_bytes(job)
     outside = job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
