@@ -110,11 +110,11 @@ def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> 
 def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """One rank: times the recipe's steps; rank 0 writes the result into `run_dir`."""
     from parallel3d.mesh import choose_device, process_group
-    from parallel3d.tools.plan_calibrate_probes import time_probe
+    from parallel3d.tools.plan_calibrate_probes import time_probes
 
     device = choose_device(recipe.train.device, rendezvous)
     with process_group(rendezvous, device, recipe.train.timeout_s):
-        seconds = time_probe(recipe, device, steps=1, rounds=_ROUNDS)
+        (seconds,) = time_probes([recipe], device, steps=1, rounds=_ROUNDS)
     if rendezvous.rank == 0:
         assert recipe.run_dir is not None
         (Path(recipe.run_dir) / _RESULT).write_text(repr(seconds))

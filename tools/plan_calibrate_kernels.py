@@ -4,9 +4,9 @@ own functions. On a GPU the clock is read when the device is done; nothing else 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from parallel3d.layers.scores import attend
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEAST_SHARE = 0.2  # of a call, that is taken for its work and not for its dispatch
 _HEADS = 4
+_PASSES = 3
+_T = TypeVar("_T")
 
 Rows = list[list[float]]
 
@@ -40,12 +42,22 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def best_s(work: Callable[[], object], device: torch.device, *, budget_s: float = 0.02) -> float:
-    """The least time of a call, over rounds of several calls each."""
+def best_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.005) -> float:
+    """The least time of a call, over two rounds of several calls each."""
     work()
     once = max(1e-7, timed_s(work, device, 1))
-    calls = max(1, int(budget_s / 4 / once))
-    return min(timed_s(work, device, calls) for _ in range(4))
+    calls = max(1, int(round_s / once))
+    return min(timed_s(work, device, calls) for _ in range(2))
+
+
+def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[_T]]:
+    """What each pass over all points has measured of each: what else the machine does for a second spoils one pass of a
+    few points and not every round of one."""
+    found: dict[tuple[int, int], list[_T]] = {point: [] for point in points}
+    for _ in range(_PASSES):
+        for point, taken in found.items():
+            taken.append(measure(*point))
+    return found
 
 
 def timed_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
@@ -70,8 +82,9 @@ def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
         x, weight = (torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
         return best_s(lambda: F.linear(x, weight), device)
 
-    dispatch = seconds(8, 8)
-    return [[s, d, 2.0 * s * s * d / _beyond(seconds(s, d), dispatch)] for s, d in product(sides, sides)]
+    taken = _swept(seconds, [(8, 8), *product(sides, sides)])
+    dispatch = min(taken.pop((8, 8)))
+    return [[s, d, 2.0 * s * s * d / _beyond(min(found), dispatch)] for (s, d), found in taken.items()]
 
 
 def _attention(device: torch.device, precision: str, keys: Sequence[int], depths: Sequence[int]) -> dict[str, Rows]:
@@ -89,10 +102,11 @@ def _attention(device: torch.device, precision: str, keys: Sequence[int], depths
         both = best_s(lambda: torch.autograd.grad(forward(), (q, k, v), gradient), device)
         return alone, max(both - alone, _LEAST_SHARE * both)
 
-    dispatch = seconds(8, 32)
+    taken = _swept(seconds, [(8, 32), *product(keys, depths)])
+    least_of = {point: tuple(map(min, zip(*found, strict=True))) for point, found in taken.items()}
+    dispatch = least_of.pop((8, 32))
     rows: dict[str, Rows] = {"forward": [], "backward": []}
-    for length, depth in product(keys, depths):
-        found = seconds(length, depth)
+    for (length, depth), found in least_of.items():
         for way, products, took, least in zip(rows, (4.0, 10.0), found, dispatch, strict=True):
             operations = 0.5 * products * _HEADS * length * length * depth
             rows[way].append([length, depth, operations / _beyond(took, least)])
@@ -106,9 +120,10 @@ def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
     norm = RMSNorm(features, device=device)
     norm.weight.fill_(1.0)
 
-    def seconds(bytes_: int) -> float:
-        x = torch.randn(max(1, bytes_ // (8 * features)), features, device=device)
+    def seconds(rows: int, _: int) -> float:
+        x = torch.randn(rows, features, device=device)
         return best_s(lambda: norm(x), device)
 
-    dispatch = seconds(8 * features)
-    return [[float(size), _beyond(seconds(size), dispatch)] for size in sizes]
+    taken = _swept(seconds, [(1, 0), *((max(1, size // (8 * features)), size) for size in sizes)])
+    dispatch = min(taken.pop((1, 0)))
+    return [[float(size), _beyond(min(found), dispatch)] for (_, size), found in taken.items()]

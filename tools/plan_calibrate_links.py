@@ -111,7 +111,7 @@ def measure_contention(device: torch.device) -> tuple[float, float]:
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            alone = best_s(work, device, budget_s=0.1)
+            alone = best_s(work, device, round_s=0.05)
     dist.barrier()
     start = time.perf_counter()
     work()

@@ -2,11 +2,12 @@
 what the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element
 does.
 
-Which runs there are is decided without torch; `time_probe` trains one with the real trainer.
+Which runs there are is decided without torch; `time_probes` trains them with the real trainer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,26 +80,37 @@ def probes(world_size: int) -> list[Probe]:
     return [*found, *(probe("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
 
 
-def time_probe(recipe: Recipe, device: torch.device, *, steps: int, rounds: int) -> float:
-    """Seconds of a step with the trainer, the least of several rounds. Every rank of the world calls it."""
+def time_probes(recipes: Sequence[Recipe], device: torch.device, *, steps: int, rounds: int) -> list[float]:
+    """Seconds of a step of each recipe with the trainer, the least of several rounds. A round goes through all of them:
+    what else a machine does for a second or two then spoils a round of a few, and not all rounds of one. Every rank of
+    the world calls it."""
+    import torch.distributed as dist
+
+    from parallel3d.tools.plan_calibrate_kernels import timed_s
+
+    works = [_step(recipe, device) for recipe in recipes]
+    for work in works:
+        for _ in range(2):
+            work()
+    least = [float("inf")] * len(works)
+    for _ in range(rounds):
+        for i, work in enumerate(works):
+            dist.barrier()
+            least[i] = min(least[i], timed_s(work, device, steps))
+    return least
+
+
+def _step(recipe: Recipe, device: torch.device) -> Callable[[], object]:
     import torch.distributed as dist
 
     from parallel3d.mesh import build_mesh
     from parallel3d.models import model_class
-    from parallel3d.tools.plan_calibrate_kernels import timed_s
     from parallel3d.training.trainer import Trainer
 
     mesh = build_mesh(recipe.parallel, device.type)
     trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class(recipe.model.architecture))
     batch = _batch(recipe, dist.get_rank())
-
-    def step() -> Any:
-        return trainer.train_step(batch)
-
-    for _ in range(2):
-        step()
-    dist.barrier()
-    return min(timed_s(step, device, steps) for _ in range(rounds))
+    return lambda: trainer.train_step(batch)
 
 
 def _batch(recipe: Recipe, rank: int) -> Any:

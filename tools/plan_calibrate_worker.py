@@ -16,7 +16,7 @@ from parallel3d.rendezvous import Rendezvous
 from parallel3d.tools.plan_calibrate_file import host_memory_bytes
 from parallel3d.tools.plan_calibrate_kernels import measure_kernels
 from parallel3d.tools.plan_calibrate_links import measure_collectives, measure_contention, measure_transfers
-from parallel3d.tools.plan_calibrate_probes import probes, time_probe
+from parallel3d.tools.plan_calibrate_probes import probes, time_probes
 
 RESULTS = "measured.json"
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]  # from four rows of features on, so that few ranks divide them
@@ -73,8 +73,9 @@ def _together(rendezvous: Rendezvous, device: torch.device, quick: bool) -> Meas
 
 
 def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[str, float]:
-    rounds = 3 if quick else 6
-    return {each.name: time_probe(each.recipe, device, steps=2, rounds=rounds) for each in probes(world_size)}
+    found = probes(world_size)
+    seconds = time_probes([each.recipe for each in found], device, steps=2, rounds=3 if quick else 6)
+    return {each.name: taken for each, taken in zip(found, seconds, strict=True)}
 
 
 def _nothing_yet(device: torch.device) -> Measurements:

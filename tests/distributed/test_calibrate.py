@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallel3d.tools.plan_calibrate_links import measure_collectives, measure_contention, measure_transfers
-from parallel3d.tools.plan_calibrate_probes import probes, time_probe
+from parallel3d.tools.plan_calibrate_probes import probes, time_probes
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def _measure() -> dict[str, Any]:
         "collectives": measure_collectives(2, CPU, [2**12, 2**22]),
         "transfers": measure_transfers(2, CPU, [2**12, 2**20]),
         "contention": measure_contention(CPU),
-        "probe": time_probe(sized["tp tiny 2 2"], CPU, steps=1, rounds=1),
+        "probes": time_probes([sized["tp tiny 2 2"], sized["tp tiny 6 10"]], CPU, steps=1, rounds=2),
     }
 
 
@@ -30,4 +30,5 @@ def test_two_ranks_measure_every_kind_of_message_at_the_sizes_asked_for(world: C
         assert [size for size, _ in rows] == [2**12, 2**22] and all(0 < seconds < 60 for _, seconds in rows)
     assert [size for size, _ in found["transfers"]] == [2**12, 2**20]
     assert all(0 < seconds < 60 for seconds in found["contention"])
-    assert 0 < found["probe"] < 60
+    small, large = found["probes"]
+    assert 0 < small < large < 60
