@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,69 +12,88 @@ import yaml
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.planner.block import block_times
 from parallel3d.planner.hardware import Cluster, cluster_from_tree
-from parallel3d.planner.measured import Curve, Overhead, measured_from_tree
+from parallel3d.planner.measured import Curve, Overhead, measured_from_tree, process_from_tree
+from parallel3d.planner.roofline import Kernels
 from parallel3d.planner.timeline import StageTimes, makespan_s, shared_makespan_s
 from parallel3d.tools import plan_calibrate_check as check
-from parallel3d.tools.plan_calibrate_file import hardware_text
-from parallel3d.tools.plan_calibrate_fit import overhead_of
+from parallel3d.tools.plan_calibrate_file import ANY, hardware_text
+from parallel3d.tools.plan_calibrate_fit import larger_job, overhead_of
 from parallel3d.tools.plan_calibrate_probes import (
     LARGER,
     LARGER_LAYERS,
     LARGER_MICROBATCHES,
+    LARGER_SIZES,
     TINY,
     TINY_LAYERS,
     TINY_MICROBATCHES,
+    TINY_SEQ,
     probe_name,
     probes,
 )
 
 TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
 RATE = 5e10  # of every product and attention
+BYTE_S = 4e-10  # of every other operator
+GRADIENT_S = 1e-9  # of a weight and a microbatch
 
 
-def times_of(axis: str, overhead: Overhead, *, larger_block_s: float, parameters: float) -> dict[str, float]:
+def larger_blocks() -> dict[tuple[int, int], float]:
+    """Seconds of the larger model's block by sequence and microbatch, by the planner's own model of this host."""
+    rates = {"byte_s": BYTE_S, "gradient_s": GRADIENT_S, "logit_s": 0.0}
+    process = process_from_tree({**kernels(), **rates, "overhead": vars(TRUE), "recompute": {}})
+    found = {}
+    for size in LARGER_SIZES:
+        block = block_times(larger_job(ANY, size), Kernels(device=ANY.device, precision="fp32", process=process))
+        found[size] = block.forward_s + block.backward_s
+    return found
+
+
+def kernels() -> dict[str, Any]:
+    sides = (32, 512)
+    rows = [[s, d, RATE] for s in sides for d in sides]
+    return {
+        "matmul": {p: rows for p in ("fp32", "bf16")},
+        "attention": {p: {"forward": rows, "backward": rows} for p in ("fp32", "bf16")},
+        "memory": [[2**14, 1e-6], [2**24, 1e-3]],
+    }
+
+
+def times_of(axis: str, overhead: Overhead, *, parameters: float) -> dict[str, float]:
     """What probes would take whose steps were exactly linear."""
+    blocks = larger_blocks()
 
     def step(layers: int, microbatches: int, block_s: float, count: float) -> float:
         each = overhead.microbatch + layers * (overhead.block + block_s)
         return overhead.step + layers * overhead.layer + microbatches * each + count * overhead.parameter
 
     times = {
-        probe_name(axis, TINY, layers, m): step(layers, m, 0.0, 0.0)
+        probe_name(axis, TINY, layers, m, TINY_SEQ, 1): step(layers, m, 0.0, 0.0)
         for layers in TINY_LAYERS
         for m in TINY_MICROBATCHES
     }
-    for layers in LARGER_LAYERS:
-        for m in LARGER_MICROBATCHES:
-            times[probe_name(axis, LARGER, layers, m)] = step(layers, m, larger_block_s, parameters)
+    for layers, m, size in product(LARGER_LAYERS, LARGER_MICROBATCHES, LARGER_SIZES):
+        times[probe_name(axis, LARGER, layers, m, *size)] = step(layers, m, blocks[size], parameters)
     return times
 
 
 def worlds(*, cores: int) -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
-    sides = (32, 512)
-    kernels = {
-        "matmul": {p: [[s, d, RATE] for s in sides for d in sides] for p in ("fp32", "bf16")},
-        "attention": {
-            p: {w: [[s, d, RATE] for s in sides for d in sides] for w in ("forward", "backward")}
-            for p in ("fp32", "bf16")
-        },
-        "memory": [[2**14, 1e-6], [2**24, 1e-3]],
-    }
-    alone = times_of("alone", TRUE, larger_block_s=20e-3, parameters=3.3e6)
+    alone = times_of("alone", TRUE, parameters=3.3e6)
     for kind, more in (("selective", 5e-4), ("full", 1e-3)):
         for m in TINY_MICROBATCHES:
             deep = TINY_LAYERS[-1]
-            alone[probe_name(kind, TINY, deep, m)] = alone[probe_name("alone", TINY, deep, m)] + m * deep * more
+            plain = alone[probe_name("alone", TINY, deep, m, TINY_SEQ, 1)]
+            alone[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] = plain + m * deep * more
     common = {"device": "CPU", "torch": "2", "cores": cores, "memory_bytes": 2**34, "processors": 1}
-    one = {**common, "kernels": {1: kernels}, "probes": {1: alone}}
+    one = {**common, "kernels": {1: kernels()}, "probes": {1: alone}}
     added = replace(TRUE, block=2e-3, step=5e-3)
     two_times: dict[str, float] = {}
     for axis in ("tp", "tp_sequence", "NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD", "HYBRID_SHARD"):
-        two_times |= times_of(axis, added, larger_block_s=20e-3, parameters=3.3e6)
+        two_times |= times_of(axis, added, parameters=3.3e6)
     for m in TINY_MICROBATCHES:
-        two_times[probe_name("pp", TINY, 2, 2 * m)] = 2 * m * (TRUE.block + TRUE.microbatch / 2 + 2 * 1e-4)
+        two_times[probe_name("pp", TINY, 2, 2 * m, TINY_SEQ, 1)] = 2 * m * (TRUE.block + TRUE.microbatch / 2 + 2 * 1e-4)
     rows = [[2**12, 1e-5], [2**24, 1e-2]]
     two = {
         **common,
@@ -91,7 +111,7 @@ def host() -> Cluster:
 
 
 def test_the_overheads_of_linear_steps_are_found_again() -> None:
-    times = times_of("tp", TRUE, larger_block_s=20e-3, parameters=3.3e6)
+    times = times_of("tp", TRUE, parameters=3.3e6)
     found = overhead_of(times, "tp", 3.3e6)
     for name, value in vars(TRUE).items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
@@ -101,6 +121,8 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     measured = host.measured
     assert measured is not None and measured.cores == 2 and measured.synchronous
     assert measured.processes[1].overhead.block == pytest.approx(TRUE.block, rel=1e-3)
+    assert measured.processes[1].byte_s == pytest.approx(BYTE_S, rel=1e-3)
+    assert measured.processes[1].gradient_s == pytest.approx(GRADIENT_S, rel=1e-3)
     assert measured.processes[1].recompute["full"] == pytest.approx(1e-3, rel=1e-3)
     assert measured.ranks[2].axes["tp"].block == pytest.approx(1e-3, rel=1e-3)  # beyond a process alone
     assert measured.ranks[2].axes["FULL_SHARD"].step == pytest.approx(2e-3, rel=1e-3)

@@ -37,7 +37,7 @@ LAYOUTS = (
 )
 TARGET = "parallel3d.tools.plan_calibrate_check:worker"
 _PRELOAD = ("torch", "parallel3d.tools.plan_calibrate_check", "parallel3d.training.trainer", "parallel3d.models.llama")
-_ROUNDS = 8
+_PASSES, _ROUNDS = 2, 5
 _RESULT = "step_time_s"
 
 
@@ -60,18 +60,20 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"], as_json: bool) -
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
     if cluster.measured is None:
         raise ConfigError("--check: the file has no section `measured`; parallel3d-plan calibrate -o FILE writes one")
-    found = []
-    for number, parallel in enumerate(LAYOUTS, 1):
-        print(f"[{number}/{len(LAYOUTS)}] {layout_text(parallel)}", file=sys.stderr, flush=True)
-        measured_s = _train(parallel, device)
-        found.append(
-            Compared(
-                layout=layout_text(parallel),
-                processes=parallel.world_size,
-                predicted_s=predicted_s(cluster, parallel),
-                measured_s=measured_s,
-            )
+    least_s = [float("inf")] * len(LAYOUTS)
+    for done in range(_PASSES * len(LAYOUTS)):  # twice through all, for what else the machine does meanwhile
+        at = done % len(LAYOUTS)
+        print(f"[{done + 1}/{_PASSES * len(LAYOUTS)}] {layout_text(LAYOUTS[at])}", file=sys.stderr, flush=True)
+        least_s[at] = min(least_s[at], _train(LAYOUTS[at], device))
+    found = [
+        Compared(
+            layout=layout_text(parallel),
+            processes=parallel.world_size,
+            predicted_s=predicted_s(cluster, parallel),
+            measured_s=measured_s,
         )
+        for parallel, measured_s in zip(LAYOUTS, least_s, strict=True)
+    ]
     print(json.dumps(_tree(found)) if as_json else _page(found))
     return 0
 

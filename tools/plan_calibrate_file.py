@@ -25,7 +25,7 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     on_cpu = alone["device"] == "CPU"
     cores = alone["cores"] if on_cpu else 0
     processes = {
-        int(threads): process_tree(kernels, alone["probes"][threads], _ANY)
+        int(threads): process_tree(kernels, alone["probes"][threads], ANY)
         for threads, kernels in alone["kernels"].items()
     }
     ranks: dict[int, Tree] = {}
@@ -100,7 +100,7 @@ def host_memory_bytes() -> int:
 
 
 # Only its processes' curves are asked, which are given.
-_ANY = Cluster(
+ANY = Cluster(
     name="any",
     device=Device(
         name="any",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.planner.block import block_times, head_times
+from parallel3d.planner.block import block_times, elementwise_bytes, head_times
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.job import Job, Layout
@@ -19,39 +19,59 @@ from parallel3d.tools.plan_calibrate_probes import (
     LARGER_LAYERS,
     LARGER_MICROBATCHES,
     LARGER_SEQ,
+    LARGER_SIZES,
     TINY,
     TINY_LAYERS,
     TINY_MICROBATCHES,
+    TINY_SEQ,
     probe_name,
 )
 
 Times = Mapping[str, float]
 Tree = dict[str, Any]
 _LEAST_REST = 0.02  # of a block, that is not products and attention
+_NOTHING_ELSE = {"byte_s": 1e-18, "gradient_s": 0.0, "logit_s": 0.0}  # until it is known
 
 
 def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
     """The section of one process, from its kernels and its probes; `cluster` is any with a device."""
     overhead = overhead_of(times, "alone", _larger_parameters())
     recompute = {kind: _recompute_s(times, kind, overhead) for kind in ("selective", "full")}
-    # As if it were nothing, until it is known.
-    tree: Tree = {**kernels, "byte_s": 1e-18, "logit_s": 0.0, "overhead": vars(overhead), "recompute": recompute}
-    few, many = LARGER_MICROBATCHES
-    shallow, deep = LARGER_LAYERS
-    per_microbatch = {
-        layers: (_larger(times, "alone", layers, many) - _larger(times, "alone", layers, few)) / (many - few)
-        for layers in LARGER_LAYERS
-    }
-    block_s = (per_microbatch[deep] - per_microbatch[shallow]) / (deep - shallow) - overhead.block
-    without = _block_model_s(process_from_tree(tree), cluster)
-    one_s_a_byte = _block_model_s(process_from_tree({**tree, "byte_s": 1.0}), cluster)
-    tree["byte_s"] = max(_LEAST_REST * block_s, block_s - without) / one_s_a_byte
-    process = process_from_tree(tree)
-    job = _larger_job(cluster)
-    ends = per_microbatch[shallow] - shallow * (block_s + overhead.block) - overhead.microbatch
-    head = sum(head_times(job, _kernels(process, cluster)))
+    tree: Tree = {**kernels, **_NOTHING_ELSE, "overhead": vars(overhead), "recompute": recompute}
+    blocks = {size: _block_s(times, size) for size in LARGER_SIZES}
+    tree |= _beside_products(tree, cluster, {size: block_s - overhead.block for size, block_s in blocks.items()})
+    largest = LARGER_SIZES[-1]
+    shallow = LARGER_LAYERS[0]
+    ends = _per_microbatch_s(times, largest, shallow) - shallow * blocks[largest] - overhead.microbatch
+    job = larger_job(cluster, largest)
+    head = sum(head_times(job, _kernels(process_from_tree(tree), cluster)))
     tree["logit_s"] = max(0.0, (ends - head) / (job.tokens * job.loss_vocab))
     return tree
+
+
+def _beside_products(tree: Tree, cluster: Cluster, blocks: Mapping[tuple[int, int], float]) -> Tree:
+    """`byte_s` and `gradient_s`, from `blocks`, seconds of whole ones by sequence and microbatch: what they take beside
+    their products grows with the traffic of the other operators, and starts from what the weights take."""
+    bare = _kernels(process_from_tree(tree), cluster)
+    found = []
+    for size in (LARGER_SIZES[0], LARGER_SIZES[-1]):
+        job = larger_job(cluster, size)
+        rest = max(_LEAST_REST * blocks[size], blocks[size] - _block_model_s(job, bare))
+        found.append((sum(elementwise_bytes(job)), rest))
+    (few, short_s), (many, long_s) = found
+    byte_s = max(_LEAST_REST * long_s / many, (long_s - short_s) / (many - few))
+    weights = _block_model_s(job, replace(bare, process=process_from_tree({**tree, "gradient_s": 1.0})))
+    return {"byte_s": byte_s, "gradient_s": max(0.0, short_s - few * byte_s) / (weights - _block_model_s(job, bare))}
+
+
+def _per_microbatch_s(times: Times, size: tuple[int, int], layers: int) -> float:
+    few, many = LARGER_MICROBATCHES
+    return (_larger(times, "alone", layers, many, size) - _larger(times, "alone", layers, few, size)) / (many - few)
+
+
+def _block_s(times: Times, size: tuple[int, int]) -> float:
+    shallow, deep = LARGER_LAYERS
+    return (_per_microbatch_s(times, size, deep) - _per_microbatch_s(times, size, shallow)) / (deep - shallow)
 
 
 def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead) -> Tree:
@@ -97,7 +117,7 @@ def _action_s(times: Times, ranks: int, cores: int, contention: float, alone: Ov
     """A pipeline of one tiny block a rank: what a microbatch takes beyond its blocks, embedding and head, over its
     actions. With fewer cores than ranks all of it counts, else the first or the last rank's."""
     few, many = (m * ranks for m in TINY_MICROBATCHES)
-    first, second = (times[probe_name("pp", TINY, ranks, m)] for m in (few, many))
+    first, second = (times[probe_name("pp", TINY, ranks, m, TINY_SEQ, 1)] for m in (few, many))
     each = (second - first) / (many - few) / contention
     if cores and ranks > cores:
         return max(0.0, (each * cores - ranks * alone.block - alone.microbatch) / (2 * ranks))
@@ -110,7 +130,7 @@ def overhead_of(times: Times, axis: str, parameters: float) -> Overhead:
     (few_layers, many_layers), (few, many) = TINY_LAYERS, TINY_MICROBATCHES
 
     def tiny(layers: int, microbatches: int) -> float:
-        return times[probe_name(axis, TINY, layers, microbatches)]
+        return times[probe_name(axis, TINY, layers, microbatches, TINY_SEQ, 1)]
 
     slope = {layers: (tiny(layers, many) - tiny(layers, few)) / (many - few) for layers in TINY_LAYERS}
     block = max(0.0, (slope[many_layers] - slope[few_layers]) / (many_layers - few_layers))
@@ -125,8 +145,8 @@ def overhead_of(times: Times, axis: str, parameters: float) -> Overhead:
     return Overhead(block=block, microbatch=microbatch, layer=layer, step=step, parameter=parameter)
 
 
-def _larger(times: Times, axis: str, layers: int, microbatches: int) -> float:
-    return times[probe_name(axis, LARGER, layers, microbatches)]
+def _larger(times: Times, axis: str, layers: int, microbatches: int, size: tuple[int, int] = (LARGER_SEQ, 1)) -> float:
+    return times[probe_name(axis, LARGER, layers, microbatches, *size)]
 
 
 def _larger_parameters() -> int:
@@ -137,18 +157,19 @@ def _recompute_s(times: Times, kind: str, overhead: Overhead) -> float:
     """What a tiny block takes more where it is recomputed."""
     few, many = TINY_MICROBATCHES
     deep = TINY_LAYERS[-1]
-    first, second = (times[probe_name(kind, TINY, deep, m)] for m in (few, many))
+    first, second = (times[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] for m in (few, many))
     each = (second - first) / (many - few)
     return max(0.0, (each - overhead.microbatch) / deep - overhead.block)
 
 
-def _larger_job(cluster: Cluster) -> Job:
+def larger_job(cluster: Cluster, size: tuple[int, int]) -> Job:
+    seq, microbatch_size = size
     return Job(
         shape=from_config(LARGER),
         cluster=cluster,
-        layout=Layout(microbatches=2),
+        layout=Layout(microbatches=2, microbatch_size=microbatch_size),
         engine=replace(PARALLEL3D, elementwise=1.0, launches=0, loss_passes=0.0),
-        seq_len=LARGER_SEQ,
+        seq_len=seq,
         precision="fp32",
     )
 
@@ -157,7 +178,7 @@ def _kernels(process: Process, cluster: Cluster) -> Kernels:
     return Kernels(device=cluster.device, precision="fp32", process=process)
 
 
-def _block_model_s(process: Process, cluster: Cluster) -> float:
+def _block_model_s(job: Job, kernels: Kernels) -> float:
     """A block of the larger model by the curves alone."""
-    block = block_times(_larger_job(cluster), _kernels(process, cluster))
+    block = block_times(job, kernels)
     return block.forward_s + block.backward_s

@@ -20,6 +20,7 @@ TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, voca
 TINY_SEQ = 8
 LARGER = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048)
 LARGER_SEQ = 128
+LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))  # sequence and microbatch: what elements take, and weights
 TINY_LAYERS, TINY_MICROBATCHES = (2, 6), (2, 10)
 LARGER_LAYERS, LARGER_MICROBATCHES = (1, 3), (2, 6)
 
@@ -32,13 +33,15 @@ class Probe:
     recipe: Recipe
 
 
-def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int) -> str:
+def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int, seq: int, microbatch_size: int) -> str:
     size = "tiny" if model is TINY else "larger"
-    return f"{axis} {size} {layers} {microbatches}"
+    return f"{axis} {size} {layers} layers {microbatches} x {microbatch_size} x {seq}"
 
 
-def probe(axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int) -> Probe:
-    seq = TINY_SEQ if model is TINY else LARGER_SEQ
+def probe(
+    axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int, *, seq: int | None = None
+) -> Probe:
+    seq = seq or (TINY_SEQ if model is TINY else LARGER_SEQ)
     numbers = {key: getattr(model, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab")}
     batch = microbatches * parallel.dp * parallel.microbatch_size
     recipe = Recipe(
@@ -47,7 +50,8 @@ def probe(axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, 
         train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
     )
-    return Probe(name=probe_name(axis, model, layers, microbatches), recipe=recipe)
+    name = probe_name(axis, model, layers, microbatches, seq, parallel.microbatch_size)
+    return Probe(name=name, recipe=recipe)
 
 
 def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
@@ -59,7 +63,11 @@ def probes(world_size: int) -> list[Probe]:
     if world_size == 1:
         alone = ParallelConfig()
         found = _tiny("alone", alone)
-        found += [probe("alone", alone, LARGER, layers, m) for layers in LARGER_LAYERS for m in LARGER_MICROBATCHES]
+        for seq, size in LARGER_SIZES:
+            how = ParallelConfig(microbatch_size=size)
+            found += [
+                probe("alone", how, LARGER, layers, m, seq=seq) for layers in LARGER_LAYERS for m in LARGER_MICROBATCHES
+            ]
         for kind in ("selective", "full"):
             found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
         return found

@@ -98,6 +98,8 @@ def _accumulate_s(job: Job, kernels: Kernels, weights: int) -> float:
     engine = job.engine
     if job.layout.microbatches == 1 and not engine.fused_weight_gradient:
         return 0.0
+    if kernels.process is not None:
+        return weights * kernels.process.gradient_s
     passes = 2 * engine.gradient_bytes * (_ACCUMULATE if engine.fused_weight_gradient else 1.0)
     return weights * passes / kernels.memory_rate
 
@@ -133,7 +135,8 @@ def _attention(job: Job, kernels: Kernels) -> _Parts:
     return _Parts(forward, backward)
 
 
-def _elementwise(job: Job, kernels: Kernels) -> _Parts:
+def elementwise_bytes(job: Job) -> tuple[float, float]:
+    """Moved forward and backward by what is neither a product nor attention: norms, residuals, activations, rope."""
     shape, layout, engine, t = job.shape, job.layout, job.engine, job.tokens
     outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     dropped = 1.0 if engine.dropout else 0.0
@@ -149,9 +152,14 @@ def _elementwise(job: Job, kernels: Kernels) -> _Parts:
         forward += rotated * _ROPE
         backward += rotated * _ROPE
     scale = engine.elementwise * job.item_bytes / 2
+    return forward * scale, backward * scale
+
+
+def _elementwise(job: Job, kernels: Kernels) -> _Parts:
+    forward, backward = elementwise_bytes(job)
     return _Parts(
-        memory_bound_s(kernels, forward * scale, launches=8),
-        memory_bound_s(kernels, backward * scale, launches=12),
+        memory_bound_s(kernels, forward, launches=8),
+        memory_bound_s(kernels, backward, launches=12),
     )
 
 

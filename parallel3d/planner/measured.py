@@ -69,6 +69,7 @@ class Process:
     matmul: Mapping[str, Grid]  # by precision
     attention: Mapping[str, tuple[Grid, Grid]]  # by keys and head dim: a causal one's operations, each way
     byte_s: float  # of the traffic of a block's other operators, were each group of them one kernel
+    gradient_s: float  # of a weight's gradient, added to what earlier microbatches left
     logit_s: float  # of the loss, per logit, forward and backward
     overhead: Overhead
     recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
@@ -144,6 +145,7 @@ def process_from_tree(tree: Mapping[str, Any]) -> Process:
         matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
         attention={p: (_grid(way["forward"]), _grid(way["backward"])) for p, way in tree["attention"].items()},
         byte_s=float(tree["byte_s"]),
+        gradient_s=float(tree["gradient_s"]),
         logit_s=float(tree["logit_s"]),
         overhead=Overhead(**tree["overhead"]),
         recompute={kind: float(seconds) for kind, seconds in tree["recompute"].items()},
