@@ -25,15 +25,15 @@ from parallel3d.rendezvous import Rendezvous
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
 SEQ_LEN, BATCH = 96, 16
-LAYOUTS = (
+LAYOUTS = (  # mostly further apart than a machine's noise, without which their order would say nothing
     ParallelConfig(),
-    ParallelConfig(microbatch_size=4, recompute="full"),
+    ParallelConfig(recompute="full"),
     ParallelConfig(tp=2, microbatch_size=2),
     ParallelConfig(pp=2),
-    ParallelConfig(dp_shard=2, microbatch_size=2),
+    ParallelConfig(dp_shard=2, microbatch_size=8),
     ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, sharding="NO_SHARD"),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
-    ParallelConfig(pp=4),
+    ParallelConfig(tp=4),
 )
 TARGET = "parallel3d.tools.plan_calibrate_check:worker"
 _PRELOAD = ("torch", "parallel3d.tools.plan_calibrate_check", "parallel3d.training.trainer", "parallel3d.models.llama")
