@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,6 @@ from parallel3d.tools.bench_report import Options, Round, Row, announced, chosen
 from parallel3d.tools.bench_step import SIZES, Size, TrainStep, check_agreement, random_batch, recipe
 from parallel3d.tools.bench_timing import time_in_turn
 from parallel3d.tools.plain_llama import PlainLlama
-
-Contestant = Literal["ours", "peer"]
 
 STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
 BARS: dict[ShardingName, float] = {"NO_SHARD": 1.0, "SHARD_OPTIMIZER": 1.0}  # the others are torch's own work
