@@ -10,7 +10,7 @@ Losses must agree before anything is timed. Two sizes: `overhead`, whose model h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.apply import ShardedData, named_parts, shard
+from parallel3d.sharding.part import Part
 from parallel3d.sharding.strategy import ShardingName
 from parallel3d.tools.bench_ranks import run_ranks
 from parallel3d.tools.bench_report import Options, Round, Row, announced, chosen, rows_against_peer
@@ -74,15 +75,20 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
         for at, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
             data.before_backward(at == len(batch.inputs) - 1)
             total += _backward(module, inputs, labels, len(batch.inputs))
-        data.finish_gradients()
-        for part in parts.values():
-            part.refresh()
-        optimizer.step()
-        data.publish()
-        data.clear_gradients()
+        finish_step(data, parts, optimizer)
         return _mean(total)
 
     return train_step
+
+
+def finish_step(data: ShardedData, parts: Mapping[str, Part], optimizer: torch.optim.Optimizer) -> None:
+    """What comes after a step's last backward."""
+    data.finish_gradients()
+    for part in parts.values():
+        part.refresh()
+    optimizer.step()
+    data.publish()
+    data.clear_gradients()
 
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
