@@ -1,5 +1,5 @@
 """What the models here have in common: a decoder of pre-norm blocks, one after the other, between an embedding and a
-head. A model says which parts it is made of; how they follow each other is here.
+head. A model says what these are (`parts`); how they follow each other is here.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S, D], or [B, S / n, D]
 with sequence parallelism. A pipeline stage is a Decoder without some of its parts (`pipeline.stage.cut`).
@@ -8,6 +8,8 @@ with sequence parallelism. A pipeline stage is a Decoder without some of its par
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.config import ModelConfig
+from parallel3d.config import BlockRecompute, ModelConfig
 from parallel3d.layers.dropout import Dropout
+from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
 from parallel3d.layers.parameter import Initializer
 
@@ -67,19 +70,51 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a decoder is made of, beside its head."""
+
+    embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
+    token_weight: nn.Parameter  # [V / n, D], of `embed`: what a tied head has, too
+    block: Callable[[int, BlockRecompute], Block]  # of an index in the whole model
+    norm: nn.Module  # of what the last block gives
+
+
 class Decoder(nn.Module):
     """ids [B, S] -> logits [B, S, V / n]; a stage without `embed` takes, without `head` gives, activations. `key` [B],
-    of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`)."""
+    of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). Of `recompute_every` blocks one is
+    recomputed as `recompute` says, the others not at all."""
 
     def __init__(
-        self, *, embed: nn.Module, dropout: Dropout, blocks: list[Block], norm: nn.Module, head: nn.Module
+        self,
+        config: ModelConfig,
+        *,
+        tp: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        recompute: BlockRecompute = "none",
+        recompute_every: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.embed: nn.Module | None = embed
-        self.dropout = dropout
-        self.layers = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
-        self.norm: nn.Module | None = norm
+        placed = Placed(tp=tp, sequence_parallel=sequence_parallel, device=device)
+        parts = self.parts(config, placed)
+        head = VocabParallelHead(config.hidden, config.vocab, init=normal(config.init_std), **placed)
+        if config.tied_embeddings:
+            head.weight = parts.token_weight
+        self.embed: nn.Module | None = parts.embed
+        self.dropout = residual_dropout(config, "embed", placed)
+        self.layers = nn.ModuleDict(
+            {
+                str(index): parts.block(index, recompute if index % recompute_every == 0 else "none")
+                for index in range(config.layers)
+            }
+        )
+        self.norm: nn.Module | None = parts.norm
         self.head: nn.Module | None = head
+
+    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
+        """What each model says of itself."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if self.embed is not None:

@@ -3,50 +3,29 @@ the layers: learned positions, LayerNorm, GELU, and biases on every linear layer
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 
 from parallel3d.config import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
-from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import LayerNorm
 from parallel3d.layers.positions import LearnedPositions
-from parallel3d.models.decoder import Block, Decoder, Placed, output_init, residual_dropout
+from parallel3d.models.decoder import Block, Decoder, Parts, Placed, output_init, residual_dropout
 
 
 class GPT(Decoder):
-    """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, as GPT-2's own). Of
-    `recompute_every` blocks one is recomputed as `recompute` says, the others not at all."""
+    """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, as GPT-2's own)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
-        recompute: BlockRecompute = "none",
-        recompute_every: int = 1,
-        device: torch.device | str | None = None,
-    ) -> None:
-        placed = Placed(tp=tp, sequence_parallel=sequence_parallel, device=device)
+    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
         embed = TokensAndPositions(config, placed)
-        head = VocabParallelHead(config.hidden, config.vocab, init=normal(config.init_std), **placed)
-        super().__init__(
+        return Parts(
             embed=embed,
-            dropout=residual_dropout(config, "embed", placed),
-            blocks=[
-                gpt_block(config, index, placed, recompute if index % recompute_every == 0 else "none")
-                for index in range(config.layers)
-            ],
+            token_weight=embed.tokens.weight,
+            block=lambda index, recompute: gpt_block(config, index, placed, recompute),
             norm=LayerNorm(config.hidden, eps=config.norm_eps, **placed),
-            head=head,
         )
-        if config.tied_embeddings:
-            head.weight = embed.tokens.weight
 
 
 class TokensAndPositions(nn.Module):

@@ -3,51 +3,29 @@ With `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral."""
 
 from __future__ import annotations
 
-import torch
-from torch.distributed import DeviceMesh
-
 from parallel3d.config import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
-from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.models.decoder import Block, Decoder, Placed, output_init, residual_dropout
+from parallel3d.models.decoder import Block, Decoder, Parts, Placed, output_init, residual_dropout
 
 
 class Llama(Decoder):
-    """A decoder with rotary positions, RMSNorm and SwiGLU. Of `recompute_every` blocks one is recomputed as `recompute`
-    says, the others not at all."""
+    """A decoder with rotary positions, RMSNorm and SwiGLU."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
-        recompute: BlockRecompute = "none",
-        recompute_every: int = 1,
-        device: torch.device | str | None = None,
-    ) -> None:
-        placed = Placed(tp=tp, sequence_parallel=sequence_parallel, device=device)
-        D, V, init = config.hidden, config.vocab, normal(config.init_std)
-        embed = VocabParallelEmbedding(V, D, init=init, **placed)
-        head = VocabParallelHead(D, V, init=init, **placed)
+    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
+        D, V = config.hidden, config.vocab
+        embed = VocabParallelEmbedding(V, D, init=normal(config.init_std), **placed)
         rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
-        super().__init__(
+        return Parts(
             embed=embed,
-            dropout=residual_dropout(config, "embed", placed),
-            blocks=[
-                llama_block(config, index, rotary, placed, recompute if index % recompute_every == 0 else "none")
-                for index in range(config.layers)
-            ],
+            token_weight=embed.weight,
+            block=lambda index, recompute: llama_block(config, index, rotary, placed, recompute),
             norm=RMSNorm(D, eps=config.norm_eps, **placed),
-            head=head,
         )
-        if config.tied_embeddings:
-            head.weight = embed.weight
 
 
 def llama_block(

@@ -22,7 +22,7 @@ from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.rendezvous import Rendezvous
 from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
 from parallel3d.toolchain import check_compiler
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import Parser, add_recipe
 from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
@@ -88,16 +88,7 @@ class _Command:
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        shipped = ", ".join(shipped_recipes())
-        parser.add_argument(
-            "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {shipped}"
-        )
-        parser.add_argument(
-            "overrides",
-            metavar="key=value",
-            nargs="*",
-            help="a key of the recipe and its value, such as train.steps=50",
-        )
+        add_recipe(parser, shipped_recipes())
         parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
         parser.add_argument(
             "-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message"
@@ -107,7 +98,7 @@ class _Command:
         if unknown:
             parser.error(f"{unknown[0]}: no such option{_as_override(unknown[0])}")
         if options.recipe is None:
-            parser.error(f"no RECIPE is given; try one of {shipped}, or the path of a YAML file")
+            parser.error(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or the path of a YAML file")
         return cls(
             recipe=options.recipe,
             overrides=tuple(options.overrides),

@@ -19,7 +19,16 @@ from hypothesis import settings
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "parallel3d.training.worker", "parallel3d.models.llama"]
+# Imported once, before the workers are forked: in each of them it would take seconds.
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.debug",
+    "parallel3d.training.worker",
+    "parallel3d.models.llama",
+    "tests.conftest",
+    "tests.distributed.layouts",
+]
 _LONGEST_JOB_S = 240.0
 
 

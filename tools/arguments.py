@@ -1,10 +1,10 @@
-"""What the commands' argument parsers share: one-line errors, and checked numbers. Imports next to nothing."""
+"""What the commands' argument parsers share: one-line errors, recipes, and checked numbers. Imports next to nothing."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from parallel3d.errors import ConfigError
@@ -15,6 +15,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
+    """A recipe and what a command line changes of it, as `recipe` (None: not given) and `overrides`."""
+    names = ", ".join(shipped)
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {names}"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value, such as train.steps=50"
+    )
 
 
 def whole(text: str) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from parallel3d.errors import Parallel3dError
+from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench_report import Options, Row, as_json, as_table
 
 
@@ -68,7 +69,7 @@ steadiest numbers; processor time is the less disturbed of the two units.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark that the command line names; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m parallel3d.tools.bench",
         description="Runs a benchmark of parallel3d against its peer, in turn, and prints both with their ratio.",
         epilog=_EPILOG,
@@ -76,24 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--rounds", type=_positive, help="rounds of ours and peer in turn")
-    parser.add_argument("--steps", type=_positive, help="steps of each in a round")
+    parser.add_argument("--rounds", type=whole, help="rounds of ours and peer in turn")
+    parser.add_argument("--steps", type=whole, help="steps of each in a round")
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only the cases whose names hold this")
-    args = parser.parse_args(arguments)
     try:
+        args = parser.parse_args(arguments)
         rows = BENCHMARKS[args.name](Options(rounds=args.rounds, steps=args.steps, case=args.case))
     except Parallel3dError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(as_json(rows) if args.json else as_table(rows))
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
 
 
 if __name__ == "__main__":

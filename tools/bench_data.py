@@ -10,10 +10,8 @@ Losses must agree before anything is timed. Two sizes: `overhead`, whose model h
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,16 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
-from parallel3d.errors import ConfigError
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.apply import ShardedData, named_parts, shard
+from parallel3d.sharding.part import Part
 from parallel3d.sharding.strategy import ShardingName
 from parallel3d.tools.bench_ranks import run_ranks
-from parallel3d.tools.bench_report import Options, Round, Row, rows_against_peer
-from parallel3d.tools.bench_step import SIZES, Size, TrainStep, check_agreement, random_batch, recipe, time_steps
+from parallel3d.tools.bench_report import Options, Round, Row, announced, chosen, rows_against_peer
+from parallel3d.tools.bench_step import SIZES, Size, TrainStep, check_agreement, random_batch, recipe
+from parallel3d.tools.bench_timing import time_in_turn
 from parallel3d.tools.plain_llama import PlainLlama
-
-Contestant = Literal["ours", "peer"]
 
 STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
 BARS: dict[ShardingName, float] = {"NO_SHARD": 1.0, "SHARD_OPTIMIZER": 1.0}  # the others are torch's own work
@@ -45,18 +42,10 @@ _AGREEMENT_STEPS = 3
 
 def bench_data(options: Options) -> list[Row]:
     """The rows of every case that `options` names."""
-    cases = [
-        (size, strategy, name)
-        for size in SIZES
-        for strategy in STRATEGIES
-        if options.case in (name := f"{size.name}: {strategy}")
-    ]
-    if not cases:
-        names = ", ".join(f"{size.name}: {strategy}" for size in SIZES for strategy in STRATEGIES)
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {names}")
+    cases = {f"{size.name}: {strategy}": (size, strategy) for size in SIZES for strategy in STRATEGIES}
     rows: list[Row] = []
-    for done, (size, strategy, name) in enumerate(cases):
-        print(f"[{done + 1}/{len(cases)}] {name}", file=sys.stderr, flush=True)
+    for name in announced(chosen(cases, options)):
+        size, strategy = cases[name]
         rounds, steps = options.rounds or size.rounds, options.steps or size.steps
         measured = run_ranks(measure, size, strategy, rounds, steps, world_size=_RANKS)
         rows += rows_against_peer(name, measured, BARS.get(strategy))
@@ -71,7 +60,7 @@ def measure(size: Size, strategy: ShardingName, rounds: int, steps: int) -> list
     plan = recipe(size, parallel)
     check_agreement(ours, peer, [random_batch(plan, rank, seed) for seed in range(_AGREEMENT_STEPS)])
     batches = [random_batch(plan, rank, _AGREEMENT_STEPS + seed) for seed in range(steps)]
-    return [Round(ours=time_steps(ours, batches), peer=time_steps(peer, batches)) for _ in range(rounds)]
+    return time_in_turn(lambda at: ours(batches[at]), lambda at: peer(batches[at]), rounds=rounds, steps=steps)
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
@@ -86,15 +75,20 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
         for at, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
             data.before_backward(at == len(batch.inputs) - 1)
             total += _backward(module, inputs, labels, len(batch.inputs))
-        data.finish_gradients()
-        for part in parts.values():
-            part.refresh()
-        optimizer.step()
-        data.publish()
-        data.clear_gradients()
+        finish_step(data, parts, optimizer)
         return _mean(total)
 
     return train_step
+
+
+def finish_step(data: ShardedData, parts: Mapping[str, Part], optimizer: torch.optim.Optimizer) -> None:
+    """What comes after a step's last backward."""
+    data.finish_gradients()
+    for part in parts.values():
+        part.refresh()
+    optimizer.step()
+    data.publish()
+    data.clear_gradients()
 
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:

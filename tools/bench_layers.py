@@ -9,8 +9,6 @@ before anything is timed. Two sizes: `hidden 64`, where overhead rules, and `hid
 from __future__ import annotations
 
 import gc
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config import ModelConfig
-from parallel3d.errors import ConfigError, RankError
+from parallel3d.errors import RankError
 from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.init import initial_weights
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
@@ -31,7 +29,16 @@ from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import Span, cut
 from parallel3d.tools.bench_ranks import run_ranks
-from parallel3d.tools.bench_report import Options, Round, Row, Timing, rows_against_one_process, rows_against_peer
+from parallel3d.tools.bench_report import (
+    Options,
+    Round,
+    Row,
+    announced,
+    chosen,
+    rows_against_one_process,
+    rows_against_peer,
+)
+from parallel3d.tools.bench_timing import time_in_turn
 from parallel3d.tools.plain_llama import PlainLlama
 from parallel3d.tools.torch_stack import apply_tp
 
@@ -95,21 +102,15 @@ LOSS_BAR = 0.25
 
 def bench_layers(options: Options) -> list[Row]:
     """The rows of every case that `options` names. Those against one process need the size's `one process` as well."""
-    cases = [
-        (size, layout, name)
-        for size in SIZES
-        for layout in LAYOUTS
-        if options.case in (name := f"block of {size.name}: {layout.name}")
-    ]
-    losses = [tp for tp in (1, 2) if options.case in loss_case(tp)]
-    if not cases and not losses:
-        names = [f"block of {size.name}: {layout.name}" for size in SIZES for layout in LAYOUTS]
-        names += [loss_case(tp) for tp in (1, 2)]
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(names)}")
+    blocks = {f"block of {size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
+    losses = {loss_case(tp): tp for tp in (1, 2)}
     rows: list[Row] = []
     alone: dict[str, Sequence[Round]] = {}
-    for size, layout, name in cases:
-        print(name, file=sys.stderr, flush=True)
+    for name in announced(chosen([*blocks, *losses], options)):
+        if name in losses:
+            rows.append(bench_loss(losses[name]))
+            continue
+        size, layout = blocks[name]
         rounds = run_ranks(
             measure, size, layout, options.rounds or size.rounds, options.steps or size.steps, world_size=layout.tp
         )
@@ -118,7 +119,7 @@ def bench_layers(options: Options) -> list[Row]:
             alone[size.name] = rounds
         elif size.name in alone:
             rows += rows_against_one_process(name, rounds, alone[size.name])
-    return rows + [bench_loss(tp) for tp in losses]
+    return rows
 
 
 def loss_case(tp: int) -> str:
@@ -136,7 +137,7 @@ def measure(size: Size, layout: Layout, rounds: int, steps: int) -> list[Round]:
     if layout.sequence_parallel:
         x, grad = (part.chunk(layout.tp, dim=1)[dist.get_rank()].contiguous() for part in (x, grad))
     check_agreement(ours(x, grad), peer(x, grad))
-    return [Round(ours=time_steps(ours, x, grad, steps), peer=time_steps(peer, x, grad, steps)) for _ in range(rounds)]
+    return time_in_turn(lambda _: ours(x, grad), lambda _: peer(x, grad), rounds=rounds, steps=steps)
 
 
 def build_ours(model: ModelConfig, tp: DeviceMesh | None, sp: bool, weights: dict[str, Tensor]) -> nn.Module:
@@ -179,23 +180,9 @@ def check_agreement(ours: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor]) ->
             raise RankError(f"our {what} and the peer's differ by {error:.2g} of the largest: not the same block")
 
 
-def time_steps(step: Step, x: Tensor, grad: Tensor, steps: int) -> Timing:
-    """What a step takes: wall time between barriers, processor time summed over ranks."""
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step(x, grad)
-    total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
-    dist.barrier()
-    wall = time.perf_counter() - wall
-    dist.all_reduce(total_cpu)
-    return Timing(wall_s=wall / steps, cpu_s=total_cpu.item() / steps)
-
-
 def bench_loss(tp: int) -> Row:
     """Peak memory above what was there before: head and loss in chunks, forward and backward, against all tokens at
     once, a fresh process each."""
-    print(loss_case(tp), file=sys.stderr, flush=True)
     chunked, whole = (run_ranks(peak_of_loss, tp, in_chunks, world_size=tp) for in_chunks in (True, False))
     ratio = chunked / whole
     return Row(case=loss_case(tp), ours=chunked / 2**20, peer=whole / 2**20, unit="peak_mib", ratio=ratio, bar=LOSS_BAR)

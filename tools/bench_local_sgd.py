@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from parallel3d.config import Recipe, load_recipe
 from parallel3d.data.corpus import load_corpus
-from parallel3d.errors import ConfigError
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.wire import CollectiveCounter
 from parallel3d.tools.bench_ranks import run_ranks
-from parallel3d.tools.bench_report import Options, Row
+from parallel3d.tools.bench_report import Options, Row, announced, chosen
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
 STEPS = 600
+_PEER = "gradients summed in every step"
 LOSS_BAR, BYTES_BAR = 1.02, 1 / 15
 LAYOUT = (
     "parallel.tp=1",
@@ -62,15 +62,11 @@ class Outcome:
 
 def bench_local_sgd(options: Options) -> list[Row]:
     """Two rows for each case that `options` names; `steps` of each run, whose learning rate decays to its end."""
-    cases = {name: overrides for name, overrides in CASES.items() if options.case in name}
-    if not cases:
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(CASES)}")
-    steps = options.steps or STEPS
-    peer = _run("gradients summed in every step", recipe_of((), steps))
+    cases, steps = chosen(CASES, options), options.steps or STEPS
+    peer, *runs = [_run(recipe_of(CASES.get(name, ()), steps)) for name in announced([_PEER, *cases])]
     rows = []
-    for name, overrides in cases.items():
-        ours = _run(name, recipe_of(overrides, steps))
-        rows += rows_of(name, ours, peer, LOSS_BAR if overrides == DILOCO else None)
+    for name, ours in zip(cases, runs, strict=True):
+        rows += rows_of(name, ours, peer, LOSS_BAR if CASES[name] == DILOCO else None)
     return rows
 
 
@@ -114,6 +110,5 @@ def train(recipe: Recipe) -> Outcome:
     return Outcome(trainer.evaluate(loaders.validation.batch(0)), sent_bytes)
 
 
-def _run(name: str, recipe: Recipe) -> Outcome:
-    print(name, file=sys.stderr, flush=True)
+def _run(recipe: Recipe) -> Outcome:
     return run_ranks(train, recipe, world_size=recipe.parallel.world_size)

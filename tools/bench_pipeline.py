@@ -9,8 +9,6 @@ and the memory of 200 steps, which must not grow.
 from __future__ import annotations
 
 import gc
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +27,15 @@ from torch.distributed.pipelining import (
 )
 
 from parallel3d.config import ScheduleName
-from parallel3d.errors import ConfigError, RankError
+from parallel3d.errors import RankError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.tools import bench_bubble
 from parallel3d.tools.bench_ranks import run_ranks
-from parallel3d.tools.bench_report import Options, Round, Row, Timing, rows_against_peer
+from parallel3d.tools.bench_report import Options, Round, Row, announced, chosen, rows_against_peer
+from parallel3d.tools.bench_timing import time_in_turn
 
 Step = Callable[[], float]
 
@@ -103,32 +102,33 @@ _MEMORY_NAME = f"memory: {_MEMORY_STEPS} steps of {MEMORY.name}, after against b
 
 def bench_pipeline(options: Options) -> list[Row]:
     """The rows of every case that `options` names."""
-    cases = [case for case in CASES if options.case in case.name]
-    bubbles = [each for each in bench_bubble.SCHEDULES if options.case in bench_bubble.name_of(each[0])]
-    wants_memory = options.case in _MEMORY_NAME
-    if not cases and not bubbles and not wants_memory:
-        bubble_names = (bench_bubble.name_of(name) for name, _ in bench_bubble.SCHEDULES)
-        names = ", ".join([*(case.name for case in CASES), *bubble_names, _MEMORY_NAME])
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {names}")
+    cases = {case.name: case for case in CASES}
+    bubbles = {bench_bubble.name_of(name): (name, virtual_stages) for name, virtual_stages in bench_bubble.SCHEDULES}
     rows: list[Row] = []
-    for done, case in enumerate(cases):
-        print(f"[{done + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
-        rounds = run_ranks(
-            measure, case, options.rounds or case.size.rounds, options.steps or case.size.steps, world_size=case.pp
-        )
-        rows += rows_against_peer(case.name, rounds, case.size.cpu_bar)
-    for name, virtual_stages in bubbles:
-        print(bench_bubble.name_of(name), file=sys.stderr, flush=True)
-        steps = options.steps or bench_bubble.STEPS
-        found = run_ranks(bench_bubble.measure_bubble, name, virtual_stages, steps, world_size=bench_bubble.PP)
-        rows.append(bench_bubble.bubble_row(name, *found))
-    if wants_memory:
-        print(_MEMORY_NAME, file=sys.stderr, flush=True)
-        before, after = run_ranks(measure_memory, MEMORY, _MEMORY_STEPS, world_size=MEMORY.pp)
-        rows.append(
-            Row(case=_MEMORY_NAME, ours=after, peer=before, unit="rss_mib", ratio=after / before, bar=_MEMORY_BAR)
-        )
+    for name in announced(chosen([*cases, *bubbles, _MEMORY_NAME], options)):
+        if name in cases:
+            rows += _against_torch(cases[name], options)
+        elif name in bubbles:
+            rows.append(_bubble(*bubbles[name], options))
+        else:
+            rows.append(_memory())
     return rows
+
+
+def _against_torch(case: Case, options: Options) -> list[Row]:
+    rounds, steps = options.rounds or case.size.rounds, options.steps or case.size.steps
+    return rows_against_peer(case.name, run_ranks(measure, case, rounds, steps, world_size=case.pp), case.size.cpu_bar)
+
+
+def _bubble(schedule: ScheduleName, virtual_stages: int, options: Options) -> Row:
+    steps = options.steps or bench_bubble.STEPS
+    found = run_ranks(bench_bubble.measure_bubble, schedule, virtual_stages, steps, world_size=bench_bubble.PP)
+    return bench_bubble.bubble_row(schedule, *found)
+
+
+def _memory() -> Row:
+    before, after = run_ranks(measure_memory, MEMORY, _MEMORY_STEPS, world_size=MEMORY.pp)
+    return Row(case=_MEMORY_NAME, ours=after, peer=before, unit="rss_mib", ratio=after / before, bar=_MEMORY_BAR)
 
 
 def measure(case: Case, rounds: int, steps: int) -> list[Round]:
@@ -136,7 +136,7 @@ def measure(case: Case, rounds: int, steps: int) -> list[Round]:
     ours, our_stages = build_ours(case)
     peer, peer_stages = build_peer(case)
     _check_agreement(ours(), peer(), our_stages, peer_stages)
-    return [Round(ours=_time(ours, steps), peer=_time(peer, steps)) for _ in range(rounds)]
+    return time_in_turn(lambda _: ours(), lambda _: peer(), rounds=rounds, steps=steps)
 
 
 def measure_memory(case: Case, steps: int) -> tuple[float, float]:
@@ -238,19 +238,6 @@ def _check_agreement(
     for ours_is, peer_is in pairs:
         if not abs(ours_is - peer_is) <= _AGREEMENT * abs(peer_is):
             raise RankError(f"ours computes {ours_is:.6g} and the peer {peer_is:.6g}: not the same training")
-
-
-def _time(step: Step, steps: int) -> Timing:
-    """Of one step: wall time between barriers, processor time summed over ranks."""
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
-    dist.barrier()
-    wall = time.perf_counter() - wall
-    dist.all_reduce(total_cpu)
-    return Timing(wall_s=wall / steps, cpu_s=total_cpu.item() / steps)
 
 
 def _resident_mib() -> float:

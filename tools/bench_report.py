@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+
+from parallel3d.errors import ConfigError
 
 _COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
 _TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow them
@@ -46,6 +49,22 @@ class Round:
 
     ours: Timing
     peer: Timing
+
+
+def chosen(cases: Iterable[str], options: Options) -> list[str]:
+    """The cases, by name, that `options` asks for. Raises ConfigError, which names them all, where it is none."""
+    names = list(cases)
+    found = [name for name in names if options.case in name]
+    if not found:
+        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(names)}")
+    return found
+
+
+def announced(cases: Sequence[str]) -> Iterator[str]:
+    """Each, said on stderr when its turn comes."""
+    for done, name in enumerate(cases):
+        print(f"[{done + 1}/{len(cases)}] {name}", file=sys.stderr, flush=True)
+        yield name
 
 
 def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[Row]:

@@ -7,8 +7,6 @@ cost of parallelism itself is seen, and `compute`, where matrix products rule, a
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch
-from parallel3d.errors import ConfigError, RankError
+from parallel3d.errors import RankError
 from parallel3d.layers.init import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
@@ -26,10 +24,12 @@ from parallel3d.tools.bench_report import (
     Options,
     Round,
     Row,
-    Timing,
+    announced,
+    chosen,
     rows_against_one_process,
     rows_against_peer,
 )
+from parallel3d.tools.bench_timing import time_in_turn
 from parallel3d.tools.plain_stack import PlainStack
 from parallel3d.tools.torch_stack import TorchStack
 from parallel3d.training.trainer import Trainer
@@ -93,19 +93,11 @@ LAYOUTS = (
 
 def bench_step(options: Options) -> list[Row]:
     """The rows of every case that `options` names. Those against one process need the size's `single` among them."""
-    cases = [
-        (size, layout, name)
-        for size in SIZES
-        for layout in LAYOUTS
-        if options.case in (name := f"{size.name}: {layout.name}")
-    ]
-    if not cases:
-        names = ", ".join(f"{size.name}: {layout.name}" for size in SIZES for layout in LAYOUTS)
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {names}")
+    cases = {f"{size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
     rows: list[Row] = []
     one_process: dict[str, Sequence[Round]] = {}
-    for done, (size, layout, name) in enumerate(cases):
-        print(f"[{done + 1}/{len(cases)}] {name}", file=sys.stderr, flush=True)
+    for name in announced(chosen(cases, options)):
+        size, layout = cases[name]
         rounds = run_ranks(
             measure,
             recipe(size, layout.parallel),
@@ -137,7 +129,7 @@ def measure(recipe: Recipe, rounds: int, steps: int) -> list[Round]:
     rank = dist.get_rank()
     check_agreement(ours, peer, [random_batch(recipe, rank, seed) for seed in range(_AGREEMENT_STEPS)])
     batches = [random_batch(recipe, rank, _AGREEMENT_STEPS + seed) for seed in range(steps)]
-    return [Round(ours=time_steps(ours, batches), peer=time_steps(peer, batches)) for _ in range(rounds)]
+    return time_in_turn(lambda at: ours(batches[at]), lambda at: peer(batches[at]), rounds=rounds, steps=steps)
 
 
 def build_ours(recipe: Recipe) -> TrainStep:
@@ -173,16 +165,3 @@ def check_agreement(ours: TrainStep, peer: TrainStep, batches: Sequence[Batch]) 
         our_loss, peer_loss = ours(batch), peer(batch)
         if not abs(our_loss - peer_loss) <= _AGREEMENT * abs(peer_loss):  # not: NaN differs from all
             raise RankError(f"step {step}: our loss {our_loss:.6f}, the peer's {peer_loss:.6f}: not the same training")
-
-
-def time_steps(train_step: TrainStep, batches: Sequence[Batch]) -> Timing:
-    """What a step takes, over one step on each batch: wall time between barriers, processor time summed over ranks."""
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for batch in batches:
-        train_step(batch)
-    total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
-    dist.barrier()
-    wall = time.perf_counter() - wall
-    dist.all_reduce(total_cpu)
-    return Timing(wall_s=wall / len(batches), cpu_s=total_cpu.item() / len(batches))

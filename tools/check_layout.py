@@ -13,7 +13,7 @@ from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import print_error
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.tools.arguments import Parser, whole
+from parallel3d.tools.arguments import Parser, add_recipe, whole
 from parallel3d.tools.check_layout_shrink import VOCAB, Size, shrink
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    shipped = ", ".join(shipped_recipes())
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {shipped}"
-    )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
+    add_recipe(parser, shipped_recipes())
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead")
     parser.add_argument("--layers", type=whole, metavar="N", help="blocks of the model (default: 2, or the stages)")
     parser.add_argument("--hidden", type=whole, metavar="N", help="its width (default: 64, or what heads need)")

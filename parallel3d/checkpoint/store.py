@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints: which there are, how one is put in place, which are dropped. No torch here.
 
-A checkpoint is written into `step_00000100.partial-<run>` and renamed to `step_00000100` when it is whole, so that a
+A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, so that a
 folder with a checkpoint's name is always a whole checkpoint. One that is dropped is renamed first, too.
 """
 

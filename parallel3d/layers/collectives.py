@@ -23,8 +23,8 @@ from parallel3d.mesh import Axis
 SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _functional_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
 _functional_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
@@ -61,7 +61,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
         finish = exchange.start(x)
         return Pending(lambda: torch.cat(finish(), dim=dim))
     stacked = x.new_empty((axis.size, *x.shape))
-    work = _all_gather(stacked.flatten(0, 1), x, group=axis.group, async_op=True)
+    work = all_gather_single(stacked.flatten(0, 1), x, group=axis.group, async_op=True)
     # No copy where the dims before `dim` are of size 1.
     return Pending(lambda: _after(work, stacked).movedim(0, dim).flatten(dim, dim + 1))
 
@@ -78,7 +78,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         finish = exchange.start(stacked)
         return Pending(lambda: _sum([part[axis.rank] for part in finish()]))
     out = torch.empty_like(stacked[0])
-    work = _reduce_scatter(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
+    work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
     return Pending(lambda: _after(work, out))
 
 

@@ -45,15 +45,6 @@ def uniform(bound: float) -> Initializer:
     return fill
 
 
-def truncated_normal(std: float, *, cut: float = 3.0) -> Initializer:
-    """Normal with mean 0, nothing further out than `cut` standard deviations."""
-
-    def fill(tensor: Tensor, generator: torch.Generator | None) -> object:
-        return nn.init.trunc_normal_(tensor, 0.0, std, -cut * std, cut * std, generator=generator)
-
-    return fill
-
-
 def initial_tensor(spec: ParameterSpec, name: str, seed: int) -> Tensor:
     """The global tensor that the parameter of this global name starts from, float32 on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()

@@ -23,8 +23,10 @@ sent. Safe under `torch.compile`. The linear layers compute with the same collec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
@@ -33,40 +35,41 @@ from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, start_gather
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
+Change = Callable[[Tensor, Axis, int], Tensor]  # of how a tensor lies over the axis; the number is the dim
 
 
 def copy_to_region(x: Tensor, tp: Tp) -> Tensor:
     """Forward: x, the same on every rank, unchanged. Backward: the gradient, summed over tp (all-reduce)."""
-    return _apply(_Copy, x, tp, 0)
+    return _apply(x, tp, 0, forward=_alias, backward=_sum)
 
 
 def reduce_from_region(x: Tensor, tp: Tp) -> Tensor:
     """Forward: the sum of x over tp (all-reduce). Backward: the gradient, the same on every rank, unchanged."""
-    return _apply(_Reduce, x, tp, 0)
+    return _apply(x, tp, 0, forward=_sum, backward=_same)
 
 
 def scatter_to_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
     """Forward: [..., d, ...], the same on every rank -> this rank's [..., d / n, ...]; nothing is sent. Backward:
     all-gather. Raises ValueError where tp does not divide d."""
-    return _apply(_Scatter, x, tp, dim, divides=True)
+    return _apply(x, tp, dim, forward=_own_part, backward=_gathered, divides=True)
 
 
 def gather_from_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
     """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradient, which is
     the same on every rank; nothing is sent."""
-    return _apply(_Gather, x, tp, dim)
+    return _apply(x, tp, dim, forward=_gathered, backward=_own_part)
 
 
 def all_gather_to_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
     """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradients' sum
     (reduce-scatter). Along the sequence: what enters a column-parallel layer."""
-    return _apply(_AllGather, x, tp, dim)
+    return _apply(x, tp, dim, forward=_gathered, backward=_own_part_of_sum)
 
 
 def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
     """Forward: [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp (reduce-scatter). Backward:
     all-gather. Along the sequence: what leaves a row-parallel layer. Raises ValueError where tp does not divide d."""
-    return _apply(_ReduceScatter, x, tp, dim, divides=True)
+    return _apply(x, tp, dim, forward=_own_part_of_sum, backward=_gathered, divides=True)
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -75,76 +78,48 @@ def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.narrow(dim, axis.rank * length, length)
 
 
-def _apply(function: type[Function], x: Tensor, tp: Tp, dim: int, *, divides: bool = False) -> Tensor:
+def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False) -> Tensor:
     axis = tp if isinstance(tp, Axis) else Axis.of(tp)
     if axis.size == 1:
         return x
     if divides and x.shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {list(x.shape)} cannot be split over tp = {axis.size}")
-    y: Tensor = function.apply(x, axis, dim % x.ndim)
+    y: Tensor = _Region.apply(x, axis, dim % x.ndim, forward, backward)
     return y
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class _Region(Function):
+    """Two changes that are each other's conjugate: one of the activation, one of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grad.clone(), ctx.axis), None, None  # cloned: others may hold the gradient, too
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        return all_reduce(x.clone(), axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, forward: Change, backward: Change) -> Tensor:
+        ctx.axis, ctx.dim, ctx.change = axis, dim, backward
+        return forward(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.change(grad, ctx.axis, ctx.dim), None, None, None, None
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return own_part(x, axis, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None
+def _alias(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return x.view_as(x)  # a function's output must not be its input
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return start_gather(x, axis, dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+def _same(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return x
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return start_gather(x, axis, dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_reduce_scatter(grad, ctx.axis, ctx.dim).wait(), None, None
+def _sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return all_reduce(x.clone(), axis)  # cloned: others may hold x, too
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return start_reduce_scatter(x, axis, dim).wait()
+def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return own_part(x, axis, dim).clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_gather(grad, ctx.axis, ctx.dim).wait(), None, None
+
+def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return start_gather(x, axis, dim).wait()
+
+
+def _own_part_of_sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return start_reduce_scatter(x, axis, dim).wait()

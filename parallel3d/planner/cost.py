@@ -8,7 +8,7 @@ from typing import cast
 from parallel3d.config import ScheduleName
 from parallel3d.planner.block import BlockTimes, block_times, embedding_times, head_times
 from parallel3d.planner.collectives import all_gather_s, all_reduce_s, send_s
-from parallel3d.planner.dataparallel import DataParallelTimes, reduced_once, sharded
+from parallel3d.planner.dataparallel import reduced_once_s, sharded_s
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.job import Job
@@ -109,9 +109,9 @@ def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
     kernels = kernels_of(job)
     pipeline = _known_pipeline(job, kernels, exact=exact, known=known)
     rank_parameters = max(job.stage_parameters(part) for part in {*job.ranks})
-    data = _data_parallel(job, pipeline, rank_parameters)
+    data_s = _data_parallel_s(job, pipeline, rank_parameters)
     optimizer = _optimizer_s(job, kernels, rank_parameters)
-    return _parts(job, pipeline, data, optimizer + _tied_embeddings_s(job))
+    return _parts(job, pipeline, data_s, optimizer + _tied_embeddings_s(job))
 
 
 def _known_pipeline(job: Job, kernels: Kernels, *, exact: bool, known: Known | None) -> _Pipeline:
@@ -219,13 +219,13 @@ def _send_s(job: Job) -> float:
     return send_s(job.cluster, bytes_, crosses_nodes=crosses)
 
 
-def _data_parallel(job: Job, pipeline: _Pipeline, rank_parameters: int) -> DataParallelTimes:
+def _data_parallel_s(job: Job, pipeline: _Pipeline, rank_parameters: int) -> float:
     micro = pipeline.micro
     tp = (micro.tp_forward_s, micro.tp_backward_s + micro.tp_again_s)
     if job.layout.parameter_shards > 1:
         ends = (micro.head_s[0] + micro.embedding_s[0], micro.head_s[1] + micro.embedding_s[1])
-        return sharded(job, micro.block, tp, ends)
-    return reduced_once(job, rank_parameters, (micro.block.backward_wall_s + tp[1]) * pipeline.stage_layers)
+        return sharded_s(job, micro.block, tp, ends)
+    return reduced_once_s(job, rank_parameters, (micro.block.backward_wall_s + tp[1]) * pipeline.stage_layers)
 
 
 def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:
@@ -245,7 +245,7 @@ def _tied_embeddings_s(job: Job) -> float:
     return 2 * send_s(job.cluster, bytes_, crosses_nodes=job.layout.world_size > job.cluster.gpus_per_node)
 
 
-def _parts(job: Job, pipeline: _Pipeline, data: DataParallelTimes, optimizer_s: float) -> TimeParts:
+def _parts(job: Job, pipeline: _Pipeline, data_s: float, optimizer_s: float) -> TimeParts:
     micro, rank_s = pipeline.micro, pipeline.rank_s
     layout, m = job.layout, job.layout.microbatches
     busiest = rank_s.index(max(rank_s))
@@ -264,7 +264,7 @@ def _parts(job: Job, pipeline: _Pipeline, data: DataParallelTimes, optimizer_s: 
         cp=cp,
         pp_bubble=max(0.0, pipeline.seconds - work - travel),
         pp_p2p=blocked + travel,
-        dp=data.exposed_s,
+        dp=data_s,
         optimizer=optimizer_s,
         overhead=job.engine.step_overhead_s,
     )

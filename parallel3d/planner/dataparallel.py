@@ -1,8 +1,6 @@
-"""What data parallelism adds to a step: gradients reduced, parameters gathered, and how much of it shows."""
+"""The seconds that data parallelism adds to a step: gradients reduced, parameters gathered, as far as it shows."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from parallel3d.planner.block import BlockTimes
 from parallel3d.planner.collectives import all_gather_s, all_reduce_s, contention_s
@@ -10,21 +8,13 @@ from parallel3d.planner.job import Job
 from parallel3d.planner.shapes import embedding_parameters, head_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataParallelTimes:
-    """Seconds per step that the data dimension adds, beside everything else."""
-
-    exposed_s: float
-    traffic_s: float  # all of it, hidden or not
-
-
-def reduced_once(job: Job, rank_parameters: int, backward_s: float) -> DataParallelTimes:
+def reduced_once_s(job: Job, rank_parameters: int, backward_s: float) -> float:
     """Parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a sharded optimizer one
     gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which an engine may send in buckets."""
     engine, layout, cluster = job.engine, job.layout, job.cluster
     group = job.dp_group
     if group.size == 1:
-        return DataParallelTimes(exposed_s=0.0, traffic_s=0.0)
+        return 0.0
     gradients = rank_parameters * engine.reduce_bytes
     shards = layout.optimizer_shards
     if shards > 1:
@@ -36,11 +26,10 @@ def reduced_once(job: Job, rank_parameters: int, backward_s: float) -> DataParal
     else:
         reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=engine.one_ring), 0.0
     shown = max(0.1 * reduce_s, reduce_s - backward_s) if engine.sends_in_last_backward else reduce_s
-    exposed = shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden)
-    return DataParallelTimes(exposed_s=exposed, traffic_s=reduce_s + gather_s)
+    return shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden)
 
 
-def sharded(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> DataParallelTimes:
+def sharded_s(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:
     """Parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters are gathered and the
     last one's gradients reduced; what takes longer than the compute shows. The first gather and the last reduction
     always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward and backward."""
@@ -61,8 +50,7 @@ def sharded(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tupl
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - sum(ends_s)) + gather_s
     rounds = layout.microbatches if job.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
-    traffic = rounds * (layers * (gather_s + both) + 2 * ends_gather_s + ends_reduce_s)
-    return DataParallelTimes(exposed_s=rounds * each + reduce_s + ends_reduce_s / 2, traffic_s=traffic)
+    return rounds * each + reduce_s + ends_reduce_s / 2
 
 
 def _unit_s(job: Job, parameters: int) -> tuple[float, float]:

@@ -51,7 +51,6 @@ class Engine:
     reduce_bytes: float = 4.0  # of a gradient on the wire
     fp16_reduce_bytes: float | None = None  # where fp16 and bf16 differ
     gather_bytes: float = 2.0  # of a parameter on the wire
-    gradients_follow_optimizer: bool = False  # gradients are kept sharded like the optimizer (ZeRO-2)
     # activations
     fused_mlp: bool = False  # the activation's output is not kept beside its input
     cuts_by_cost: bool = False  # stages get as many layers as make them equally dear, head included

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -62,32 +62,29 @@ def makespan_s(schedule: Schedule, times: Sequence[StageTimes], send_s: float) -
 def pipeline_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
 ) -> float:
-    """The makespan of a step's microbatches; a transfer between stages takes `send_s`. Beyond a few times the
-    pipeline's depth a schedule repeats itself, so a long one is two short ones and a straight line."""
+    """The makespan of a step's microbatches; a transfer between stages takes `send_s`."""
     if pp == 1:
         return microbatches * sum(t.forward + t.backward for t in times)
-
-    def makespan(count: int) -> float:
-        # Not checked: the tests prove every builder.
-        schedule = _schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
-        return makespan_s(schedule, times, send_s)
-
-    window = _WINDOW * pp
-    if microbatches <= 3 * window:
-        return makespan(microbatches)
-    first, second = makespan(window), makespan(2 * window)
-    return second + (second - first) / window * (microbatches - 2 * window)
+    return _of_long(name, pp, microbatches, virtual_stages, lambda schedule: makespan_s(schedule, times, send_s))
 
 
 def shared_makespan_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], at_once: float
 ) -> float:
     """The makespan where only so many ranks' worth of processors are there: those that have work share them evenly.
-    Transfers are part of `times`. Long schedules as in `pipeline_s`."""
+    Transfers are part of `times`."""
+    return _of_long(name, pp, microbatches, virtual_stages, lambda schedule: _shared(schedule, times, at_once))
+
+
+def _of_long(
+    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, makespan_of: Callable[[Schedule], float]
+) -> float:
+    """Beyond a few times the pipeline's depth a schedule repeats itself, so a long one is two short ones and a straight
+    line."""
 
     def makespan(count: int) -> float:
-        schedule = _schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
-        return _shared(schedule, times, at_once)
+        # Not checked: the tests prove every builder.
+        return makespan_of(_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False))
 
     window = _WINDOW * pp
     if microbatches <= 3 * window:

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.layers.collectives import all_gather_single, reduce_scatter_single
 from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.sharding.packing import Packing
-
-# torch 2.13 renames these two and warns of the old names; 2.11 has only those.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class Bucket:
         shards = self._axes.shard
         sent = self._packing.pack([whole.gradient for whole in self.wholes], self._reduce_dtype)
         received = torch.empty_like(sent[0])
-        work = _reduce_scatter(received, sent.flatten(), group=shards.group, async_op=True)
+        work = reduce_scatter_single(received, sent.flatten(), group=shards.group, async_op=True)
 
         def finish() -> None:
             nonlocal sent
@@ -156,7 +153,7 @@ class Bucket:
         shards, dtype = self._axes.shard, self.wholes[0].parameter.dtype
         sent = self._packing.pack_own([whole.local for whole in self.wholes], dtype)
         received = torch.empty(shards.size, len(sent), dtype=dtype, device=self.memory.device)
-        work = _all_gather(received.flatten(), sent, group=shards.group, async_op=True)
+        work = all_gather_single(received.flatten(), sent, group=shards.group, async_op=True)
 
         def finish() -> None:
             _wait(work)

@@ -33,8 +33,6 @@ class Part(Protocol):
         part, or itself where none does."""
         ...
 
-    def clear_gradient(self) -> None: ...
-
     def fill(self, whole: Tensor) -> None:
         """Takes its values from those of all data ranks together (of this tp rank)."""
         ...
@@ -70,9 +68,6 @@ class AtRest:
 
     def distributed(self, local: Tensor) -> Tensor:
         return like_parameter(self.tensor(), local)
-
-    def clear_gradient(self) -> None:
-        self.local.grad = self.tensor().grad = None
 
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -128,7 +128,7 @@ def _owners(model: nn.Module, chosen: Sequence[nn.Module]) -> dict[int, int]:
     return owner
 
 
-def _together(count: int, shared: object) -> dict[int, int]:
+def _together(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
     """Each unit's representative: the same for units that share a parameter."""
     parent = {index: index for index in range(-1, count)}
 
@@ -137,7 +137,7 @@ def _together(count: int, shared: object) -> dict[int, int]:
             index = parent[index]
         return index
 
-    for units in shared:  # type: ignore[attr-defined]
+    for units in shared:
         first = min(find(unit) for unit in units)
         for unit in units:
             parent[find(unit)] = first

@@ -50,9 +50,6 @@ class WholePart:
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def clear_gradient(self) -> None:
-        self._whole.gradient.zero_()
-
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:
         local_tensor(self._whole.parameter).copy_(whole)

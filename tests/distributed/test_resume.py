@@ -51,13 +51,21 @@ def refuse(model: ModelConfig, path: Path, **train_settings: object) -> str:
     return str(refusal.value)
 
 
+TP2_PP2 = ParallelConfig(tp=2, pp=2, microbatch_size=2)
 LAYOUTS = [
-    (TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2)),
+    (TIED, TP2_PP2),
     (TIED, ParallelConfig(dp_shard=4)),
     (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
     (GROUPED, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
     (TIED, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
 ]
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    """In tp 2 x pp 2, with tied embeddings on two stages."""
+    path = tmp_path_factory.mktemp("four") / "step_00000010"
+    return path, world(4).run(straight_through, TIED, TP2_PP2, path)[0]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +93,9 @@ def test_resuming_in_the_same_layout_is_bitwise(
     ids=["dp_shard4", "tp2-dp_replicate2-sp", "pp2-v3-dp_shard2", "pp2", "tp2-dp2-zero1", "dp2-zero0", "one"],
 )
 def test_resuming_in_another_layout_goes_on_alike(
-    world: Callable, tmp_path: Path, size: int, parallel: ParallelConfig
+    world: Callable, saved_by_four: tuple[Path, Curve], size: int, parallel: ParallelConfig
 ) -> None:
-    """Saved in tp 2 x pp 2, with tied embeddings on two stages, and read by every kind of layout."""
-    path = tmp_path / "step_00000010"
-    uninterrupted = world(4).run(straight_through, TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2), path)[0]
+    path, uninterrupted = saved_by_four
     curve = world(size).run(resumed, TIED, parallel, path)[0]
     assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
     assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
@@ -115,17 +121,29 @@ def test_uneven_shards_are_saved_whole(world: Callable, tmp_path: Path) -> None:
     assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
 
 
-@pytest.fixture
-def saved(world: Callable, tmp_path: Path) -> Path:
-    path = tmp_path / "step_00000010"
-    world(1).run(straight_through, GROUPED, ParallelConfig(microbatch_size=8), path)
+def ten_steps(path: Path) -> None:
+    trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
+    train(trainer, HALF)
+    save_trainer(trainer, path)
+
+
+@pytest.fixture(scope="module")
+def original(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("one") / "step_00000010"
+    world(1).run(ten_steps, path)
     return path
 
 
-def test_a_checkpoint_is_written_beside_and_renamed(saved: Path) -> None:
-    assert [p.name for p in saved.parent.iterdir()] == ["step_00000010"]
-    assert list_checkpoints(saved.parent) == [saved]
-    progress = json.loads((saved / "progress.json").read_text())
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(original, tmp_path / original.name))
+
+
+def test_a_checkpoint_is_written_beside_and_renamed(original: Path) -> None:
+    assert [p.name for p in original.parent.iterdir()] == ["step_00000010"]
+    assert list_checkpoints(original.parent) == [original]
+    progress = json.loads((original / "progress.json").read_text())
     assert progress["step"] == HALF and progress["tokens"] == HALF * 8 * 24
 
 

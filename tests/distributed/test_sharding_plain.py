@@ -19,7 +19,7 @@ from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import own_rows
 from parallel3d.sharding.strategy import ShardingName
 from parallel3d.sharding.wire import CollectiveCounter
-from parallel3d.tools.bench_data import STRATEGIES, build_ours, build_peer
+from parallel3d.tools.bench_data import STRATEGIES, build_ours, build_peer, finish_step
 from parallel3d.tools.bench_step import OVERHEAD, random_batch, recipe
 
 BF16 = Dtypes(compute=torch.bfloat16, master=torch.float32, reduce=torch.float32)
@@ -114,12 +114,7 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
         rows = dict(exact.named_parameters())[name].detach()
         assert torch.equal(part.local, own_rows(rows, dist.get_rank(), 2) if strategy == "SHARD_OPTIMIZER" else rows)
     backwards(model, data, own_share(8))
-    data.finish_gradients()
-    for part in parts.values():
-        part.refresh()
-    optimizer.step()
-    data.publish()
-    data.clear_gradients()
+    finish_step(data, parts, optimizer)
     assert any(not torch.equal(start[name], part.local) for name, part in parts.items())
     drift = 0.0
     for name, parameter in model.named_parameters():
