@@ -13,7 +13,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.cases import read_cases
 from parallel3d.planner.score import score
 from parallel3d.tools import plan, plan_accuracy, plan_score
-from parallel3d.tools.plan_devices import device_files
+from parallel3d.tools.plan_devices import cluster_files, device_files, find_cluster, hardware_files
 
 Said = pytest.CaptureFixture[str]
 CASES = Path(plan_score.__file__).with_name("cases") / "published.json"
@@ -80,10 +80,32 @@ def test_many_ranks_are_shown_by_those_that_differ(capsys: Said) -> None:
 
 def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) -> None:
     listed = said("hardware", capsys)
-    assert all(f"\n{name} " in listed for name in device_files())
+    assert all(f"\n{name} " in listed for name in hardware_files())
     assert said("hardware h100", capsys) == device_files()["h100-80gb"].read_text()
-    assert {each["name"] for each in tree("hardware", capsys)["hardware"]} == set(device_files())
+    assert {each["name"] for each in tree("hardware", capsys)["hardware"]} == set(hardware_files())
     assert tree("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
+
+
+def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys: Said) -> None:
+    cluster, device = find_cluster("jean-zay-a100"), find_cluster("a100-80gb")
+    assert {"dgx-h100-superpod", "meta-24k-roce", "gcp-g2-8xl4", "h100-ethernet"} <= set(cluster_files())
+    assert cluster.device == device.device and cluster.gpus_per_node == device.gpus_per_node
+    assert (cluster.network.bandwidth, cluster.network.latency_s) == (6.25e9, device.network.latency_s)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("device: h200\nprice_per_hour: 3\nnode: {gpus: 4}\nnetwork: {gb_per_s: 12.5}\n")
+    asked = f"--model llama3-8b --cluster {mine} --gpus 8 --seq-len 4096 --global-batch 64"
+    hardware = tree(asked, capsys)["input"]["hardware"]
+    assert (hardware["device_file"], hardware["gpus_per_node"], hardware["price_per_hour"]) == ("h200", 4, 3)
+    mine.write_text("device: mine.yaml\n")
+    assert plan.main(shlex.split(asked)) == 2
+    assert "is a cluster's file; name a device's" in capsys.readouterr().err
+
+
+def test_links_beyond_a_pod_are_shared(capsys: Said) -> None:
+    asked = "--model llama3-70b --seq-len 8192 --global-batch 4096 --gpus 8192 --top 1 --fix dp_shard=1024,tp=8"
+    pods, whole = (tree(f"{asked} --cluster {name}", capsys) for name in ("meta-24k-roce", "dgx-h100-superpod"))
+    exposed = [found["strategies"][0]["time_s"]["dp"] for found in (pods, whole)]
+    assert exposed[0] > 3 * exposed[1], "FSDP over 1,024 nodes crosses pods of 384"
 
 
 def test_a_shown_file_is_one_that_can_be_used(tmp_path: Path, capsys: Said) -> None:

@@ -19,7 +19,7 @@ import pytest
 from parallel3d.config import ParallelConfig, ScheduleName
 from parallel3d.planner.ranking import Objective
 from parallel3d.planner.report import Accuracy
-from parallel3d.tools import plan, plan_answer, plan_recommend
+from parallel3d.tools import plan, plan_answer, plan_options, plan_recommend
 
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
@@ -220,7 +220,7 @@ def test_it_answers_without_torch_or_numpy() -> None:
 
 def test_the_options_list_every_choice() -> None:
     assert get_args(Objective) == plan_recommend.OBJECTIVES
-    assert tuple(get_args(ScheduleName)) == plan_recommend.SCHEDULES
+    assert tuple(get_args(ScheduleName)) == plan_options.SCHEDULES
 
 
 def test_help_is_quick() -> None:

@@ -13,7 +13,7 @@ import pytest
 from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, Recompute, ScheduleName, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.advice import reasons, remedies, run_length, smallest_cluster
+from parallel3d.planner.advice import reasons, remedies, run_length
 from parallel3d.planner.cases import read_cases
 from parallel3d.planner.cost import step_cost
 from parallel3d.planner.hardware import load_cluster
@@ -131,16 +131,6 @@ def test_an_impossible_question_is_a_config_error() -> None:
 def test_planning_never_imports_torch() -> None:
     code = "import sys, parallel3d.planner.search, parallel3d.tools.plan_score; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_smallest_cluster_holds_the_model_and_a_smaller_one_does_not() -> None:
-    shape = named_shape("llama2-13b", shape_cards())
-    asked = question(shape=shape, global_batch_size=64, seq_len=4096)
-    found = smallest_cluster(asked)
-    assert found is not None
-    gpus, best = found
-    assert best.parallel.world_size == gpus > 1
-    assert not search(replace(asked, gpus=gpus // 2)).strategies
 
 
 def test_days_follow_from_tokens_per_second() -> None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "recommend": Command("parallel3d.tools.plan_recommend", "the best layouts for a model on a cluster (the default)"),
     "memory": Command("parallel3d.tools.plan_memory", "what each device of one layout holds"),
     "verify": Command("parallel3d.tools.plan_verify", "one rank trained dry, its memory beside the model's"),
+    "limits": Command("parallel3d.tools.plan_limits", "the smallest cluster, the longest sequence, the largest model"),
     "timeline": Command("parallel3d.tools.plan_timeline", "simulate and draw a pipeline schedule"),
     "score": Command("parallel3d.tools.plan_score", "predict measured runs, and how far off that is"),
     "calibrate": Command("parallel3d.tools.plan_calibrate", "measure this machine, for plans of what runs on it"),

@@ -24,7 +24,7 @@ from parallel3d.tools.plan_devices import larger_devices
 from parallel3d.tools.plan_emit import emit_recipe, recipe_of_plan
 from parallel3d.tools.plan_launch import emit_launch, start_command
 from parallel3d.tools.plan_memory import explained
-from parallel3d.tools.plan_question import Asked, read_layout, read_question, with_fixed
+from parallel3d.tools.plan_question import Asked, read_fixed, read_layout, read_question, with_fixed
 
 NOTHING_FITS = 3
 _TOP = 10
@@ -33,11 +33,13 @@ _TOP = 10
 def answer(options: argparse.Namespace) -> int:
     """Prints the plan and writes what was asked for; returns the exit status."""
     asked = read_question(options, gpus=options.gpus)
-    fixed = _fixed(options)
+    fixed = read_fixed(options)
     question = with_fixed(asked.question, fixed)
     plan = _plan(options, question)
     plan = replace(plan, notes=asked.model.notes)
     plan = replace(plan, commands=tuple(_emit(options, asked, plan)))
+    if options.html is not None:
+        _write_html(options.html, plan)
     if options.json:
         print(json.dumps(to_json(plan)))
     else:
@@ -45,14 +47,6 @@ def answer(options: argparse.Namespace) -> int:
         if options.explain and plan.best is not None:
             print("\n" + "\n".join(explained(question, plan.best.parallel, whole=True)))
     return 0 if plan.best is not None else NOTHING_FITS
-
-
-def _fixed(options: argparse.Namespace) -> Fixed:
-    said = read_layout(options.fix, "--fix")
-    schedule = said.pop("schedule", options.schedule)
-    if options.schedule not in (None, schedule):
-        raise ConfigError(f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two")
-    return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
 
 
 def _plan(options: argparse.Namespace, question: Question) -> Plan:
@@ -104,6 +98,15 @@ def _emit(options: argparse.Namespace, asked: Asked, plan: Plan) -> Sequence[str
     file = Path(options.emit_launch[1]) if len(options.emit_launch) == 2 else None
     written = emit_launch(kind, file, options.emit_recipe, plan.question, best)
     return [start_command(kind, written, options.emit_recipe, plan.question, best)]
+
+
+def _write_html(path: Path, plan: Plan) -> None:
+    from parallel3d.planner.report_html import html_page  # what only --html needs
+
+    try:
+        path.write_text(html_page(plan), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: cannot be written ({error.strerror}); try another path") from error
 
 
 def _override_command(asked: Asked, plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Which hardware file a name means."""
+"""Which hardware file a name means: a device in its usual nodes, or a cluster, whose file names its device's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,18 @@ _USUAL = {
 }
 
 
-def device_files() -> dict[str, Path]:
+def hardware_files() -> dict[str, Path]:
+    """Of devices and of clusters."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def device_files() -> dict[str, Path]:
+    return {name: path for name, path in hardware_files().items() if find_cluster(name).device_file == name}
+
+
+def cluster_files() -> dict[str, Path]:
+    devices = device_files()
+    return {name: path for name, path in hardware_files().items() if name not in devices}
 
 
 def file_of(name: str) -> str:
@@ -38,11 +48,8 @@ def find_cluster(name: str) -> Cluster:
     """The cluster of a shipped name or of a file. Raises ConfigError with the nearest names."""
     found = file_of(name)
     if found == name and Path(name).suffix in (".yaml", ".yml") and not Path(name).is_file():
-        raise ConfigError(f"hardware {name}: no such file; shipped are {', '.join(device_files())}")
-    try:
-        cluster = load_cluster(found, [FOLDER])
-    except TypeError as problem:  # YAML that is no mapping
-        raise ConfigError(f"hardware {name}: must hold the sections device, node and network") from problem
+        raise ConfigError(f"hardware {name}: no such file; shipped are {', '.join(hardware_files())}")
+    cluster = load_cluster(found, [FOLDER])
     _check(cluster, name)
     return cluster
 
@@ -55,6 +62,8 @@ def _check(cluster: Cluster, name: str) -> None:
         "device.memory_gb_per_s": device.memory_bandwidth,
         "device.processors": device.processors,
         "node.gpus": cluster.gpus_per_node,
+        "network.oversubscription": cluster.oversubscription,
+        "network.whole_nodes": cluster.whole_nodes,
         "node.gb_per_s": cluster.node.bandwidth,
         "network.gb_per_s": cluster.network.bandwidth,
         **{f"device.peak_tflops.{precision}": flops for precision, flops in device.peak_flops.items()},

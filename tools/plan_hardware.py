@@ -1,4 +1,4 @@
-"""`parallel3d-plan hardware`: the devices that the planner knows, and the figures and sources of one."""
+"""`parallel3d-plan hardware`: the devices and clusters that the planner knows, and the figures and sources of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from parallel3d.planner.report_json import hardware_tree, rounded
 from parallel3d.tools.arguments import Parser
 from parallel3d.tools.plan_accuracy import recorded_accuracy
-from parallel3d.tools.plan_devices import device_files, file_of, find_cluster
+from parallel3d.tools.plan_devices import cluster_files, device_files, file_of, find_cluster, hardware_files
 
 _GIB = 2**30
 _EPILOG = """\
@@ -18,8 +18,9 @@ examples:
   parallel3d-plan hardware
   parallel3d-plan hardware h100
   parallel3d-plan hardware h100 > mine.yaml    # then --hardware mine.yaml
+  parallel3d-plan hardware meta-24k-roce       # a cluster: its network, and the name of its device
 
-A file is a device in its usual nodes and network; --gpus-per-node, --node-gb-per-s and --network-gb-per-s change those.
+A device's file has its usual nodes and network; --gpus-per-node, --node-gb-per-s and --network-gb-per-s change those.
 docs/planner.md says what each key means.
 """
 
@@ -27,12 +28,12 @@ docs/planner.md says what each key means.
 def main(arguments: list[str]) -> int:
     parser = Parser(
         prog="parallel3d-plan hardware",
-        description="Lists the devices that the planner knows, or shows the file of one, each figure with its source.",
+        description="Lists the devices and clusters that the planner knows, or shows one's file with its sources.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a device, or the path of your own file")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a device, a cluster, or the path of your own file")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(arguments)
     if options.name is None:
@@ -43,13 +44,13 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(rounded(hardware_tree(cluster))))
         return 0
     name = file_of(options.name)
-    path = device_files().get(name, Path(name))
+    path = hardware_files().get(name, Path(name))
     print(path.read_text(), end="")
     return 0
 
 
 def _trees() -> dict[str, object]:
-    return {"hardware": [hardware_tree(find_cluster(name)) for name in device_files()]}
+    return {"hardware": [hardware_tree(find_cluster(name)) for name in hardware_files()]}
 
 
 def _list() -> Iterator[str]:
@@ -62,6 +63,15 @@ def _list() -> Iterator[str]:
             f"{name:<18}{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / _GIB:>7,.0f}"
             f"{device.memory_bandwidth / 1e9:>13,.0f}{cluster.gpus_per_node:>6}{cluster.node.bandwidth / 1e9:>11,.5g}"
             f"{cluster.network.bandwidth / 1e9:>14,.5g}{runs.get(name, '-'):>13}"
+        )
+    yield ""
+    yield "cluster            device        node  node GB/s  network GB/s  beyond so many nodes"
+    for name in cluster_files():
+        cluster = find_cluster(name)
+        spread = f"1/{cluster.oversubscription:g} beyond {cluster.whole_nodes}" if cluster.oversubscription > 1 else "-"
+        yield (
+            f"{name:<19}{cluster.device_file:<12}{cluster.gpus_per_node:>6}{cluster.node.bandwidth / 1e9:>11,.5g}"
+            f"{cluster.network.bandwidth / 1e9:>14,.5g}  {spread}"
         )
     yield ""
     yield "scored runs: published runs that the planner's figures were compared with; '-': data sheets only"

@@ -21,7 +21,7 @@ from parallel3d.planner.report_json import (
     parallel_tree,
     rounded,
 )
-from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si
+from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
 from parallel3d.planner.shapes import total_parameters
 from parallel3d.tools.arguments import Parser
 from parallel3d.tools.plan_options import add_options
@@ -61,8 +61,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     job = job_of(question, parallel)
     ranks = memory_by_rank(job)
     worst = max(ranks, key=lambda memory: memory.total)
-    last = len(ranks) - 1
-    shown = [m for m in ranks if last < _MOST_RANKS or m.rank in (0, 1, last // 2, last - 1, last, worst.rank)]
+    shown = telling_ranks(ranks, _MOST_RANKS)
     yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in _columns()) + f"{'GiB':>8}"
     for memory in shown:
         cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in _columns())

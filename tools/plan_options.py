@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
+
+from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.plan_units import bytes_per_s, dollars, fraction, memory_bytes
 
+SCHEDULES = tuple(STAGES_PER_RANK)
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -14,7 +18,9 @@ def add_options(parser: Parser, *, gpus: bool = True) -> None:
     add_model_options(parser)
     where = parser.add_argument_group("the hardware")
     where.add_argument("--gpu", metavar="NAME", help="a device, such as h100: see parallel3d-plan hardware")
-    where.add_argument("--hardware", metavar="FILE", help="your own hardware file, in the place of --gpu")
+    where.add_argument(
+        "--hardware", "--cluster", metavar="FILE", help="your own file or a cluster's name, in the place of --gpu"
+    )
     if gpus:
         where.add_argument("--gpus", metavar="N", type=whole, help="how many (a recipe's own number by default)")
     where.add_argument("--gpus-per-node", metavar="N", type=whole, help="devices that share the fast links")
@@ -33,6 +39,14 @@ def add_options(parser: Parser, *, gpus: bool = True) -> None:
         help="plan for another program, such as megatron-2021 or torchtitan",
     )
     batch.add_argument("--precision", choices=PRECISIONS, help="of the arithmetic (bf16, or the recipe's)")
+
+
+def add_constraints(group: argparse._ArgumentGroup) -> None:
+    """What the user has decided of the layout."""
+    group.add_argument("--fix", metavar="KEY=VALUE", nargs="+", default=[], help="a recipe's parallel keys: tp=8 pp=4")
+    group.add_argument("--max-tp", metavar="N", type=whole)
+    group.add_argument("--max-pp", metavar="N", type=whole)
+    group.add_argument("--schedule", choices=SCHEDULES, metavar="S", help=f"one of {', '.join(SCHEDULES)}")
 
 
 def add_model_options(parser: Parser) -> None:

@@ -90,6 +90,15 @@ def with_fixed(question: Question, fixed: Fixed) -> Question:
     return fixed_question
 
 
+def read_fixed(options: argparse.Namespace) -> Fixed:
+    """Of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError where two of them contradict each other."""
+    said = read_layout(options.fix, "--fix")
+    schedule = said.pop("schedule", options.schedule)
+    if options.schedule not in (None, schedule):
+        raise ConfigError(f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two")
+    return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
+
+
 def read_layout(texts: list[str], option: str) -> dict[str, Any]:
     """`tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values."""
     found: dict[str, Any] = {}

@@ -6,14 +6,12 @@ import argparse
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.plan_launch import LAUNCHERS
-from parallel3d.tools.plan_options import add_options
+from parallel3d.tools.plan_options import add_constraints, add_options
 from parallel3d.tools.plan_units import tokens
 
 OBJECTIVES = ("throughput", "memory", "cost")  # `ranking.Objective`
-SCHEDULES = tuple(STAGES_PER_RANK)
 _EPILOG = """\
 examples:
   parallel3d-plan --model llama3-70b --gpu h100 --gpus 512 --seq-len 8192 --global-batch 1024
@@ -49,10 +47,7 @@ def _parser() -> Parser:
     add_options(parser)
     which = parser.add_argument_group("the choice")
     which.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="what is best (throughput)")
-    which.add_argument("--fix", metavar="KEY=VALUE", nargs="+", default=[], help="a recipe's parallel keys: tp=8 pp=4")
-    which.add_argument("--max-tp", metavar="N", type=whole)
-    which.add_argument("--max-pp", metavar="N", type=whole)
-    which.add_argument("--schedule", choices=SCHEDULES, metavar="S", help=f"one of {', '.join(SCHEDULES)}")
+    add_constraints(which)
     which.add_argument("--why", metavar="KEY=VALUE", nargs="+", default=[], help="why not this layout? tp=8,pp=2")
     out = parser.add_argument_group("the answer")
     out.add_argument(
@@ -61,6 +56,7 @@ def _parser() -> Parser:
     out.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run, such as 2T: days and price")
     out.add_argument("--explain", action="store_true", help="the winner's memory line by line, every stage")
     out.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    out.add_argument("--html", metavar="F", type=Path, help="write the plan as one page with its figures")
     out.add_argument("--emit-recipe", metavar="F", type=Path, help="write the best as a recipe for parallel3d-train")
     out.add_argument(
         "--emit-launch", metavar=("KIND", "F"), nargs="+", help=f"and its launcher: {', '.join(LAUNCHERS)}"

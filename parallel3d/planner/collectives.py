@@ -15,10 +15,11 @@ from parallel3d.planner.hardware import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one axis: how many, and how many of them share a node."""
+    """The ranks of one axis: how many, how many of them share a node, and from how many nodes they are picked."""
 
     size: int
     per_node: int
+    span: int = 1
 
     @property
     def nodes(self) -> int:
@@ -31,7 +32,7 @@ def axis_group(cluster: Cluster, size: int, stride: int) -> Group:
     node = cluster.gpus_per_node
     span = size * stride
     per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
-    return Group(size=size, per_node=max(1, per_node))
+    return Group(size=size, per_node=max(1, per_node), span=-(-span // node))
 
 
 def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
@@ -39,8 +40,7 @@ def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) ->
     if group.nodes == 1:
         return cluster.node.sustained
     ports = 1 if one_ring else group.per_node
-    spread = cluster.oversubscription if group.nodes > 32 else 1.0
-    return min(cluster.node.sustained, ports * cluster.network.sustained / spread)
+    return min(cluster.node.sustained, ports * cluster.network.sustained / _spread(cluster, group.span))
 
 
 def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
@@ -69,7 +69,13 @@ def contention_s(cluster: Cluster, bytes_: float) -> float:
     return bytes_ / cluster.node.sustained
 
 
-def send_s(cluster: Cluster, bytes_: float, *, crosses_nodes: bool, ports: int = 1) -> float:
-    """One transfer between neighbouring stages; `ports`: transfers of the same tensor that are split over ranks."""
-    link = cluster.network if crosses_nodes else cluster.node
-    return bytes_ / (ports * link.sustained) + link.latency_s
+def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
+    """One transfer between neighbouring stages of a pipeline that lies on so many nodes, by the slowest link between
+    any two of them."""
+    link = cluster.network if nodes > 1 else cluster.node
+    return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
+
+
+def _spread(cluster: Cluster, nodes: int) -> float:
+    """What the network's upper tiers divide its bandwidth by, among so many nodes."""
+    return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0

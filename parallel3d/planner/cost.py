@@ -90,6 +90,11 @@ def step_cost(job: Job, *, exact: bool = True, known: Known | None = None) -> Co
     )
 
 
+def stage_times(job: Job) -> tuple[list[StageTimes], float]:
+    """Seconds of every stage for one microbatch, and of a transfer between two: what the schedule is simulated with."""
+    return _stage_times(job, _microbatch(job, kernels_of(job))), _send_s(job)
+
+
 def least_step_s(job: Job, *, known: Known) -> float:
     """What no layout with this pipeline takes less than, however it uses its data ranks: its microbatches, and what
     every step has. 0.0 where measurements price the step as a whole."""
@@ -215,8 +220,8 @@ def _send_s(job: Job) -> float:
         return 0.0
     ranks_between = layout.dp * layout.cp * layout.tp
     bytes_ = job.tokens * job.shape.hidden * job.item_bytes / layout.tp
-    crosses = ranks_between * layout.pp > job.cluster.gpus_per_node
-    return send_s(job.cluster, bytes_, crosses_nodes=crosses)
+    nodes = -(-ranks_between * layout.pp // job.cluster.gpus_per_node)
+    return send_s(job.cluster, bytes_, nodes=nodes)
 
 
 def _data_parallel_s(job: Job, pipeline: _Pipeline, rank_parameters: int) -> float:
@@ -242,7 +247,7 @@ def _tied_embeddings_s(job: Job) -> float:
     if not job.shape.tied_embeddings or job.layout.pp == 1:
         return 0.0
     bytes_ = job.shape.vocab * job.shape.hidden / job.layout.tp * job.engine.gradient_bytes
-    return 2 * send_s(job.cluster, bytes_, crosses_nodes=job.layout.world_size > job.cluster.gpus_per_node)
+    return 2 * send_s(job.cluster, bytes_, nodes=-(-job.layout.world_size // job.cluster.gpus_per_node))
 
 
 def _parts(job: Job, pipeline: _Pipeline, data_s: float, optimizer_s: float) -> TimeParts:

@@ -133,23 +133,42 @@ class Cut:
     def leanest(self) -> Priced | None:
         """The layout that needs least, whether it fits or not."""
         found: Priced | None = None
-        allowed = leanest_kinds(self._question, self.pp)
-        pairs = [
-            (self._family_floor(family, kind), i, kind) for i, family in enumerate(self._families) for kind in allowed
-        ]
-        for floor, i, kind in sorted(pairs, key=lambda pair: pair[0]):
+        for floor, family, kind in self._by_floor():
             if found is not None and floor >= found.bytes:
                 break
-            for way in ways(self._question, self._families[i].parallel):
-                for each in (way, freed(self._question, way)):
-                    if each is not None:
-                        parallel = replace(each, recompute=kind)
-                        if found is not None and self._floor(self._families[i], parallel) >= found.bytes:
-                            continue
-                        bytes_ = self._bytes(parallel, enough=found.bytes if found else inf)
-                        if found is None or bytes_ < found.bytes:
-                            found = Priced(parallel, inf, bytes_)
+            for parallel in self._leanest_ways(family, kind):
+                if found is not None and self._floor(family, parallel) >= found.bytes:
+                    continue
+                bytes_ = self._bytes(parallel, enough=found.bytes if found else inf)
+                if found is None or bytes_ < found.bytes:
+                    found = Priced(parallel, inf, bytes_)
         return found
+
+    def one_that_fits(self) -> Priced | None:
+        """The first found, those tried first that may be the leanest; None where none does."""
+        usable = self._question.usable_bytes
+        for floor, family, kind in self._by_floor():
+            if floor > usable:
+                break
+            for parallel in self._leanest_ways(family, kind):
+                if self._floor(family, parallel) > usable:
+                    continue
+                bytes_ = self._bytes(parallel, enough=usable)
+                if bytes_ <= usable:
+                    return Priced(parallel, inf, bytes_)
+        return None
+
+    def _by_floor(self) -> list[tuple[float, _Family, Recompute]]:
+        """Families with what may be their leanest recompute, by what they cannot do without."""
+        kinds = leanest_kinds(self._question, self.pp)
+        found = [(self._family_floor(family, kind), family, kind) for family in self._families for kind in kinds]
+        return sorted(found, key=lambda each: each[0])
+
+    def _leanest_ways(self, family: _Family, kind: Recompute) -> Iterator[ParallelConfig]:
+        for way in ways(self._question, family.parallel):
+            for each in (way, freed(self._question, way)):
+                if each is not None:
+                    yield replace(each, recompute=kind)
 
     def _with(self, family: _Family, kind: int) -> tuple[_Family, ParallelConfig]:
         return family, replace(family.parallel, recompute=self._kinds[kind])

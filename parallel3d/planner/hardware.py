@@ -60,34 +60,63 @@ class Cluster:
     node: Link
     network: Link
     oversubscription: float = 1.0  # of the network's upper tiers
+    whole_nodes: int = 32  # so many nodes share a network without it
+    device_file: str = ""  # the name of the file that its device is from
     measured: Measured | None = None  # by `parallel3d-plan calibrate`, on one such node
 
 
-def load_cluster(name: str, folders: list[Path], *, extra: Mapping[str, Any] | None = None) -> Cluster:
-    """The cluster of a device's file: a name in `folders` (the last wins) or a path. Raises ConfigError naming the
-    nearest that there are. `extra` overrides top-level keys of the file."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        known = {p.stem: p for folder in folders for p in sorted(folder.glob("*.yaml"))}
-        if name.lower() not in known:
-            near = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or sorted(known)
-            raise ConfigError(f"hardware {name}: unknown; did you mean {', '.join(near)}?")
-        path = known[name.lower()]
+def load_cluster(name: str, folders: list[Path]) -> Cluster:
+    """The cluster of a hardware file: a name in `folders` (the last wins) or a path. Raises ConfigError naming the
+    nearest that there are."""
+    path = _path(name, folders)
+    tree, device_file = _load(path), path
+    if isinstance(tree.get("device"), str):  # a cluster's file, which names its device's
+        is_file = Path(tree["device"]).suffix in (".yaml", ".yml")
+        device_file = path.parent / tree["device"] if is_file else _path(tree["device"], [*folders, path.parent])
+        tree = _over_device(_load(device_file), tree, path)
+    return replace(cluster_from_tree(tree, path.stem), device_file=device_file.stem)
+
+
+def _path(name: str, folders: list[Path]) -> Path:
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name)
+    known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    if name.lower() not in known:
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or sorted(known)
+        raise ConfigError(f"hardware {name}: unknown; did you mean {', '.join(near)}?")
+    return known[name.lower()]
+
+
+def _load(path: Path) -> Mapping[str, Any]:
     try:
         tree = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError) as problem:
-        raise ConfigError(f"hardware {path}: cannot be read ({problem})") from problem
-    return cluster_from_tree({**tree, **(extra or {})}, path.stem)
+    except (OSError, ValueError, yaml.YAMLError) as problem:
+        said = " ".join(str(problem).split())
+        raise ConfigError(f"hardware {path}: cannot be read ({said})") from problem
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"hardware {path}: must hold the sections device, node and network")
+    return tree
+
+
+def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A device's file with what a cluster's says in its place: links key by key, and the price."""
+    if isinstance(device.get("device"), str):
+        raise ConfigError(f"hardware {path}: device = {cluster['device']}: is a cluster's file; name a device's")
+    sections = {name: {**device[name], **(cluster.get(name) or {})} for name in ("node", "network")}
+    price = {key: cluster[key] for key in ("price_per_hour",) if key in cluster}
+    return {"device": {**device["device"], **price}, **sections}
 
 
 def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
-    """A cluster from the keys of a hardware file (tools/hardware/README.md says what each means)."""
+    """A cluster from the keys of a device's file (docs/planner.md says what each means)."""
     try:
         device = _device(tree["device"], name)
         node, network = _link(tree["node"]), _link(tree["network"])
         gpus_per_node = int(tree["node"]["gpus"])
+        oversubscription = float(tree["network"].get("oversubscription", 1.0))
+        whole_nodes = int(tree["network"].get("whole_nodes", Cluster.whole_nodes))
         measured = measured_from_tree(tree["measured"]) if "measured" in tree else None
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ConfigError(f"hardware {name}: misses or misspells {problem}") from problem
     return Cluster(
         name=name,
@@ -95,7 +124,9 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
         gpus_per_node=gpus_per_node,
         node=node,
         network=network,
-        oversubscription=float(tree["network"].get("oversubscription", 1.0)),
+        oversubscription=oversubscription,
+        whole_nodes=whole_nodes,
+        device_file=name,
         measured=measured,
     )
 

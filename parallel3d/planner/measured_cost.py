@@ -198,7 +198,7 @@ def _action_s(job: Job, host: _Host) -> float:
         return 0.0
     bytes_ = job.tokens * job.shape.hidden * job.item_bytes / (layout.tp if layout.sequence_parallel else 1)
     if host.ranks is None or layout.world_size > job.cluster.gpus_per_node:
-        return send_s(job.cluster, bytes_, crosses_nodes=host.ranks is not None)
+        return send_s(job.cluster, bytes_, nodes=1 if host.ranks is None else 2)
     return host.ranks.action_s + max(0.0, host.ranks.transfer.at(bytes_) - host.ranks.transfer.points[0][1])
 
 

@@ -68,23 +68,23 @@ class Plan:
 
 def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     """The whole page, which ends with a newline."""
-    lines = [*_header(plan), ""]
+    lines = [*header(plan.question), ""]
     best = plan.best
     if best is None:
         lines += _nothing_fits(plan)
     else:
-        lines += [*_table(plan, bold), *_rejected_lines(plan), "", *wrapped("searched", _searched(plan))]
+        lines += [*_table(plan, bold), *_rejected_lines(plan), "", *wrapped("searched", searched_text(plan))]
         lines += _winner(plan, best)
     if plan.why is not None:
-        lines += wrapped("why not", _why_not(plan, plan.why))
+        lines += wrapped("why not", why_text(plan, plan.why))
     lines += [line for note in plan.notes for line in wrapped("note", note)]
-    lines += wrapped("how sure", _how_sure(plan))
+    lines += wrapped("how sure", how_sure(plan))
     lines += [part for command in plan.commands for part in _command(command)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _header(plan: Plan) -> Iterator[str]:
-    q = plan.question
+def header(q: Question) -> Iterator[str]:
+    """What was asked: the model, the batch, the hardware."""
     shape, cluster = q.shape, q.cluster
     batch = f"batch {q.global_batch_size} = {si(q.global_batch_size * q.seq_len)} tokens"
     numbers = f"{si(total_parameters(shape))} parameters, {shape.layers} layers"
@@ -142,7 +142,7 @@ def _shown(plan: Plan) -> list[tuple[int, Strategy]]:
     return list(enumerate(plan.answer.strategies, 1))[: plan.top or _MOST_SHOWN]
 
 
-def _searched(plan: Plan) -> str:
+def searched_text(plan: Plan) -> str:
     answer = plan.answer
     more = len(answer.rejected) - _MOST_REJECTED
     rest = f"; {more} more tp x pp have no layout that fits" if more > 0 else ""
@@ -167,11 +167,11 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
         yield from wrapped("" if number else "because", line)
     yield from wrapped("memory", f"GiB on pipeline rank {best.memory.rank}, the fullest: {memory_text(best.memory)}")
     yield from wrapped("time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}")
-    yield from wrapped("run", _run_text(plan, best))
+    yield from wrapped("run", run_text(plan, best))
     yield from wrapped("limits", "; ".join(limits(q, best)))
 
 
-def _run_text(plan: Plan, best: Strategy) -> str:
+def run_text(plan: Plan, best: Strategy) -> str:
     tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
     text = f"{si(tokens)} tokens/s, {best.cost.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device"
     if best.parallel.recompute != "none":
@@ -211,7 +211,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
         yield from wrapped("" if number else "would do", line)
 
 
-def _why_not(plan: Plan, why: Why) -> str:
+def why_text(plan: Plan, why: Why) -> str:
     best, found = plan.best, why.found
     if why.refused:
         return f"{why.asked}: no such layout: {why.refused}"
@@ -229,11 +229,11 @@ def _why_not(plan: Plan, why: Why) -> str:
     return f"{why.asked}: at its best {layout_text(found.parallel)}: {speed} tokens/s than layout 1{causes}, {memory}"
 
 
-def _how_sure(plan: Plan) -> str:
+def how_sure(plan: Plan) -> str:
     known = plan.accuracy
     if known is None:
         return "no score is recorded; see parallel3d-plan score"
-    runs = known.runs_by_hardware.get(plan.question.cluster.name, 0)
+    runs = known.runs_by_hardware.get(plan.question.cluster.device_file, 0)
     here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
     return (
         f"median error {known.throughput_median:.1f}% of speed ({known.throughput_runs} published runs of other "

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from parallel3d.config import ParallelConfig
-from parallel3d.planner.advice import reasons
+from parallel3d.planner.advice import RunLength, reasons
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.memory import RankMemory
 from parallel3d.planner.priced import planned_shape
@@ -24,8 +24,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     best = plan.best
     tree = {
         "schema": SCHEMA,
-        "input": _input(plan),
-        "strategies": [_strategy(plan, each) for each in plan.answer.strategies],
+        "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
+        "strategies": [strategy_tree(plan.question, each, plan.length(each)) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
@@ -74,6 +74,7 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
     device = cluster.device
     return {
         "name": cluster.name,
+        "device_file": cluster.device_file,
         "device": device.name,
         "peak_tflops": {precision: flops / 1e12 for precision, flops in device.peak_flops.items()},
         "memory_gib": device.memory_bytes / _GIB,
@@ -81,6 +82,8 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
         "gpus_per_node": cluster.gpus_per_node,
         "node_gb_per_s": cluster.node.bandwidth / 1e9,
         "network_gb_per_s": cluster.network.bandwidth / 1e9,
+        "oversubscription": cluster.oversubscription,
+        "whole_nodes": cluster.whole_nodes,
         "price_per_hour": device.price_per_hour,
     }
 
@@ -104,8 +107,8 @@ def rounded(value: object) -> object:
     return value
 
 
-def _input(plan: Plan) -> dict[str, Any]:
-    question = plan.question
+def question_tree(question: Question) -> dict[str, Any]:
+    """What was asked, with defaults filled in."""
     return {
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
@@ -117,14 +120,12 @@ def _input(plan: Plan) -> dict[str, Any]:
         "usable_gib": question.usable_bytes / _GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
         "schedules": list(question.schedules),
-        "objective": plan.objective,
-        "tokens": plan.tokens,
     }
 
 
-def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
-    question, parallel, cost = plan.question, found.parallel, found.cost
-    length = plan.length(found)
+def strategy_tree(question: Question, found: Strategy, length: RunLength | None) -> dict[str, Any]:
+    """A strategy, with how long the run takes where its tokens are known."""
+    parallel, cost = found.parallel, found.cost
     vocab = planned_shape(question, parallel.tp).vocab
     return {
         "parallel": parallel_tree(parallel),
@@ -147,7 +148,7 @@ def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
 def _why(plan: Plan, why: Why) -> dict[str, Any]:
     return {
         "asked": why.asked,
-        "strategy": _strategy(plan, why.found) if why.found else None,
+        "strategy": strategy_tree(plan.question, why.found, plan.length(why.found)) if why.found else None,
         "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
         "refused": why.refused or None,
         "layout": layout_text(why.found.parallel) if why.found else None,

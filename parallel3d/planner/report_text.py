@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from parallel3d.config import ParallelConfig
@@ -30,6 +31,13 @@ def layout_text(parallel: ParallelConfig) -> str:
     words = {True: "true", False: "false"}
     text = (f"{key}={words[value] if isinstance(value, bool) else value}" for key, value in said.items())
     return " ".join(text) or "one device, nothing parallel"
+
+
+def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
+    """All pipeline ranks, or of more than `most` those that may differ: the ends, the middle, the fullest."""
+    last, worst = len(ranks) - 1, max(ranks, key=lambda memory: memory.total)
+    kept = {0, 1, last // 2, last - 1, last, worst.rank}
+    return [memory for memory in ranks if last < most or memory.rank in kept]
 
 
 def memory_text(memory: RankMemory) -> str:

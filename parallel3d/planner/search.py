@@ -51,6 +51,25 @@ def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
     return [strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
 
 
+def one_that_fits(question: Question) -> ParallelConfig | None:
+    """Any layout that fits: found much sooner than the best. None where none does, and where the question allows no
+    layout at all."""
+    try:
+        _check(question)
+    except ConfigError:
+        return None
+    by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
+    for family in families(question):
+        by_way.setdefault((family.tp, family.pp), []).append(family)
+    # One layout of each way first, the smallest microbatch without virtual stages, which is most often the leanest.
+    for few in (True, False):
+        for (tp, pp), own in by_way.items():
+            found = Cut(question, tp, pp, own[:1] if few else own[1:]).one_that_fits()
+            if found is not None:
+                return found.parallel
+    return None
+
+
 def _cuts(question: Question) -> list[Cut]:
     _check(question)
     by_way: dict[tuple[int, int], list[ParallelConfig]] = {}

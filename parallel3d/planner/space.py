@@ -18,7 +18,7 @@ from parallel3d.planner.question import Question
 from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, ShardingName, sharding_faults
 
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules that may reduce for each microbatch
-_MOST_MICROBATCH = 64  # sequences
+MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
 
 
@@ -33,7 +33,7 @@ def families(question: Question) -> Iterator[ParallelConfig]:
             if question.global_batch_size % dp:
                 continue
             for microbatch in divisors(question.global_batch_size // dp):
-                if microbatch > _MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+                if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
                     continue
                 microbatches = question.global_batch_size // (dp * microbatch)
                 for schedule, virtual in _schedules(question, pp, microbatches):

@@ -1,0 +1,206 @@
+"""A plan as one HTML file to keep or to send: figures, tables and assumptions, without scripts and without the network.
+
+It says what the page says (`report`), in its words and from the same `Plan`, so neither can contradict the other. It
+is well-formed XML too, which is how the tests read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import chain
+
+from parallel3d.pipeline.draw_svg import draw_svg
+from parallel3d.planner.advice import reasons
+from parallel3d.planner.memory import RankMemory, memory_by_rank
+from parallel3d.planner.priced import job_of
+from parallel3d.planner.question import Question, Strategy
+from parallel3d.planner.ranking import at_size
+from parallel3d.planner.report import Plan, header, how_sure, limits, run_text, searched_text, why_text
+from parallel3d.planner.report_json import hardware_tree, rounded
+from parallel3d.planner.report_svg import memory_figure, scatter_figure, time_figure
+from parallel3d.planner.report_text import MEMORY_KINDS, layout_text, memory_text, money, telling_ranks, time_text
+from parallel3d.planner.report_timeline import planned_timeline
+
+_GIB = 2**30
+_MOST_ROWS = 20
+_MOST_RANKS = 32
+_STYLE = """\
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --quiet: #666; --rule: #ccc; --limit: #c00 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e8; --paper: #161616; --quiet: #aaa; --rule: #444; --limit: #ff6b5e }
+}
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid var(--rule) }
+pre, code { font: 13px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+table { border-collapse: collapse; font-size: 13px; width: 100% }
+th, td { text-align: right; padding: 2px 6px; border-bottom: 1px solid var(--rule) }
+th:last-child, td:last-child { text-align: left } tr.best { font-weight: bold }
+figure { margin: 1rem 0; overflow-x: auto } figcaption, .quiet { color: var(--quiet); font-size: 13px }
+svg { max-width: 100%; height: auto } figure.plain svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
+.limit { stroke: var(--limit); stroke-width: 1.5; stroke-dasharray: 4 3; fill: none }
+.axis { stroke: var(--quiet); fill: none } .front { stroke: #d55e00; stroke-width: 2; fill: none }
+dt { float: left; clear: left; width: 6rem; color: var(--quiet) } dd { margin: 0 0 .4rem 7rem }
+@media print { body { margin: 0; max-width: none } figure, tr { break-inside: avoid } }
+"""
+
+
+def html_page(plan: Plan) -> str:
+    """The whole file."""
+    question = plan.question
+    title = f"{question.shape.name} on {question.gpus} x {question.cluster.device.name}"
+    best = plan.best
+    body = [_tag("h1", title), "<pre>" + escape("\n".join(header(question))) + "</pre>"]
+    body += _nothing_fits(plan) if best is None else _winner(plan, best)
+    body += [_tag("h2", "Strategies"), *_strategies(plan), *_left_behind(plan)]
+    body += [_tag("h2", "Assumptions"), *_assumptions(plan)]
+    return "\n".join([
+        "<!DOCTYPE html>",
+        '<html lang="en">',
+        f'<head><meta charset="utf-8"/><title>{escape(title)}: parallel3d-plan</title>',
+        '<meta name="viewport" content="width=device-width"/>',
+        f"<style>{_STYLE}</style></head>",
+        "<body>",
+        *body,
+        "</body></html>\n",
+    ])  # fmt: skip
+
+
+def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
+    question = at_size(plan.question, best)
+    yield _tag("h2", "What to use")
+    yield from _list([
+        ("layout 1", layout_text(best.parallel)),
+        ("because", "; ".join(reasons(question, plan.answer))),
+        ("memory", f"GiB on pipeline rank {best.memory.rank}, the fullest: {memory_text(best.memory)}"),
+        ("time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"),
+        ("run", run_text(plan, best)),
+        ("limits", "; ".join(limits(question, best))),
+        *([("why not", why_text(plan, plan.why))] if plan.why else []),
+        *(("next", command) for command in plan.commands),
+    ])  # fmt: skip
+    yield from _memory(question, best)
+    yield from _timeline(question, best)
+    yield _tag("h2", "Where the time goes")
+    yield _figure(time_figure(best.cost.parts), "Seconds of a step on the busiest rank, each cause after the last.")
+    yield _tag("h2", "Memory against speed")
+    told = plan.answer.strategies[:_MOST_ROWS]
+    caption = "The strategies below by their numbers; on the line nothing is both leaner and faster."
+    yield _figure(scatter_figure(told, question.usable_bytes), caption)
+
+
+def _memory(question: Question, best: Strategy) -> Iterator[str]:
+    every = memory_by_rank(job_of(question, best.parallel))
+    ranks = telling_ranks(every, _MOST_RANKS)
+    yield _tag("h2", "Memory")
+    few = f" Of {len(every)} pipeline ranks those that may differ most." if len(ranks) < len(every) else ""
+    figure = memory_figure(ranks, question.usable_bytes, question.cluster.device.memory_bytes)
+    yield _figure(figure, f"GiB on each device of a pipeline rank at its fullest.{few}")
+    yield "<details><summary>as a table</summary>" + _memory_table(ranks) + "</details>"
+
+
+def _memory_table(ranks: Sequence[RankMemory]) -> str:
+    cells = ([memory.rank, *(f"{getattr(memory, kind) / _GIB:.2f}" for kind in MEMORY_KINDS)] for memory in ranks)
+    rows = ([*row, f"{memory.total / _GIB:.2f}"] for row, memory in zip(cells, ranks, strict=True))
+    return _table(["rank", *MEMORY_KINDS, "total"], rows)
+
+
+def _timeline(question: Question, best: Strategy) -> Iterator[str]:
+    found = planned_timeline(job_of(question, best.parallel))
+    if found is None:
+        return
+    timeline, drawn = found
+    whole = question.global_batch_size // (best.parallel.dp * best.parallel.microbatch_size)
+    yield _tag("h2", "The pipeline")
+    share = best.cost.parts.pp_bubble / best.cost.step_time_s
+    few = f"Drawn with {drawn} of a step's {whole} microbatches, so with more idle time. " if drawn < whole else ""
+    caption = f"{few}Over the whole step the bubble takes {share:.1%} of the time. Seconds."
+    picture = draw_svg(timeline, detailed=len(timeline.spans) <= 300)
+    yield f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _strategies(plan: Plan) -> Iterator[str]:
+    if not plan.answer.strategies:
+        return
+    head = ["", "GPUs", "tp", "pp", "GiB", "full", "tokens/s/GPU", "MFU", "step s"]
+    head += ["days", "price"] if plan.tokens is not None else []
+    usable = plan.question.usable_bytes
+    rows = []
+    for number, each in enumerate(plan.answer.strategies[:_MOST_ROWS], 1):
+        total, cost = each.memory.total, each.cost
+        row = [number, each.parallel.world_size, each.parallel.tp, each.parallel.pp]
+        row += [f"{total / _GIB:.1f}", f"{total / usable:.0%}", f"{cost.tokens_per_s_per_gpu:,.0f}", f"{cost.mfu:.1%}"]
+        row.append(f"{cost.step_time_s:.3g}")
+        length = plan.length(each)
+        row += [] if length is None else [f"{length.days:,.3g}", money(length.price)]
+        rows.append([*row, layout_text(each.parallel)])
+    yield _table([*head, "layout"], rows, best=True)
+    yield _tag("p", f"searched {searched_text(plan)}", "quiet")
+
+
+def _left_behind(plan: Plan) -> Iterator[str]:
+    if plan.answer.rejected:
+        yield _tag("h2", "Rejected")
+        rows = [
+            (f"{each.short_bytes / _GIB:.1f}", f"{layout_text(each.parallel)}: {each.reason}")
+            for each in plan.answer.rejected[:_MOST_ROWS]
+        ]
+        yield _table(["GiB short", "the leanest layout of a tp x pp"], rows)
+    if plan.answer.left_out:
+        rows = [(each.tp, each.pp, each.reason) for each in plan.answer.left_out]
+        yield "<details><summary>every other tp x pp</summary>" + _table(["tp", "pp", "why"], rows) + "</details>"
+
+
+def _nothing_fits(plan: Plan) -> Iterator[str]:
+    nearest = plan.answer.rejected[0]
+    usable = plan.question.usable_bytes
+    told = f"It needs {nearest.short_bytes / usable:.0%} more memory than the {usable / _GIB:.1f} GiB a device may use."
+    yield _tag("h2", "Nothing fits")
+    yield _tag("p", told)
+    yield from _list([
+        ("nearest", f"{layout_text(nearest.parallel)}: {nearest.reason}"),
+        *(("would do", line) for line in plan.remedies),
+        *([("why not", why_text(plan, plan.why))] if plan.why else []),
+    ])  # fmt: skip
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    question = plan.question
+    engine = f"{question.engine.name}, {question.precision}; schedules that compete: {', '.join(question.schedules)}"
+    figures = rounded(hardware_tree(question.cluster))
+    assert isinstance(figures, dict)
+    yield from _list([
+        ("how sure", how_sure(plan)),
+        ("engine", engine),
+        ("memory", f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / _GIB:.1f} GiB"),
+        *(("note", note) for note in plan.notes),
+    ])  # fmt: skip
+    yield "<details><summary>the hardware's figures</summary>" + _table(["", ""], figures.items()) + "</details>"
+    yield _tag(
+        "p",
+        "MFU counts model FLOPs over the dense peak, causal attention whole, recomputation not. docs/planner.md "
+        "says how each figure comes about.",
+        "quiet",
+    )
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f'<figure class="plain">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _list(items: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items) + "</dl>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[object]], *, best: bool = False) -> str:
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    for number, row in enumerate(rows):
+        mark = ' class="best"' if best and number == 0 else ""
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>")
+    return "\n".join(chain(["<table>"], lines, ["</table>"]))
+
+
+def _tag(name: str, text: str, kind: str = "") -> str:
+    start = f'{name} class="{kind}"' if kind else name
+    return f"<{start}>{escape(text)}</{name}>"

@@ -1,0 +1,116 @@
+"""The figures of a plan's HTML page: memory of each pipeline rank, a step's time by cause, memory against speed.
+
+Pure functions of a plan's own numbers, which give SVG elements. Colours are Okabe and Ito's, told apart by all eyes;
+each mark carries its figure as a tooltip, and a figure's title says what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from parallel3d.planner.memory import RankMemory
+from parallel3d.planner.question import Strategy
+from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
+from parallel3d.planner.time_parts import TimeParts
+
+_GIB = 2**30
+_WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 900, 90, 90, 24, 18
+_PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#cc79a7", "#d55e00", "#999999", "#5f5f5f")
+COLORS = dict(zip(MEMORY_KINDS, _PALETTE, strict=True))
+_SPAN = _WIDTH - _LEFT - _RIGHT
+
+
+def memory_figure(ranks: Sequence[RankMemory], usable: float, device: float) -> str:
+    """A bar for each of these pipeline ranks, stacked by kind, with lines at what may be used and at what there is."""
+    most = max(device, *(memory.total for memory in ranks))
+    scale = _SPAN / most
+    parts: list[str] = []
+    for row, memory in enumerate(ranks):
+        y, x = row * _ROW, float(_LEFT)
+        parts.append(_text(4, y + 13, f"rank {memory.rank}"))
+        for kind in MEMORY_KINDS:
+            bytes_ = getattr(memory, kind)
+            if bytes_:
+                told = f"rank {memory.rank}, {kind}: {bytes_ / _GIB:.2f} GiB"
+                parts.append(_bar(x, y, bytes_ * scale, COLORS[kind], told))
+                x += bytes_ * scale
+        parts.append(_text(_WIDTH - 4, y + 13, f"{memory.total / _GIB:.1f} GiB", anchor="end"))
+    height = len(ranks) * _ROW
+    for bytes_, name in ((usable, f"usable {usable / _GIB:.1f} GiB"), (device, "")):
+        x = _LEFT + bytes_ * scale
+        parts.append(f'<path class="limit" d="M{x:.1f} 0v{height}"/>')
+        parts.append(_text(x - 4, height + 14, name, anchor="end") if name else "")
+    parts += _legend(height + 26)
+    return _svg(height + 60, "Memory of each pipeline rank by kind, against what a device may use", parts)
+
+
+def time_figure(parts: TimeParts) -> str:
+    """A waterfall: every cause begins where the one before it ends."""
+    kinds = [kind for kind in TIME_KINDS if getattr(parts, kind) > 0]
+    scale, x, drawn = _SPAN / parts.total, float(_LEFT), []
+    for row, kind in enumerate(kinds):
+        seconds, y = getattr(parts, kind), row * _ROW
+        told = f"{kind}: {seconds:.3g} s, {seconds / parts.total:.1%}"
+        drawn.append(_text(4, y + 13, kind))
+        drawn.append(_bar(x, y, max(seconds * scale, 1.0), _PALETTE[row % len(_PALETTE)], told))
+        x += seconds * scale
+        drawn.append(_text(x + 6, y + 13, f"{seconds / parts.total:.1%}"))
+    return _svg(len(kinds) * _ROW, f"A step of {parts.total:.3g} s by cause, on the busiest rank", drawn)
+
+
+def scatter_figure(strategies: Sequence[Strategy], usable: float) -> str:
+    """Memory against speed; strategies that nothing is both leaner and faster than are joined by a line."""
+    height, bottom = 260, 230
+    speeds = [each.cost.tokens_per_s_per_gpu for each in strategies]
+    low, high = 0.9 * min(speeds), 1.02 * max(speeds)
+
+    def at(found: Strategy) -> tuple[float, float]:
+        share = (found.cost.tokens_per_s_per_gpu - low) / (high - low)
+        return _LEFT + found.memory.total / usable * _SPAN, bottom - share * bottom
+
+    front: list[tuple[float, float]] = []
+    best_s = 0.0
+    for each in sorted(strategies, key=lambda found: (found.memory.total, -found.cost.tokens_per_s_per_gpu)):
+        if each.cost.tokens_per_s_per_gpu > best_s:
+            front.append(at(each))
+            best_s = each.cost.tokens_per_s_per_gpu
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
+    drawn = [
+        f'<path class="axis" d="M{_LEFT} 0V{bottom}H{_WIDTH - _RIGHT}"/>',
+        f'<path class="limit" d="M{_LEFT + _SPAN} 0V{bottom}"/>',
+        f'<polyline class="front" points="{line}"/>',
+        _text(4, 12, f"{high:,.0f}"),
+        _text(4, 26, "tokens/s"),
+        _text(4, bottom, f"{low:,.0f}"),
+        _text(_LEFT, height - 12, "0 GiB"),
+        _text(_LEFT + _SPAN, height - 12, f"{usable / _GIB:.1f} GiB usable", anchor="end"),
+    ]
+    for number, each in enumerate(strategies, 1):
+        x, y = at(each)
+        told = f"{number}: {layout_text(each.parallel)}; {each.memory.total / _GIB:.1f} GiB, "
+        told += f"{each.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device"
+        drawn.append(f'<g><title>{escape(told)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#0072b2"/></g>')
+        drawn.append(_text(x + 7, y + 4, str(number)))
+    return _svg(height, "Memory of the fullest device against tokens per second and device", drawn)
+
+
+def _legend(top: int) -> Iterator[str]:
+    for at, kind in enumerate(MEMORY_KINDS):
+        x = _LEFT + at % 6 * 130
+        y = top + at // 6 * 18
+        yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>' + _text(x + 17, y + 10, kind)
+
+
+def _bar(x: float, y: float, wide: float, color: str, told: str) -> str:
+    title = f"<title>{escape(told)}</title>"
+    return f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR}" fill="{color}">{title}</rect>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(height: int, title: str, parts: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])

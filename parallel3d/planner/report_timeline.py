@@ -1,0 +1,39 @@
+"""The winner's pipeline in time, for a picture: its real schedule, simulated with its own stages' durations."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from parallel3d.config import ScheduleName
+from parallel3d.pipeline.schedules import BUILDERS, build_schedule
+from parallel3d.pipeline.simulate import Costs, StageTimes, simulate
+from parallel3d.pipeline.timeline import Timeline
+from parallel3d.planner.cost import stage_times
+from parallel3d.planner.job import Job
+
+_MOST_ACTIONS = 8000  # some 200 KB of picture
+_DEPTHS = (4, 2, 1)  # pipelines' depths of microbatches that are drawn, whichever is not too many
+
+
+def planned_timeline(job: Job) -> tuple[Timeline, int] | None:
+    """A step's timeline and how many of its microbatches it has: all, or so few that a page can show them. None where
+    there is nothing to draw: no pipeline, one too large, another program's own schedule, or ranks that share
+    processors, as a calibrated host's do."""
+    layout, shared = job.layout, job.cluster.measured is not None
+    if layout.pp == 1 or layout.schedule not in BUILDERS or shared:
+        return None
+    most = _MOST_ACTIONS // (3 * layout.stages)
+    counts = [layout.microbatches, *(depth * layout.pp for depth in _DEPTHS)]
+    drawn = next((count for count in counts if count <= min(most, layout.microbatches)), None)
+    if drawn is None:
+        return None
+    schedule = build_schedule(
+        cast(ScheduleName, layout.schedule),
+        pp=layout.pp,
+        microbatches=drawn,
+        virtual_stages=layout.virtual_stages,
+        check=False,
+    )
+    times, send_s = stage_times(job)
+    stages = tuple(StageTimes(forward=t.forward, input=t.input, weight=t.weight) for t in times)
+    return simulate(schedule, Costs(stages=stages, transfers=(send_s,) * (len(stages) - 1))), drawn

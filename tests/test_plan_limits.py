@@ -1,0 +1,139 @@
+"""`parallel3d-plan limits`: each answer fits, and a little more does not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from parallel3d.models import shape_cards
+from parallel3d.planner.extent import Extent, grown, largest_batch, largest_model, longest_sequence, smallest_cluster
+from parallel3d.planner.named import named_shape
+from parallel3d.planner.question import Fixed, Question
+from parallel3d.planner.search import one_that_fits, search
+from parallel3d.planner.shapes import total_parameters
+from parallel3d.tools import plan
+from parallel3d.tools.plan_devices import find_cluster
+
+Said = pytest.CaptureFixture[str]
+ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
+
+
+def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Question:
+    cluster = find_cluster("a100-40gb")
+    shape = named_shape(name, shape_cards())
+    whole = Question(shape=shape, cluster=cluster, gpus=gpus, seq_len=2048, global_batch_size=64)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def held(found: Extent | None) -> Question:
+    """The question at its limit, whose layout really fits."""
+    assert found is not None
+    assert found.strategy.memory.total <= found.question.usable_bytes
+    assert found.parallel.world_size == found.question.gpus
+    return found.question
+
+
+def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
+    assert plan.main(shlex.split(f"limits {arguments} --json")) == status
+    said = capsys.readouterr()
+    assert said.err == ""
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama2-13b", "llama2-70b"])
+def test_the_smallest_cluster_holds_the_model_and_fewer_devices_do_not(name: str) -> None:
+    at = held(smallest_cluster(question(name, seq_len=1024)))
+    fewer = [gpus for gpus in (1, 2, 4, *range(8, at.gpus, 8)) if gpus < at.gpus]
+    assert all(one_that_fits(replace(at, gpus=gpus)) is None for gpus in fewer)
+
+
+def test_whether_one_fits_is_what_the_search_finds() -> None:
+    for gpus in (1, 2, 4, 6, 8, 16, 24):
+        asked = question(gpus=gpus, global_batch_size=48)
+        assert (one_that_fits(asked) is not None) == bool(search(asked, top=1).strategies), gpus
+
+
+def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
+    asked = question()
+    length = held(longest_sequence(asked)).seq_len
+    step = 2048
+    while 2 * step <= length:
+        step *= 2
+    assert length > 2048 and length % (step // 16) == 0
+    assert one_that_fits(replace(asked, seq_len=length + step // 16)) is None
+
+
+def test_a_table_of_positions_ends_sequences(capsys: Said) -> None:
+    said = tree("sequence --model gpt2 --gpu h100 --gpus 8 --seq-len 512 --global-batch 64", capsys)
+    assert said["limits"]["sequence"]["seq_len"] == 1024
+    assert said["limits"]["sequence"]["told"].endswith("where its table of positions ends")
+
+
+def test_a_sequence_too_long_to_fit_is_answered_with_one_that_does() -> None:
+    asked = question(seq_len=2**19)
+    assert one_that_fits(asked) is None
+    assert held(longest_sequence(asked)).seq_len < 2**19
+
+
+def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
+    asked = question("gpt2-xl", seq_len=1024, fixed=Fixed(recompute="none", tp=1, pp=1))
+    found = largest_batch(asked)
+    batch = held(found).global_batch_size
+    assert found is not None and batch == found.parallel.dp * found.parallel.microbatch_size
+    twice = Fixed(recompute="none", tp=1, pp=1, microbatch_size=2 * found.parallel.microbatch_size)
+    assert one_that_fits(replace(asked, global_batch_size=2 * batch, fixed=twice)) is None
+
+
+def test_the_largest_model_is_of_the_same_kind() -> None:
+    asked = question("llama3-8b", gpus=64)
+    at = held(largest_model(asked)).shape
+    assert (at.head_dim, at.heads / at.kv_heads, at.ffn_hidden / at.hidden) == (128, 4, 3.5)
+    assert at.layers / at.heads == pytest.approx(1, abs=0.1)
+    assert one_that_fits(replace(asked, shape=grown(asked.shape, at.heads + 8))) is None
+    assert grown(asked.shape, 32) == replace(asked.shape, name="a model like llama3-8b")
+
+
+def test_the_command_answers_all_four_with_figures_that_add_up(capsys: Said) -> None:
+    said = tree(f"{ASKED} --gpus 16 --tokens 300B --price 2", capsys)
+    limits = said["limits"]
+    assert said["schema"] == "parallel3d.limits/1" and said["none"] == {}
+    assert set(limits) == {"cluster", "sequence", "batch", "model", "named"}
+    assert all(each["strategy"]["fits"] for each in limits.values())
+    run, best = limits["cluster"]["strategy"]["run"], limits["cluster"]["strategy"]
+    seconds = 3e11 / (best["tokens_per_s_per_gpu"] * limits["cluster"]["gpus"])
+    assert run["days"] == pytest.approx(seconds / 86_400, rel=1e-3)
+    assert run["price"] == pytest.approx(2 * run["gpu_hours"], rel=1e-3)
+    sizes = [limits[name]["model"]["parameters"] for name in ("model", "named")]
+    assert min(sizes) > total_parameters(named_shape("llama2-13b", shape_cards()))
+
+
+def test_the_smallest_cluster_needs_no_number_of_devices(capsys: Said) -> None:
+    assert plan.main(shlex.split(f"limits cluster {ASKED} --fix tp=4")) == 0
+    page = capsys.readouterr().out
+    assert "devices (1 node) hold it" in page and " tp=4 " in page and "the best layout: " in page
+    assert page.isascii() and max(map(len, page.splitlines())) <= 100
+
+
+def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
+    endless = ASKED.replace("--seq-len 4096", "--seq-len 16777216")
+    said = tree(f"cluster {endless} --max-tp 1", capsys, status=3)
+    assert said["limits"] == {"cluster": None} and "no number of devices" in said["none"]["cluster"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (ASKED, "--gpus: required"),
+        (f"sequences {ASKED} --gpus 8", "invalid choice: 'sequences'"),
+        (f"{ASKED} --gpus 8 --fix tp=3", "tp = 3: must divide heads 40"),
+    ],
+)
+def test_a_bad_question_is_one_line_and_status_2(arguments: str, message: str, capsys: Said) -> None:
+    assert plan.main(shlex.split(f"limits {arguments}")) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
