@@ -31,7 +31,7 @@ CASES: dict[int, list[Case]] = {
     2: [
         (TIED, {"dp_shard": 2}, ADAMW, "fp32"),
         (TIED, {"dp_shard": 2, **WHOLE}, ADAMW, "fp32"),
-        (GROUPED, {"dp_replicate": 2, "recompute": "full", **WHOLE}, SGD, "bf16"),
+        (GROUPED, {"dp_replicate": 2, "recompute": "full", **WHOLE}, ADAMW, "bf16"),
         (QWEN, {"dp_shard": 2, **SPLIT}, ADAMW, "fp32"),
         (GPT, {"tp": 2, "sequence_parallel": True}, SGD, "fp32"),
         (GROUPED, {"pp": 2}, ADAMW, "fp32"),
@@ -61,10 +61,10 @@ def test_stepping_in_the_backward_trains_as_stepping_after_it(world: Callable, s
     ranks = world(size).run(both_ways, CASES[size])
     for rank in ranks:
         for case, (after, within) in zip(CASES[size], rank, strict=True):
-            # With bf16 and whole gradients an embedding's is added up in bf16, and not in float32.
+            # With bf16 and whole gradients an embedding's is rounded to bf16 on its way, once.
             close = 1e-6 if case[3] == "fp32" else 2e-3
             assert [loss for loss, _ in within] == pytest.approx([loss for loss, _ in after], rel=close), case
-            assert [norm for _, norm in within] == pytest.approx([norm for _, norm in after], rel=5 * close), case
+            assert [norm for _, norm in within] == pytest.approx([norm for _, norm in after], rel=10 * close), case
     assert all(rank == ranks[0] for rank in ranks)
 
 
@@ -92,7 +92,7 @@ def _resume(path: Path, case: Case, first: bool) -> tuple[list[object], list[obj
 
 def ignoring(in_backward: bool, settings: dict[str, object], *, apart: bool = False) -> list[tuple[float, float]]:
     """Five steps on batches whose data ranks have different numbers of labels, and then one without any."""
-    recipe = recipe_of((GROUPED, settings, SGD, "fp32"), in_backward=in_backward)
+    recipe = recipe_of((GROUPED, settings, ADAMW, "fp32"), in_backward=in_backward)
     if apart:
         recipe = replace(recipe, local_sgd=LocalSgdConfig(sync_every=2))
     trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
