@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel3d.batch_sizes import BatchSizes
 from parallel3d.errors import ConfigError
+from parallel3d.not_offered import why_no_key, why_no_value
 from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.sharding.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
 from parallel3d.validation import refuse, validate
@@ -188,6 +189,7 @@ class OptimizerConfig:
     beta2_decay: float | None = None  # of adafactor: beta2 of step t is 1 - t ** beta2_decay
     update_clip: float | None = None  # of adafactor: largest root mean square of an update, before the rate
     state_dtype: Literal["fp32", "bf16"] | None = None  # of moments and momentum; None: that of the parameters
+    step_in_backward: bool = False  # each parameter when its gradient is complete, which is then dropped
     stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
     warmup_steps: int = 0
     decay_steps: int | None = None  # None: train.steps
@@ -357,6 +359,8 @@ class _Key:
             yield f"{setting}: a recipe does not read variables; write the value itself"
         elif any(number != number or abs(number) == float("inf") for number in _floats(value)):
             yield f"{setting}: must be {self.wanted()}, and finite"
+        elif not self._accepts(value) and (why := why_no_value(self.name, value)) is not None:
+            yield f"{setting}: {why}"
         elif not self._accepts(value):
             yield f"{setting}: must be {self.wanted()}{_yaml_trap(value, self.hint)}"
 
@@ -411,7 +415,10 @@ def _unknown(setting: Setting, keys: Mapping[str, _Key]) -> str:
         or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
         or get_close_matches(setting.key, keys, 1, cutoff=0.6)
     )
-    if near:
+    why = why_no_key(leaf)
+    if why is not None:
+        advice = why
+    elif near:
         advice = f"did you mean {near[0]}?"
     else:
         advice = f"known are {', '.join(mine or [*(f'{name}.*' for name in _SECTIONS), 'run_dir'])}"

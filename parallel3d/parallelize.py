@@ -109,10 +109,12 @@ def parallelize(
     for index in schedule.stages_of(mesh["pp"].get_local_rank()):
         module = cut(whole(), spans[index])
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
-        set_fused_gradients(module, True)
+        set_fused_gradients(module, not recipe.optimizer.step_in_backward)
         if recipe.train.compile:
             compile_blocks(module)
-        sharded = shard_stage(module, mesh, parallel, dtypes, recipe.microbatches)
+        sharded = shard_stage(
+            module, mesh, parallel, dtypes, recipe.microbatches, step_in_backward=recipe.optimizer.step_in_backward
+        )
         materialize(module, device)
         sharded.allocate()
         owned = own_parameters(module, aliases, sharded)
@@ -144,7 +146,13 @@ def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
 
 
 def shard_stage(
-    module: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, dtypes: Dtypes, microbatches: int
+    module: nn.Module,
+    mesh: DeviceMesh,
+    parallel: ParallelConfig,
+    dtypes: Dtypes,
+    microbatches: int,
+    *,
+    step_in_backward: bool,
 ) -> ShardedData:
     """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
     of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
@@ -165,6 +173,7 @@ def shard_stage(
         microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
         prefetch=parallel.prefetch,
         bucket_mib=parallel.bucket_mib,
+        step_in_backward=step_in_backward,
     )
 
 

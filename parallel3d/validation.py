@@ -16,7 +16,7 @@ from parallel3d.pipeline.balance import balanced_cut, cut_points, faults_of_boun
 from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD
 from parallel3d.sharding.strategy import sharding_faults
 from parallel3d.training.local_sgd_rules import local_sgd_faults, local_sgd_numbers
-from parallel3d.validation_optimizer import optimizer_faults
+from parallel3d.validation_optimizer import optimizer_faults, step_in_backward_faults
 
 if TYPE_CHECKING:
     from parallel3d.config import ParallelConfig, Recipe
@@ -39,7 +39,7 @@ def validate(recipe: Recipe) -> None:
     refuse([*_counts(recipe), *_numbers(recipe), *local_sgd_numbers(recipe.local_sgd)])
     relations = (_model, _parallel, _schedule, _batch, _batch_warmup, _precision, local_sgd_faults, _others)
     refuse([problem for rule in relations for problem in rule(recipe)])
-    refuse([*optimizer_faults(recipe.optimizer)])
+    refuse([*optimizer_faults(recipe.optimizer), *step_in_backward_faults(recipe)])
 
 
 def warnings_for(recipe: Recipe) -> list[str]:

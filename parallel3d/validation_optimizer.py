@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from parallel3d.pipeline.schedules import WHOLE_INSTEAD
+from parallel3d.sharding.strategy import HYBRID_OF
+
 if TYPE_CHECKING:
-    from parallel3d.config import OptimizerConfig
+    from parallel3d.config import OptimizerConfig, Recipe
 
 # The keys that not all optimizers have a use for -> those that have.
 _USED_BY: dict[str, tuple[str, ...]] = {
@@ -39,6 +42,51 @@ def optimizer_faults(config: OptimizerConfig) -> Iterator[str]:
                 f"optimizer.{key.name}={_shown(key.default)}, or optimizer.name={' or '.join(used_by)}"
             )
     yield from _values(config)
+
+
+def step_in_backward_faults(recipe: Recipe) -> Iterator[str]:
+    """What cannot be stepped before the whole gradient is known, or would save nothing by it."""
+    if not recipe.optimizer.step_in_backward:
+        return
+    model, parallel = recipe.model, recipe.of_one_replica.parallel
+    train, name = recipe.train, recipe.optimizer.name
+    this = "optimizer.step_in_backward = true"
+    if train.grad_clip is not None:
+        yield (
+            f"{this}: train.grad_clip = {train.grad_clip:g} needs the norm of the whole gradient before the first "
+            "parameter is stepped; try train.grad_clip=null"
+        )
+    if train.precision == "fp16":
+        yield (
+            f"{this}: train.precision = fp16 skips a step in which any gradient overflows, which is known when all are "
+            "there; try train.precision=bf16"
+        )
+    if name not in ("adamw", "sgd"):
+        yield (
+            f"{this}: optimizer.name = {name} exchanges something of many parameters at once in its step, and each "
+            "would come alone; try optimizer.name=adamw"
+        )
+    if parallel.strategy in HYBRID_OF.values() and parallel.dp_replicate > 1:
+        yield (
+            f"{this}: parallel.sharding = {parallel.strategy} is torch's fully_shard, which holds all reduced "
+            "gradients until its backward ends, so that nothing is saved; try parallel.sharding=SHARD_OPTIMIZER"
+        )
+    if recipe.microbatches > 1:
+        share = train.global_batch_size // recipe.parallel.dp
+        yield (
+            f"{this}: the gradients of {recipe.microbatches} microbatches are added up, so all of them are there until "
+            f"the last, and nothing is saved; try parallel.microbatch_size={share}"
+        )
+    if model.tied_embeddings and parallel.pp > 1:
+        yield (
+            f"{this}: model.tied_embeddings = true with parallel.pp = {parallel.pp} sums a gradient over the first and "
+            "the last stage when both are done; try parallel.pp=1"
+        )
+    if parallel.schedule in WHOLE_INSTEAD:
+        yield (
+            f"{this}: parallel.schedule = {parallel.schedule} puts off the gradients of weights beyond the backward; "
+            f"try parallel.schedule={WHOLE_INSTEAD[parallel.schedule]}"
+        )
 
 
 def _values(config: OptimizerConfig) -> Iterator[str]:

@@ -85,6 +85,7 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparis
         recipe,
         parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),
         train=replace(recipe.train, compile=False),
+        optimizer=replace(recipe.optimizer, step_in_backward=False),
     )
 
     from parallel3d.tools.bench_ranks import run_ranks  # torch, which --help and a wrong key do not wait for

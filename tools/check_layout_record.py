@@ -25,6 +25,7 @@ from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
+from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
@@ -47,18 +48,18 @@ def record_recipe(recipe: Recipe) -> Record:
     loader = random_loader(recipe, rank)
     for step in range(recipe.train.steps):
         with activations_of([stage.module for stage in trainer.stages]) as activations:
-            gradients: list[Views] = []
-            result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradients, trainer, gradients))
+            gradients: list[tuple[str, Tensor | None]] = []
+            result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradient, gradients))
         parameters = collect((p.own.name, p.distributed(p.local.detach())) for p in trainer.parameters)
         seen = gathered(joined(activations))
-        record.steps.append(StepRecord(result.loss, result.grad_norm, seen, gradients[0], parameters))
+        record.steps.append(StepRecord(result.loss, result.grad_norm, seen, collect(gradients), parameters))
     return record
 
 
-def _keep_gradients(trainer: Trainer, kept: list[Views]) -> None:
-    """As they are between the norm and the clipping."""
-    gradients = ((p.own.name, p.local.grad, p) for p in trainer.parameters)
-    kept.append(collect((name, None if grad is None else p.distributed(grad)) for name, grad, p in gradients))
+def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: LocalParameter) -> None:
+    """As it is between the norm and the clipping; a copy, because it is scaled next, or dropped."""
+    grad = parameter.local.grad
+    kept.append((parameter.own.name, None if grad is None else parameter.distributed(grad.clone())))
 
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:

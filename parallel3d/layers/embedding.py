@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
 from parallel3d.layers.init import normal
+from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.main_grad import total_gradient
 from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor, traced
 from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
@@ -110,5 +111,7 @@ def _give_rows(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Ten
     if fused and (total := total_gradient(weight)) is not None:
         total.index_put_((ids,), grad.to(total.dtype), accumulate=True)  # deterministic on GPUs too
         return None
-    dense = torch.zeros_like(local_tensor(weight), dtype=grad.dtype)
-    return give_gradient(weight, dense.index_put_((ids,), grad, accumulate=True), fused=fused)
+    dtype = grad.dtype if fused else wide_dtype(grad)  # rows that many tokens look up are rounded once, at the end
+    dense = torch.zeros_like(local_tensor(weight), dtype=dtype)
+    dense.index_put_((ids,), grad.to(dtype), accumulate=True)
+    return give_gradient(weight, dense.to(grad.dtype), fused=fused)

@@ -67,6 +67,7 @@ def shard(
     microbatches: int = 1,
     prefetch: int | None = None,
     bucket_mib: float = BUCKET_MIB,
+    step_in_backward: bool = False,
 ) -> ShardedData:
     """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is missing has size 1). It
     must be the same on all data ranks; on the meta device it is cut before it takes memory.
@@ -76,7 +77,8 @@ def shard(
     are kept for all `microbatches` of a step, or freed after each (and with ZeRO-3 after each forward, which with one
     microbatch a step they are anyway). `reduce`: gradients are summed in the last backward of a step, or in each, which
     keeps no whole ones. `prefetch`: so many units are gathered ahead; default as torch does. `bucket_mib`: gradients of
-    NO_SHARD and SHARD_OPTIMIZER are sent in pieces of whole units of at least so much.
+    NO_SHARD and SHARD_OPTIMIZER are sent in pieces of whole units of at least so much. `step_in_backward`: no gradient
+    outlives what `Part.when_complete` has asked to be done with it; there is one backward a step.
 
     Raises ValueError where the strategy does not suit the mesh.
     """
@@ -94,7 +96,15 @@ def shard(
     if strategy in WHOLE or axes.every.size == 1:
         split = strategy == "SHARD_OPTIMIZER"
         return WholeData(
-            model, units, axes, mesh, split=split, dtypes=dtypes, average=average, bucket_bytes=int(bucket_mib * 2**20)
+            model,
+            units,
+            axes,
+            mesh,
+            split=split,
+            dtypes=dtypes,
+            average=average,
+            bucket_bytes=int(bucket_mib * 2**20),
+            transient=step_in_backward,
         )
     return FullyShardedData(
         model,

@@ -1,7 +1,7 @@
 """One piece of memory for the gradients of many parameters, and what is sent of it.
 
 Gradients are views into it (`.grad`, and `main_grad` for those that a backward adds itself), so that a microbatch adds
-where the collective will read, one call clears all, and no copy stands between a backward and its all-reduce.
+where the collective will read, one call clears a bucket, and no copy stands between a backward and its all-reduce.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class Bucket:
         self._finish: Callable[[], None] | None = None
         if self._split:
             self._packing = Packing([whole.gradient.shape for whole in wholes], axes.shard.size)
+
+    def clear(self) -> None:
+        self.memory.zero_()
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks."""

@@ -33,6 +33,12 @@ class Part(Protocol):
         part, or itself where none does."""
         ...
 
+    def when_complete(self, act: Callable[[], None]) -> None:
+        """Lets each step's one backward call `act` as soon as `local.grad` is the sum over the data ranks, and drop the
+        gradient afterwards. It must have gone through autograd: with fused gradients (`layers.parameter`) no hook
+        hears of it."""
+        ...
+
     def fill(self, whole: Tensor) -> None:
         """Takes its values from those of all data ranks together (of this tp rank)."""
         ...
@@ -68,6 +74,16 @@ class AtRest:
 
     def distributed(self, local: Tensor) -> Tensor:
         return like_parameter(self.tensor(), local)
+
+    def when_complete(self, act: Callable[[], None]) -> None:
+        def take(tensor: Tensor) -> None:
+            """Of `fully_shard` this is called when the sum of a unit has been cut into its parameters."""
+            assert tensor.grad is not None
+            self.local.data, self.local.grad = local_tensor(tensor.detach()), local_tensor(tensor.grad)
+            act()
+            self.local.grad = tensor.grad = None
+
+        self.tensor().register_post_accumulate_grad_hook(take)
 
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:

@@ -9,7 +9,7 @@ activation recompute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.sharding.bucket import Bucket, DataAxes, Whole
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import Part, own_rows
+from parallel3d.sharding.transient import TransientBucket
 from parallel3d.sharding.units import Slot, Unit
 
 _UNDER_WAY = 2  # buckets
@@ -29,14 +30,15 @@ _UNDER_WAY = 2  # buckets
 class WholePart:
     """The part of a parameter that is whole here. `split`: the optimizer has this rank's rows of it alone."""
 
-    def __init__(self, whole: Whole, axes: DataAxes, mesh: DeviceMesh, *, split: bool) -> None:
-        self._whole = whole
+    def __init__(self, whole: Whole, bucket: Bucket, axes: DataAxes, mesh: DeviceMesh, *, split: bool) -> None:
+        self._whole, self._bucket = whole, bucket
         self._axes, self._mesh, self._split = axes, mesh, split and axes.shard.size > 1
         self.local = whole.local
         self.repeated_over = frozenset({"dp_replicate"} if self._split else {"dp_replicate", "dp_shard"})
 
     def refresh(self) -> None:
-        self.local.grad = self._whole.own_gradient
+        if not isinstance(self._bucket, TransientBucket):  # which alone knows when there is a gradient
+            self.local.grad = self._whole.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
         if not self._split:
@@ -49,6 +51,11 @@ class WholePart:
             mesh, placements = _joined(parameter.device_mesh, self._mesh), (*parameter.placements, Shard(0))
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def when_complete(self, act: Callable[[], None]) -> None:
+        if not isinstance(self._bucket, TransientBucket):
+            raise RuntimeError("gradients are kept until clear_gradients(): call shard() with step_in_backward=True")
+        self._bucket.when_complete(self._whole, act)
 
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:
@@ -80,8 +87,9 @@ class WholeData:
         dtypes: Dtypes,
         average: bool,
         bucket_bytes: int,
+        transient: bool,
     ) -> None:
-        self._units, self._axes, self._mesh = units, axes, mesh
+        self._units, self._axes, self._mesh, self._transient = units, axes, mesh, transient
         self._split, self._dtypes, self._average, self._bucket_bytes = split, dtypes, average, bucket_bytes
         self._parts: dict[int, WholePart] = {}
         self._buckets: list[Bucket] = []
@@ -100,30 +108,42 @@ class WholeData:
         """Makes the gradients' memory, and the master copies. Call it where a model that was on the meta device has
         got memory; else it is done already."""
         grouped = _coalesced(self._units, self._bucket_bytes // self._dtypes.master.itemsize)
-        total = sum(unit.numel for units in grouped for unit in units)
-        device = self._units[0].slots[0][0].parameter.device
-        memory = torch.zeros(total, dtype=self._dtypes.master, device=device)
-        self._memory = memory
-        start = 0
-        for units in grouped:
-            first, wholes = start, []
+        sizes = [sum(unit.numel for unit in units) for units in grouped]
+        memories = self._memories(sizes)
+        for index, (units, memory) in enumerate(zip(grouped, memories, strict=True)):
+            start, wholes = 0, []
             for places in (places for unit in units for places in unit.slots):
                 whole, start = self._whole(places, memory, start)
                 wholes.append(whole)
-                self._parts[id(whole.parameter)] = WholePart(whole, self._axes, self._mesh, split=self._split)
-            bucket = Bucket(
-                wholes,
-                memory[first:start],
-                self._axes,
-                split=self._split,
-                reduce_dtype=self._dtypes.reduce,
-                average=self._average,
-            )
+            bucket = self._bucket(wholes, memory, index)
+            for whole in wholes:
+                self._parts[id(whole.parameter)] = WholePart(whole, bucket, self._axes, self._mesh, split=self._split)
             self._buckets.append(bucket)
         self._progress = _Progress(self._buckets)
         for index, units in enumerate(grouped):
-            if self._axes.every.size > 1 and all(unit.modules for unit in units):
+            if self._axes.every.size > 1 and all(unit.modules for unit in units) and not self._transient:
                 self._watch(index, units)  # the others are reduced when all is done
+
+    def _memories(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """For gradients: one piece of memory for all buckets, or one for each that they can give back."""
+        dtype, device = self._dtypes.master, self._units[0].slots[0][0].parameter.device
+        if self._transient:
+            return (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+        return iter(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
+
+    def _bucket(self, wholes: Sequence[Whole], memory: Tensor, index: int) -> Bucket:
+        split, dtype, average = self._split, self._dtypes.reduce, self._average
+        if not self._transient:
+            return Bucket(wholes, memory, self._axes, split=split, reduce_dtype=dtype, average=average)
+        return TransientBucket(
+            wholes,
+            memory,
+            self._axes,
+            split=split,
+            reduce_dtype=dtype,
+            average=average,
+            filled=lambda: self._progress.filled(index),
+        )
 
     def _whole(self, places: tuple[Slot, ...], memory: Tensor, start: int) -> tuple[Whole, int]:
         parameter = places[0].parameter
@@ -143,7 +163,10 @@ class WholeData:
             own = own.to(self._dtypes.master, copy=True)
         elif value.dtype != parameter.dtype:  # it was replaced, in the master's own dtype
             own = local_tensor(parameter.detach())
-        return Whole.of(parameter, nn.Parameter(own), gradient, own_gradient), end
+        local = nn.Parameter(own)
+        if self._transient:
+            return Whole(parameter, local, gradient, own_gradient, shown=None), end
+        return Whole.of(parameter, local, gradient, own_gradient), end
 
     def part(self, module: nn.Module, attribute: str) -> Part:
         """Of the parameter that `module` holds as `attribute`."""
@@ -171,7 +194,8 @@ class WholeData:
         self._is_reduced = True
 
     def clear_gradients(self) -> None:
-        self._memory.zero_()
+        for bucket in self._buckets:
+            bucket.clear()
         self._is_reduced = False
 
     def publish(self) -> None:
@@ -232,9 +256,12 @@ class _Progress:
     def closed(self, index: int, *, last: bool) -> None:
         self._open[index] -= 1
         if last and self._open[index] == 0:
-            self._is_ready[index] = True
-            while self._next >= 0 and self._is_ready[self._next]:
-                self._start_next()
+            self.filled(index)
+
+    def filled(self, index: int) -> None:
+        self._is_ready[index] = True
+        while self._next >= 0 and self._is_ready[self._next]:
+            self._start_next()
 
     def start_all(self) -> None:
         while self._next >= 0:

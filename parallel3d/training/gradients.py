@@ -17,6 +17,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
+from parallel3d.training.multi_tensor import norms
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     # In float32 at least: torch's own total norm would round to bf16 for such gradients.
-    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+    each = norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(each)).double().square()
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:

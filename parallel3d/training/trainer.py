@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -22,13 +22,13 @@ from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.training.gradients import GradientSync, local_parameters, squared_norm, sum_over_mesh
-from parallel3d.training.learning_rate import learning_rate, set_learning_rate
+from parallel3d.training.gradients import GradientSync, local_parameters, sum_over_mesh
+from parallel3d.training.learning_rate import learning_rate
 from parallel3d.training.local_sgd import LocalSgd
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_scale import LossScaler
 from parallel3d.training.optimizers.build import build_optimizer
-from parallel3d.training.rounding import step_in_float32
+from parallel3d.training.update import Observe, Update, UpdateAfterBackward, UpdateInBackward, step_with
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ class Trainer:
         self.loss.take_over(stage.module for stage in parts.stages)
         self.parameters = local_parameters(parts.parameters)
         self.tied = parts.tied
-        ends = schedule.placement[0], schedule.placement[-1]
-        self._gradients = GradientSync(self.parameters, mesh, parts.tied, ends)
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh)
+        self.optimizer = build_optimizer(
+            self.parameters, recipe.optimizer, mesh, each=recipe.optimizer.step_in_backward
+        )
+        self.update = self._update_of(recipe, schedule)
         self.local_sgd = None
         if recipe.local_sgd.sync_every is not None:
             self.local_sgd = LocalSgd(
@@ -105,14 +106,18 @@ class Trainer:
             )
 
     def train_step(
-        self, batch: Batch, recorder: Recorder | None = None, *, observe: Callable[[], None] | None = None
+        self, batch: Batch, recorder: Recorder | None = None, *, observe: Observe | None = None
     ) -> StepResult:
         """One step on this data rank's share of a global batch; `recorder` is told of each action, and `observe` called
-        once the gradients in `parameters` are complete and before they are scaled and clipped. Raises, with nothing
-        changed, NonFiniteError where the loss or the gradient is not finite (in float16: at any loss scale), and
-        DataError where no rank has a label."""
+        with each parameter when its gradient is complete and before it is scaled and clipped. Raises NonFiniteError
+        where the loss or the gradient is not finite (in float16: at any loss scale), with nothing changed but where the
+        optimizer steps in the backward, and DataError, with nothing changed, where no rank has a label."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
         self.loss.scale = 1.0 if self.scaler is None else self.scaler.scale
+        if self.update.is_in_backward:
+            self.loss.tokens = self._count(labels)
+        self.update.begin(self.step, rate, observe)
         loss = self.pipeline.run(
             inputs,
             labels,
@@ -123,18 +128,10 @@ class Trainer:
         )
         for data in self.data:
             data.finish_gradients()
-        for parameter in self.parameters:
-            parameter.refresh()
-        self._gradients.complete()
-        totals = self._totals(loss, labels, squared_norm(self.parameters, self.axes))
-        if observe is not None:
-            observe()
+        totals = self._totals(loss, labels, self.update.complete())
         self._check(totals)
-        rate = learning_rate(self.recipe.optimizer, self.step + 1, self.recipe.train.steps)
         if totals.is_finite:
-            self._scale_gradients(totals.factor * self._clipping(totals.own_norm))
-            set_learning_rate(self.optimizer, rate)
-            self._optimize()
+            self.update.apply(totals.factor * self._clipping(totals.own_norm))
         if self.local_sgd is not None:
             self.local_sgd.after_step(self.step + 1)
         self._publish()
@@ -177,6 +174,14 @@ class Trainer:
             )
         return self._schedules[microbatches]
 
+    def _update_of(self, recipe: Recipe, schedule: Schedule) -> Update:
+        step = step_with(recipe.train.seed if recipe.optimizer.stochastic_rounding else None)
+        if recipe.optimizer.step_in_backward:
+            return UpdateInBackward(self.parameters, self.optimizer, self.axes, step)
+        ends = schedule.placement[0], schedule.placement[-1]
+        gradients = GradientSync(self.parameters, self.mesh, self.tied, ends)
+        return UpdateAfterBackward(self.parameters, self.optimizer, gradients, self.axes, step)
+
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """Of what crosses between stages, for ids [microbatches, batch, seq]."""
         parts = self.axes["tp"].size if self.recipe.parallel.sequence_parallel else 1
@@ -213,20 +218,35 @@ class Trainer:
         """Loss, labels and squared norm summed over the mesh in one go. The loss is equal on all tp ranks, so each
         counts for its share; the labels of a data rank are the same along tp and pp, where the first ones count."""
         tp, pp = self.axes["tp"], self.axes["pp"]
-        counts = tp.rank == 0 and pp.rank == 0
-        real = (labels != IGNORED).sum().double() * counts
+        real = self._own_count(labels) * (tp.rank == 0 and pp.rank == 0)
         sums = sum_over_mesh(torch.stack((loss.double() / tp.size, square.to(self.device), real)), self.axes)
         nominal_loss, total_square, tokens = sums.tolist()
         factor = self.loss.tokens / max(tokens, 1.0) / self.loss.scale
         norm = total_square**0.5 * factor
         own = Totals(nominal_loss * factor, norm, round(tokens), factor, own_norm=norm)
         totals = own if self.local_sgd is None else self._over_replicas(own, self.local_sgd)
-        if not totals.tokens:
+        self._check_labels(totals.tokens)
+        return totals
+
+    def _own_count(self, labels: Tensor) -> Tensor:
+        return (labels != IGNORED).sum().double()
+
+    def _count(self, labels: Tensor) -> int:
+        """The labels of the global batch (of this replica's, where they train apart), known before the backward."""
+        data = {name: self.axes[name] for name in ("dp_replicate", "dp_shard")}
+        tokens = round(sum_over_mesh(self._own_count(labels), data).item())
+        share = float(tokens > 0)  # of the replicas that have any: all of them stop, or none
+        if self.local_sgd is not None:
+            share = self.local_sgd.mean(torch.tensor(share, device=self.device)).item()
+        self._check_labels(tokens if share == 1.0 else 0)
+        return tokens
+
+    def _check_labels(self, tokens: int) -> None:
+        if not tokens:
             raise DataError(
                 f"step {self.step + 1}: no token of the batch has a label; data.ignore_token_ids = "
                 f"{list(self.recipe.data.ignore_token_ids)} are not learned. Try fewer of them"
             )
-        return totals
 
     def _over_replicas(self, own: Totals, local_sgd: LocalSgd) -> Totals:
         """Of replicas that train apart, each of which knows its `own`; no tokens where one of them has none."""
@@ -244,22 +264,14 @@ class Trainer:
         if totals.is_finite or (self.scaler is not None and not self.scaler.has_failed):
             return
         at_scale = "" if self.scaler is None else f" even at a loss scale of {self.loss.scale:g}"
+        left = f"weights are those of step {self.step}"
+        if self.update.is_in_backward:
+            left = "weights have been stepped with it (optimizer.step_in_backward); go on from the last checkpoint"
         raise NonFiniteError(
-            f"step {self.step + 1}: loss {totals.loss}, gradient norm {totals.grad_norm}{at_scale}; weights are those "
-            f"of step {self.step}. A lower optimizer.lr or more optimizer.warmup_steps may do"
+            f"step {self.step + 1}: loss {totals.loss}, gradient norm {totals.grad_norm}{at_scale}; {left}. "
+            "A lower optimizer.lr or more optimizer.warmup_steps may do"
         )
 
     def _clipping(self, grad_norm: float) -> float:
         limit = self.recipe.train.grad_clip
         return 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
-
-    def _scale_gradients(self, factor: float) -> None:
-        """The one time that gradients are multiplied: by what tokens, loss scale and clipping make together."""
-        if factor != 1.0:
-            torch._foreach_mul_([p.local.grad for p in self.parameters if p.local.grad is not None], factor)
-
-    def _optimize(self) -> None:
-        if self.recipe.optimizer.stochastic_rounding:
-            step_in_float32(self.optimizer, self.parameters, seed=self.recipe.train.seed, step=self.step)
-        else:
-            self.optimizer.step()

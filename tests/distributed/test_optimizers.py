@@ -26,6 +26,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.tools.plain_llama import PlainLlama
 from parallel3d.tools.plain_optimizer import plain_optimizers
 from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.optimizers.build import is_hidden_matrix
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
@@ -77,13 +78,12 @@ def one_step(recipe: Recipe) -> dict[str, float]:
     plain = PlainLlama(recipe.model)
     parameters = dict(plain.named_parameters())
 
-    def take_gradients() -> None:
-        for p in trainer.parameters:
-            assert p.local.grad is not None
-            parameters[p.own.name].data = whole(p.distributed(p.local.detach()))
-            parameters[p.own.name].grad = whole(p.distributed(p.local.grad))
+    def take_gradient(p: LocalParameter) -> None:
+        assert p.local.grad is not None
+        parameters[p.own.name].data = whole(p.distributed(p.local.detach()))
+        parameters[p.own.name].grad = whole(p.distributed(p.local.grad))
 
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradients)
+    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradient)
     for optimizer in plain_optimizers(plain, recipe.optimizer):
         optimizer.step()
     after = {p.own.name: whole(p.distributed(p.local.detach())) for p in trainer.parameters}

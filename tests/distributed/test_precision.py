@@ -22,6 +22,7 @@ from parallel3d.tools.plain_stack import token_loss
 from parallel3d.training.rounding import noise, round_stochastically
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.update import UpdateAfterBackward
 from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
 
 Curve = list[tuple[float, float]]
@@ -79,7 +80,8 @@ def test_16_bits_follow_float32_in_every_layout(
 
 def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
     """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of these numbers."""
-    complete = trainer._gradients.complete
+    assert isinstance(trainer.update, UpdateAfterBackward)
+    complete = trainer.update.gradients.complete
 
     def plant() -> None:
         complete()
@@ -88,7 +90,7 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
             assert gradient is not None
             gradient.view(-1)[0] = float("inf")
 
-    trainer._gradients.complete = plant  # type: ignore[method-assign]
+    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
 
 
 def skip_together(layouts: list[ParallelConfig]) -> None:

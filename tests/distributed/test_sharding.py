@@ -15,6 +15,7 @@ from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes
 from parallel3d.sharding.wire import CollectiveCounter
+from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 from tests.distributed.layouts import GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_parity import Curve, assert_same, label, referee_curve
@@ -38,8 +39,13 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     curve = train(trainer, 2)  # the first step opens what the later ones use
     loader = make_loader(trainer.recipe, dist.get_rank())
     measured: list[Held] = []
+
+    def measure(parameter: LocalParameter) -> None:
+        if parameter is trainer.parameters[-1]:  # all gradients are there, from the first one on
+            measured.append(_held(trainer))
+
     with CollectiveCounter(trainer.mesh) as counter:
-        step = trainer.train_step(loader.batch(trainer.step), observe=lambda: measured.append(_held(trainer)))
+        step = trainer.train_step(loader.batch(trainer.step), observe=measure)
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)

@@ -32,6 +32,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.label = label  # which optimizer's states these are, for a checkpoint to compare
         self.param_groups = [group for part in parts for group in part.param_groups]
         self._parts = parts
+        self._part_of = {p: part for part in parts for group in part.param_groups for p in group["params"]}
         for part in parts:
             self.state.update(part.state)
             part.state = self.state
@@ -40,6 +41,10 @@ class LocalOptimizer(torch.optim.Optimizer):
         assert closure is None
         for part in self._parts:
             part.step()
+
+    def part_of(self, parameter: LocalParameter) -> torch.optim.Optimizer:
+        """The one that steps a parameter; of `build_optimizer` with `each`, that parameter alone."""
+        return self._part_of[parameter.local]
 
     def set_step(self, step: int) -> None:
         """Of the optimizers whose arithmetic depends on how many steps they have done."""
@@ -56,18 +61,29 @@ class LocalOptimizer(torch.optim.Optimizer):
                 yield name, parameter.distributed(state)
 
 
-def build_optimizer(parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> LocalOptimizer:
-    """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it."""
+def build_optimizer(
+    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh, *, each: bool = False
+) -> LocalOptimizer:
+    """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it. `each`: AdamW
+    or SGD as one optimizer for each parameter, which can be stepped by itself."""
     config = config.resolved
+    label = "sgd without momentum" if config.name == "sgd" and not config.momentum else config.name
+    together = [[parameter] for parameter in parameters] if each else [parameters]
+    return LocalOptimizer([part for some in together for part in _optimizers(some, config, mesh)], label)
+
+
+def _optimizers(
+    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
+) -> list[torch.optim.Optimizer]:
     if config.name == "muon":
         matrices = [p for p in parameters if is_hidden_matrix(p)]
         rest = [p for p in parameters if not is_hidden_matrix(p)]
-        return LocalOptimizer([*_muon(matrices, config, mesh), *_adamw(rest, config)], "muon")
+        return [*_muon(matrices, config, mesh), *_adamw(rest, config)]
     if config.name == "sgd":
-        return LocalOptimizer(_sgd(parameters, config), "sgd" if config.momentum else "sgd without momentum")
+        return _sgd(parameters, config)
     if config.name == "adafactor":
-        return LocalOptimizer(_adafactor(parameters, config), "adafactor")
-    return LocalOptimizer(_adamw(parameters, config), "adamw")
+        return _adafactor(parameters, config)
+    return _adamw(parameters, config)
 
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
