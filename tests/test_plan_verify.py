@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.planner.own_memory import _CHUNK_BYTES
+from parallel3d.planner.own_ends import CHUNK_BYTES
 from parallel3d.tools.plan import main
 from parallel3d.tools.plan_verify import verify
 from parallel3d.training import loss
@@ -81,4 +81,4 @@ def test_a_bad_input_is_one_line_and_status_2(
 
 
 def test_the_model_chunks_the_loss_where_the_trainer_does() -> None:
-    assert (loss.CHUNK_BYTES, loss.LARGE_BYTES) == (_CHUNK_BYTES, 2 * _CHUNK_BYTES)
+    assert (loss.CHUNK_BYTES, loss.LARGE_BYTES) == (CHUNK_BYTES, 2 * CHUNK_BYTES)

@@ -53,7 +53,7 @@ class BlockActivations:
         """Of one block."""
         if recompute == "full":
             return self._tokens_outside * self.hidden * self.item_bytes
-        outside = 2 * self._norm_bytes + (2 * self.hidden if self.dropout else 0)
+        outside = 2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0)
         mlp = (4 if self.gated else 2) * self.ffn_hidden // self.tp * self.item_bytes
         return self._tokens_outside * outside + self._tokens * mlp + self._attention_bytes(recompute)
 
@@ -74,7 +74,8 @@ class BlockActivations:
         return max(self.item_bytes, 4)
 
     @property
-    def _norm_bytes(self) -> int:
+    def norm_bytes(self) -> int:
+        """Of a norm and a token, its output included."""
         if self.layer_norm:
             return 2 * self.hidden * self.item_bytes + 2 * (self._wide_bytes if self.fused_norm else self.item_bytes)
         if self.fused_norm:

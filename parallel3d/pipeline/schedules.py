@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import check_schedule
 from parallel3d.pipeline.schedule import Action, Kind, Schedule
-from parallel3d.pipeline.schedules_classic import Ranks, gpipe, groups, interleaved_1f1b, looped_bfs, naive, one_f_one_b
+from parallel3d.pipeline.schedules_classic import Actions, gpipe, groups, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from parallel3d.pipeline.schedules_v import dualpipe_v, zb_v
 from parallel3d.pipeline.schedules_zero_bubble import interleaved_zb, zb_h1
 
 if TYPE_CHECKING:
     from parallel3d.config import ScheduleName
 
-BUILDERS: dict[ScheduleName, Callable[[int, int, int], Ranks]] = {
+BUILDERS: dict[ScheduleName, Callable[[int, int, int, int], Actions]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
@@ -79,11 +79,19 @@ def build_schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(map(tuple, BUILDERS[name](pp, microbatches, virtual_stages))),
+        ranks=tuple(tuple(BUILDERS[name](pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
     )
     if check:
         check_schedule(schedule)
     return schedule
+
+
+def rank_actions(
+    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
+) -> tuple[Action, ...]:
+    """`build_schedule(...).ranks[rank]`, without the other ranks'."""
+    _check_numbers(name, pp, microbatches, virtual_stages)
+    return tuple(BUILDERS[name](pp, rank, microbatches, virtual_stages))
 
 
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
@@ -99,7 +107,7 @@ def forward_only(
     where the last one has to come up again, 2 (m + p - 1).
     """
     placement = _round_and_round(pp, virtual_stages) if placement is None else placement
-    ranks: Ranks = [[] for _ in range(pp)]
+    ranks: list[Actions] = [[] for _ in range(pp)]
     for _, stage, m in sorted(_arrivals(placement, pp, microbatches)):
         ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
     schedule = Schedule(

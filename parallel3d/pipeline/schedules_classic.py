@@ -1,6 +1,6 @@
 """Schedules whose backward is one piece: naive, GPipe, 1F1B, interleaved 1F1B and breadth-first.
 
-Each is a pure function of (pipeline ranks, microbatches, stages per rank) that gives each rank's actions; stage s
+Each is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that gives a rank's actions; stage s
 stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank, and F and B the time of a
 rank's whole share of the model for one microbatch; the bubble is the idle part of all rank-time.
 """
@@ -9,87 +9,72 @@ from __future__ import annotations
 
 from parallel3d.pipeline.schedule import Action, Kind
 
-Ranks = list[list[Action]]
+Actions = list[Action]
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def naive(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """One microbatch at a time, through the whole model and back: what a model cut over devices does by itself. Bubble
     (p - 1) / p whatever m; one microbatch alive. The baseline that pipelines are measured against."""
-    ranks = []
-    for rank in range(pp):
-        stages = range(rank, pp * virtual_stages, pp)
-        there_and_back = [*((stage, F) for stage in stages), *((stage, B) for stage in reversed(stages))]
-        ranks.append([Action(stage, kind, m) for m in range(microbatches) for stage, kind in there_and_back])
-    return ranks
+    stages = range(rank, pp * virtual_stages, pp)
+    there_and_back = [*((stage, F) for stage in stages), *((stage, B) for stage in reversed(stages))]
+    return [Action(stage, kind, m) for m in range(microbatches) for stage, kind in there_and_back]
 
 
-def gpipe(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). Bubble
     (p - 1) / (m + p - 1); m microbatches alive."""
     assert virtual_stages == 1
-    return [[Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)] for rank in range(pp)]
+    return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
-def one_f_one_b(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2021, arXiv 2006.09503). Bubble as
     GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches alive. With one rank it is gradient accumulation."""
     assert virtual_stages == 1
-    ranks = []
-    for rank in range(pp):
-        forwards = [Action(rank, F, m) for m in range(microbatches)]
-        backwards = [Action(rank, B, m) for m in range(microbatches)]
-        ranks.append(_in_turn(forwards, backwards, warm_up=pp - rank - 1))
-    return ranks
+    forwards = [Action(rank, F, m) for m in range(microbatches)]
+    backwards = [Action(rank, B, m) for m in range(microbatches)]
+    return _in_turn(forwards, backwards, warm_up=pp - rank - 1)
 
 
-def interleaved_1f1b(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than 1F1B's, for v times the
     transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Alive are at most 2 (p - rank - 1) + (v - 1) g + 1
     forwards, each of a stage that is 1 / v of the rank's share; g is the largest of `groups`, p where p divides m."""
-    ranks = []
-    for rank, (forwards, backwards) in enumerate(looped_orders(pp, microbatches, virtual_stages)):
-        actions = _in_turn(
-            [Action(stage, F, m) for stage, m in forwards],
-            [Action(stage, B, m) for stage, m in backwards],
-            warm_up=2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0],
-        )
-        ranks.append(actions)
-    return ranks
+    forwards, backwards = looped_orders(pp, rank, microbatches, virtual_stages)
+    return _in_turn(
+        [Action(stage, F, m) for stage, m in forwards],
+        [Action(stage, B, m) for stage, m in backwards],
+        warm_up=2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0],
+    )
 
 
-def looped_bfs(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Breadth first: all microbatches through a stage before the rank's next one, so that a stage's parameters are
     gathered, and its gradients reduced, once a step while others compute (Lamy-Poirier 2022, arXiv 2211.05953). Idle
     over busy (p - 1) / (v m) for m >= p; all v m forwards are alive. Backwards go last microbatch first, which frees
     the newest activations first."""
-    ranks = []
-    for rank in range(pp):
-        stages = range(rank, pp * virtual_stages, pp)
-        forwards = [Action(stage, F, m) for stage in stages for m in range(microbatches)]
-        ranks.append(forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)])
-    return ranks
+    stages = range(rank, pp * virtual_stages, pp)
+    forwards = [Action(stage, F, m) for stage in stages for m in range(microbatches)]
+    return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
 
 
 Visits = list[tuple[int, int]]  # (stage, microbatch), in the order in which a rank comes to them
 
 
-def looped_orders(pp: int, microbatches: int, virtual_stages: int) -> list[tuple[Visits, Visits]]:
-    """For each rank, the orders of its forwards and of its backwards when groups of microbatches go round the ranks."""
-    orders = []
-    for rank in range(pp):
-        forwards: Visits = []
-        backwards: Visits = []
-        first = 0
-        for size in groups(pp, microbatches):
-            for turn in range(virtual_stages):
-                last_turn = virtual_stages - 1 - turn
-                forwards += [(turn * pp + rank, m) for m in range(first, first + size)]
-                backwards += [(last_turn * pp + rank, m) for m in range(first, first + size)]
-            first += size
-        orders.append((forwards, backwards))
-    return orders
+def looped_orders(pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[Visits, Visits]:
+    """The orders of a rank's forwards and of its backwards when groups of microbatches go round the ranks."""
+    forwards: Visits = []
+    backwards: Visits = []
+    first = 0
+    for size in groups(pp, microbatches):
+        for turn in range(virtual_stages):
+            last_turn = virtual_stages - 1 - turn
+            forwards += [(turn * pp + rank, m) for m in range(first, first + size)]
+            backwards += [(last_turn * pp + rank, m) for m in range(first, first + size)]
+        first += size
+    return forwards, backwards
 
 
 def groups(pp: int, microbatches: int) -> list[int]:

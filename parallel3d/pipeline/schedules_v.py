@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.pipeline.schedules_classic import Ranks
+from parallel3d.pipeline.schedules_classic import Actions
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
-def zb_v(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6): where F, I and W are equal, no rank
     is idle between its first and its last action, and at most 2 p forwards of a stage are alive, 1F1B's memory. What is
     left is that rank r starts r steps late: bubble (p - 1) / (6 m + p - 1) for m >= 2 p - 1. With unequal times an
     order that is fitted to them does better."""
     assert virtual_stages == 2
-    return [_without_holes(_zb_v_rank(pp, rank, max(2 * pp - 1, microbatches)), microbatches) for rank in range(pp)]
+    return _without_holes(_zb_v_rank(pp, rank, max(2 * pp - 1, microbatches)), microbatches)
 
 
-def dualpipe_v(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved as in github.com/deepseek-ai/DualPipe):
     forwards of one direction stand next to backwards of the other, so that a rank may overlap the communication of one
     with the compute of the other. 2 p + 1 forwards are alive. Idle on each rank (p - 1) (F&B + B - 3 W), with F&B a
@@ -30,7 +30,7 @@ def dualpipe_v(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
     Microbatches that are lacking to 2 p are holes.
     """
     assert virtual_stages == 2
-    return [_without_holes(_dualpipe_v_rank(pp, rank, max(2 * pp, microbatches)), microbatches) for rank in range(pp)]
+    return _without_holes(_dualpipe_v_rank(pp, rank, max(2 * pp, microbatches)), microbatches)
 
 
 def _without_holes(actions: list[Action], microbatches: int) -> list[Action]:

@@ -9,26 +9,23 @@ microbatches as 1F1B's first.
 from __future__ import annotations
 
 from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.pipeline.schedules_classic import Ranks, Visits, groups, looped_orders
+from parallel3d.pipeline.schedules_classic import Actions, Visits, groups, looped_orders
 
 
-def zb_h1(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """ZB-H1 (section 2.1 and table 1 there): 1F1B's order with W put off by `rank` microbatches. Idle on each rank
     (p - 1) (F + I - W) for W <= F, a third of 1F1B's (p - 1) (F + I + W) where the three are equal; at most p
     microbatches alive."""
     assert virtual_stages == 1
-    return interleaved_zb(pp, microbatches, 1)
+    return interleaved_zb(pp, rank, microbatches, 1)
 
 
-def interleaved_zb(pp: int, microbatches: int, virtual_stages: int) -> Ranks:
+def interleaved_zb(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """ZB-H1 over virtual stages, as torch.distributed.pipelining's ScheduleInterleavedZeroBubble orders it: idle on
     each rank (p - 1) (F + I - W) / v. Alive are at most (v - 1) g + p forwards, each of 1 / v of a rank's share, with g
     as in `interleaved_1f1b`."""
-    ranks = []
-    for rank, (forwards, backwards) in enumerate(looped_orders(pp, microbatches, virtual_stages)):
-        warm_up = pp - rank - 1 + (virtual_stages - 1) * groups(pp, microbatches)[0]
-        ranks.append(_split(forwards, backwards, warm_up=warm_up, put_off=rank))
-    return ranks
+    warm_up = pp - rank - 1 + (virtual_stages - 1) * groups(pp, microbatches)[0]
+    return _split(*looped_orders(pp, rank, microbatches, virtual_stages), warm_up=warm_up, put_off=rank)
 
 
 def _split(forwards: Visits, backwards: Visits, *, warm_up: int, put_off: int) -> list[Action]:

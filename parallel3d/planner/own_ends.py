@@ -1,0 +1,174 @@
+"""What the two ends of the model keep and make for themselves: the embedding, and the head with the loss (`layers.head`,
+`layers.loss`, `training.loss`). One microbatch on one tp rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallel3d.planner.job import Job
+from parallel3d.planner.own_work import Tape, Weights, Work
+from parallel3d.planner.parameters import vocabulary_rows
+
+CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
+
+
+@dataclass(frozen=True)
+class EndSizes:
+    """Bytes of the tensors at the ends; b and w as in `own_work`."""
+
+    b: int
+    w: int
+    item: int
+    tokens: int
+    rows: int  # of the vocabulary, on this rank
+    chunk: int | None  # tokens whose logits exist at a time; None: all
+    table: int  # numbers of the token table on this rank
+    norm: int  # what the last norm keeps of its forward beside its output
+    gathers: bool
+    copies: bool
+    is_split: bool  # tp > 1
+    positions: int  # bytes of the gradient of learned positions; 0 without
+
+    @classmethod
+    def of(cls, job: Job, *, norm_bytes: int) -> EndSizes:
+        """`norm_bytes`: what a norm keeps of a token, its output included."""
+        layout, shape, item = job.layout, job.shape, int(job.item_bytes)
+        outside = job.tokens // (layout.tp if layout.sequence_parallel else 1)
+        rows = vocabulary_rows(shape, layout.tp)
+        learned = shape.positions == "learned"
+        return cls(
+            b=item * outside * shape.hidden,
+            w=item * job.tokens * shape.hidden,
+            item=item,
+            tokens=job.tokens,
+            rows=rows,
+            chunk=_chunk(job),
+            table=rows * shape.hidden,
+            norm=outside * norm_bytes - item * outside * shape.hidden,
+            gathers=layout.sequence_parallel and layout.tp > 1,
+            copies=layout.sequence_parallel and layout.tp > 1 and layout.microbatch_size > 1,
+            is_split=layout.tp > 1,
+            positions=item * shape.position_rows * shape.hidden if learned else 0,
+        )
+
+    @property
+    def logits(self) -> int:
+        """Of a microbatch, between the head's forward and its backward."""
+        return self.item * self.tokens * self.rows if self.chunk is None else 0
+
+    @property
+    def kept_by_embedding(self) -> int:
+        """Ids as rows of this rank, and which are another's."""
+        return 9 * self.tokens if self.is_split else 0
+
+    @property
+    def kept_by_head(self) -> int:
+        """But for logits: the norm, and of the loss a number a token and its labels' places."""
+        gathered = self.w if self.chunk is not None and self.gathers else 0
+        return self.norm + self.b + 4 * self.tokens + gathered
+
+
+def _chunk(job: Job) -> int | None:
+    """As `training.loss.chunk_tokens`."""
+    token_bytes = 4 * -(-job.shape.vocab // job.layout.tp)
+    wanted = job.loss_chunk_tokens
+    if wanted is None:
+        is_large = job.tokens * token_bytes >= 2 * CHUNK_BYTES
+        wanted = max(1, CHUNK_BYTES // token_bytes) if is_large else job.tokens
+    return None if wanted >= job.tokens else wanted
+
+
+@lru_cache(maxsize=4096)
+def head_forward(s: EndSizes) -> Work:
+    """From the last block's output, which is there, to the loss."""
+    tape = Tape()
+    tape.make(s.norm)
+    wide = 4 if s.item < 4 else 0
+    if s.chunk is None:
+        if s.gathers:
+            tape.make(s.w, s.copies * s.w)
+        tape.make(s.logits)
+        if s.gathers:
+            tape.drop(s.w, s.copies * s.w)
+        tape.touch(4 * s.tokens * s.rows)
+    else:
+        if s.gathers:
+            tape.touch(2 * s.w * s.copies)
+            tape.make(s.w)
+        tape.touch((s.item + wide) * s.chunk * s.rows)
+    return Work(tape.peak, tape.now)
+
+
+@lru_cache(maxsize=4096)
+def loss_backward(s: EndSizes) -> float:
+    """The most that the loss makes, of logits that all exist: the softmax in float32, in 16 bits beside them."""
+    return 4.0 * s.tokens * s.rows if s.chunk is None and s.item < 4 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
+    """From the gradient of the logits, which is where they were, or the loss in chunks, to the gradient of the last
+    block's output. `has_total`: a float32 gradient of the table is there and can be added to."""
+    tape = Tape()
+    table = s.item * s.table
+    if s.chunk is None:
+        if s.gathers:
+            tape.make(s.w)
+        tape.make(s.w)
+        if s.gathers:
+            tape.touch(s.copies * s.w + s.b)
+            tape.make(s.b, s.copies * s.w)
+        if weights == "kept":
+            tape.make(table)
+        elif weights == "dropped":
+            tape.touch(table)
+        if weights != "later":
+            tape.drop(s.logits)
+            tape.drop(s.w if s.gathers else 0)
+        if s.gathers:
+            tape.drop(s.w, s.copies * s.w)
+    else:
+        tape.make(s.w)
+        if not has_total:
+            tape.make(4 * s.table)
+        logits = s.chunk * s.rows
+        if s.item < 4:
+            tape.touch((2 * s.item + 4) * logits)
+            tape.touch(2 * s.item * logits + table)
+        else:
+            tape.touch(2 * s.item * logits)
+        if not has_total:
+            if s.item < 4:
+                tape.make(table)
+                tape.drop(4 * s.table)
+        if s.gathers:
+            tape.touch(s.copies * s.w + s.b)
+            tape.make(s.b)
+            tape.drop(2 * s.w)
+    # The last norm.
+    if weights == "later" and s.chunk is None and not s.gathers:
+        tape.make(s.b)  # its output stays for the second half
+    tape.make(s.b)
+    tape.drop(s.norm, 2 * s.b)
+    return Work(tape.peak, tape.now)
+
+
+@lru_cache(maxsize=4096)
+def embedding_backward(s: EndSizes, weights: Weights) -> Work:
+    """From the gradient of its output, which is there, to the table's, which `left` has where it is kept."""
+    tape = Tape()
+    if s.positions and weights == "kept":
+        tape.make(s.positions)
+    if s.gathers:
+        tape.make(s.w, s.copies * s.w)
+        tape.drop(s.copies * s.w)
+    if s.is_split:
+        tape.make(s.w)  # with nothing of other ranks' rows
+        tape.drop(s.w if s.gathers else 0)
+    if weights == "kept":
+        tape.make(s.item * s.table)
+    else:
+        tape.touch(4 * s.w // s.item if s.item < 4 else 0)
+    tape.drop(s.w if s.is_split else 0, s.b, s.kept_by_embedding)
+    return Work(tape.peak, tape.now)

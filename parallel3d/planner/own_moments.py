@@ -1,0 +1,341 @@
+"""The moments within an action of a rank at which it may hold most, each as (what, bytes of gradients, activations,
+logits, buffers, temporaries). An action goes through its stage's blocks one after the other, and what it holds grows or
+shrinks by the same from one to the next: the first and the last ones are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from parallel3d.pipeline.schedule import Kind
+from parallel3d.planner.own_buckets import sent_by
+from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward
+from parallel3d.planner.own_rank import Rank, Stage
+from parallel3d.planner.own_states import Counts, State
+from parallel3d.planner.own_work import Weights, backward_work, forward_work
+
+What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
+
+
+class Moment(NamedTuple):
+    """Bytes beside what is at rest."""
+
+    what: What
+    gradients: float
+    activations: float
+    logits: float
+    buffers: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return sum(self[1:])
+
+
+class Around(NamedTuple):
+    """What other stages and other microbatches hold during an action, and the stage's own gradients and gathered
+    parameters when it begins."""
+
+    gradients: float
+    activations: float
+    logits: float
+    gathered: float
+    waiting: float  # between stages
+    own_gradients: float
+
+
+class Moments:
+    """Of one rank."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        kinds = rank.kinds
+        self._kept = [kind.kept for kind in kinds]
+        self._logits = [kind.logits for kind in kinds]
+        self._put_off = [kind.put_off for kind in kinds]
+        self._whole = [rank.whole_gradients(kind) for kind in kinds]
+        self._reduced = [rank.reduced_gradients(kind) for kind in kinds]
+        self._gathered = [rank.gathered_by_forward(kind) for kind in kinds]
+        self._astray = [rank.astray(kind) for kind in kinds]
+        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches  # of the batch, and its labels
+
+    def of(self, state: State) -> Iterator[Moment]:
+        stage = self.rank.stages[state.stage]
+        around = self._around(state, stage)
+        if state.kind is Kind.FORWARD:
+            yield from self._forward(state, stage, around)
+        elif state.kind is Kind.WEIGHT:
+            yield from self._second_half(state, stage, around)
+        else:
+            yield from self._backward(state, stage, around)
+
+    def _around(self, state: State, stage: Stage) -> Around:
+        rank = self.rank
+        own = rank.whole_gradients(stage) if state.has_gradients else 0.0
+        gathered = {"nothing": 0.0, "forward": rank.gathered_by_forward(stage), "backward": rank.astray(stage)}
+        takes = state.kind in (Kind.BACKWARD, Kind.INPUT)
+        return Around(
+            gradients=_sum(state.whole, self._whole) + _sum(state.done, self._reduced) - own,
+            activations=_sum(state.alive, self._kept)
+            + _sum(state.put_off, self._put_off)
+            - takes * stage.kept
+            + self._ids,
+            logits=_sum(state.alive, self._logits) - takes * stage.logits,
+            gathered=_sum(state.after_forward, self._gathered)
+            + _sum(state.after_backward, self._astray)
+            - gathered[state.had],
+            waiting=state.waiting * rank.sizes.b,
+            own_gradients=own,
+        )
+
+    # A forward.
+
+    def _forward(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
+        rank, part = self.rank, stage.part
+        is_gathering = rank.sharded and (state.had != "forward" or rank.frees_forward)
+        arriving = rank.arriving if is_gathering else 0.0
+        astray = rank.astray(stage) if state.had == "backward" else 0.0
+        gathered = rank.gathered_by_forward(stage) + (rank.block_gathered if rank.frees_forward else 0.0)
+        held = part.embedding * rank.ends.kept_by_embedding
+
+        def moment(kept: float, buffers: float, temporary: float) -> Moment:
+            return Moment(
+                "forward",
+                around.gradients + around.own_gradients,
+                around.activations + held + kept,
+                around.logits,
+                around.gathered + around.waiting + buffers,
+                temporary,
+            )
+
+        if stage.blocks:
+            last = stage.blocks - 1
+            kept = rank.kept_by_blocks(stage, last) + rank.sizes.b
+            work = forward_work(rank.sizes, rank.recompute(stage.first + last))
+            yield moment(kept, gathered + arriving, work.peak)
+            if is_gathering:
+                before = gathered - rank.block_gathered + astray * (last > 0)
+                own = rank.item * rank.block.shard if rank.item < rank.master else 0.0
+                yield moment(kept, before + 2 * arriving + own, 0.0)
+        if part.head:
+            ends = rank.ends
+            at_head = arriving if ends.chunk is None else 0.0
+            kept = rank.kept_by_blocks(stage, stage.blocks) + ends.b
+            freed = rank.block_gathered if rank.frees_forward else 0.0
+            yield moment(kept, gathered - freed + at_head, head_forward(ends).peak)
+
+    # A backward, or its first half.
+
+    def _backward(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
+        rank, ends, blocks = self.rank, self.rank.ends, stage.blocks
+        if rank.whole and state.is_last:
+            yield from self._sending(state, stage, around)
+        made: Weights = rank.weights(has_gradients=state.has_gradients)
+        weights: Weights = "later" if state.kind is Kind.INPUT else made
+        of_head = 0.0  # the gradient of the head's weight, which waits until the stage is done
+        if stage.part.head:
+            yield from self._head(state, stage, around, weights)
+            of_head = rank.item * ends.table if weights == "kept" else 0.0
+        for at in self._places(blocks):
+            is_first = at == blocks - 1 and not stage.part.head
+            arriving = 0.0 if is_first else rank.sizes.b
+            work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
+            yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
+            if rank.sharded and weights == "kept":
+                yield self._block_done(state, stage, around, at, of_head)
+        if stage.part.embedding:
+            work = embedding_backward(ends, made)
+            yield self._in_backward(state, stage, around, -1, 0, rank.sizes.b + work.peak + of_head)
+        if rank.sharded and stage.ends.numel and state.kind is Kind.BACKWARD:
+            of_embedding = rank.item * ends.table if stage.part.embedding and made == "kept" else 0.0
+            yield self._ends_done(state, stage, around, of_head + of_embedding)
+
+    def _places(self, blocks: int) -> list[int]:
+        every = self.rank.layout.recompute_every
+        near = every + 1
+        return [at for at in range(blocks) if at < near or at >= blocks - near]
+
+    def _head(self, state: State, stage: Stage, around: Around, weights: Weights) -> Iterator[Moment]:
+        """The loss, then the head: all of the stage's blocks wait."""
+        rank, ends, all_ = self.rank, self.rank.ends, stage.blocks
+        put_off = 0.0
+        if ends.chunk is None:
+            yield self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
+        has_total = state.has_gradients and rank.sum_bytes == 4 and not rank.reduces_each
+        has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_gradients)
+        work = head_backward(ends, weights, has_total=has_total)
+        yield self._in_backward(state, stage, around, all_, all_, work.peak + put_off, head=True)
+
+    def _in_backward(
+        self,
+        state: State,
+        stage: Stage,
+        around: Around,
+        at: int,
+        kept: int,
+        temporary: float,
+        *,
+        head: bool = False,
+    ) -> Moment:
+        """While block `at` is differentiated (the number of blocks: the head; -1: the embedding), the first `kept`
+        blocks of this microbatch being there."""
+        rank, part = self.rank, stage.part
+        held = rank.kept_by_blocks(stage, kept) + part.embedding * rank.ends.kept_by_embedding
+        if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
+            held += (stage.blocks - kept) * stage.put_off / part.layers
+        return Moment(
+            self._what(state),
+            around.gradients + self._own_gradients(state, stage, around, at),
+            around.activations + held + (part.head * rank.ends.kept_by_head if head else 0.0),
+            around.logits + (stage.logits if head else 0.0),
+            around.gathered + around.waiting + self._gathered_at(state, stage, at) + self._on_its_way(state, stage, at),
+            temporary,
+        )
+
+    def _block_done(self, state: State, stage: Stage, around: Around, at: int, of_head: float) -> Moment:
+        """A block's gradients are widened, or sent, and those of its products go."""
+        rank, block = self.rank, self.rank.block
+        base = self._in_backward(state, stage, around, at, at, rank.sizes.b + of_head)
+        if state.is_last or rank.reduces_each:
+            own = 0.0 if state.has_gradients and not rank.reduces_each else rank.item * block.numel
+            sent = rank.layout.reduce_bytes * block.padded
+            # Its parameters are freed first, and the block's before it is done with what it has sent.
+            freed = rank.block_gathered if self._frees(state) else 0.0
+            return base._replace(
+                buffers=base.buffers - freed - self._on_its_way(state, stage, at),
+                temporary=base.temporary + own + sent,
+            )
+        if not state.has_gradients:
+            return base._replace(temporary=base.temporary + rank.sum_bytes * block.numel + rank.sizes.w_down)
+        return base
+
+    def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
+        rank, ends = self.rank, stage.ends
+        base = self._in_backward(state, stage, around, -1, 0, 0.0)
+        if state.is_last or rank.reduces_each:
+            own = 0.0 if state.has_gradients and not rank.reduces_each else own
+            freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
+            return base._replace(
+                buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
+                temporary=own + rank.layout.reduce_bytes * ends.padded,
+            )
+        wide = rank.sum_bytes * ends.numel if not state.has_gradients and rank.sum_bytes != rank.item else 0.0
+        last = rank.item * rank.ends.table if wide else own
+        return base._replace(temporary=wide + last)
+
+    def _own_gradients(self, state: State, stage: Stage, around: Around, at: int) -> float:
+        """Whole or reduced ones of the stage, block `at` being at work."""
+        rank, block = self.rank, self.rank.block
+        later = max(stage.blocks - 1 - at, 0)  # blocks that are done
+        if rank.whole or state.kind is Kind.INPUT:
+            return around.own_gradients
+        if rank.alone:
+            return around.own_gradients if state.has_gradients else rank.master * block.numel * later
+        if rank.reduces_each:
+            own = around.own_gradients
+            if own:
+                last = stage.ends if stage.ends.numel else block
+                own -= rank.layout.reduce_bytes * last.padded * (at < stage.blocks - 1)
+            return own if state.has_gradients else rank.master * block.shard * later
+        if state.is_last:
+            reduced = rank.master * block.shard * later
+            return around.own_gradients - state.has_gradients * rank.sum_bytes * block.numel * later + reduced
+        return around.own_gradients if state.has_gradients else rank.sum_bytes * block.numel * later
+
+    def _on_its_way(self, state: State, stage: Stage, at: int) -> float:
+        """What the block before (in the order of a backward) has sent, until the next one sends."""
+        rank = self.rank
+        sends = rank.sharded and state.kind is Kind.BACKWARD and (state.is_last or rank.reduces_each)
+        return rank.layout.reduce_bytes * rank.block.padded if sends and at < stage.blocks - 1 else 0.0
+
+    def _frees(self, state: State) -> bool:
+        """Whether this backward frees parameters as it goes."""
+        rank = self.rank
+        return rank.sharded and (rank.walk.frees_each or (state.is_last and state.kind is Kind.BACKWARD))
+
+    def _gathered_at(self, state: State, stage: Stage, at: int) -> float:
+        """Of the stage, block `at` being at work."""
+        rank = self.rank
+        if not rank.sharded:
+            return 0.0
+        ends, block = rank.ends_gathered(stage), rank.block_gathered
+        is_gathered = state.had == "forward" and not rank.frees_forward
+        if is_gathered and not self._frees(state):
+            return ends + stage.blocks * block
+        if is_gathered:
+            astray = rank.astray(stage) if at == 0 and not state.is_last else 0.0
+            return ends + min(at + 1, stage.blocks) * block + astray
+        if at == stage.blocks:  # the head, with the last block ahead
+            return ends + (rank.arriving if stage.blocks else 0.0)
+        here = block if at >= 0 else 0.0
+        return ends + here + (rank.arriving if at > 0 else rank.astray(stage))
+
+    # The last backward where gradients are sent whole.
+
+    def _sending(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
+        """Buckets of whole gradients, those of stages that are done still being on their way."""
+        rank = self.rank
+        if rank.layout.dp == 1:
+            return
+        done = sum(
+            count * sent_by(rank.job, kind.part)[-1].bytes for count, kind in zip(state.done, rank.kinds, strict=True)
+        )
+        splits = state.kind is Kind.WEIGHT
+        for sent in sent_by(rank.job, stage.part):
+            at = sent.before - 1
+            at_work = 0.0
+            if at >= 0 and not splits:
+                weights = rank.weights(has_gradients=True)
+                at_work = rank.sizes.b + backward_work(rank.sizes, rank.recompute(stage.first + at), weights).peak
+            yield Moment(
+                "last backward",
+                around.gradients,
+                around.activations + (0.0 if splits else rank.kept_by_blocks(stage, sent.before)),
+                around.logits,
+                around.waiting,
+                sent.bytes + done + at_work,
+            )
+
+    # The second half of a backward.
+
+    def _second_half(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
+        rank, s, ends = self.rank, self.rank.sizes, self.rank.ends
+        weights = rank.weights(has_gradients=state.has_gradients)
+        table = rank.item * ends.table * stage.part.head
+        made = 0.0
+        if weights == "kept":
+            made = stage.blocks * s.products + table
+        elif weights == "dropped":
+            made = max(s.w_up * (stage.blocks > 0), table)
+        gathered = {"nothing": 0.0, "forward": rank.gathered_by_forward(stage), "backward": rank.astray(stage)}
+        held = Moment(
+            self._what(state),
+            around.gradients + around.own_gradients,
+            around.activations,
+            around.logits,
+            around.gathered + around.waiting + gathered[state.had],
+            made,
+        )
+        yield held
+        if rank.whole and state.is_last:
+            yield from self._sending(state, stage, around._replace(activations=around.activations - stage.put_off))
+        if not rank.sharded:
+            return
+        after = held._replace(activations=around.activations - stage.put_off)
+        numel = stage.blocks * rank.block.numel + stage.ends.numel
+        whole = around.gradients + rank.sum_bytes * numel
+        if not state.has_gradients and rank.sum_bytes != rank.item:
+            yield after._replace(gradients=whole, temporary=table or s.w_down)
+        if state.is_last:
+            unit = rank.block if stage.blocks else stage.ends
+            yield after._replace(gradients=whole, temporary=rank.layout.reduce_bytes * unit.padded)
+
+    def _what(self, state: State) -> What:
+        if state.is_last:
+            return "last backward"
+        return "backward" if state.has_gradients else "first backward"
+
+
+def _sum(counts: Counts, each: list[float]) -> float:
+    return sum(map(float.__mul__, map(float, counts), map(float, each)))

@@ -1,0 +1,272 @@
+"""What one pipeline rank of this project's own engine has: its stages, the bytes of each in every state that the data
+dimension knows (`sharding/`), and of a microbatch.
+
+Per rank: P parameters, p of them where rows are filled up to what dp_shard divides, e bytes of an activation, m of a
+master weight, r of a gradient on its way, s = dp_shard, k bytes of the optimizer's states for each parameter:
+
+                          one data rank, e = m    NO_SHARD, SHARD_OPTIMIZER     sharded at rest (fully_shard)
+    parameters            m P                     e P, and where e < m m P / s  m p / s
+    gradients             m P, from a stage's     m P throughout                r P whole, from a stage's first backward
+                          first backward on                                     to its last (reduce = step); m p / s
+                                                                                after it, or throughout
+    optimizer             k P                     k P / s                       k p / s
+    gathered              -                       -                             e p from a stage's first forward to its
+                                                                                last backward (gather = step)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from parallel3d.layers.activations import BlockActivations, BlockRecompute
+from parallel3d.planner.job import Job
+from parallel3d.planner.own_ends import EndSizes
+from parallel3d.planner.own_states import Walk
+from parallel3d.planner.own_work import BlockSizes, Weights, put_off_bytes
+from parallel3d.planner.parameters import Table, block_tables, end_tables
+from parallel3d.planner.shapes import ModelShape, StageSlice
+from parallel3d.sharding.strategy import WHOLE, ZERO_3
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: their number, and where rows are filled up to what the shards
+    divide; `shard` on one of them."""
+
+    numel: int
+    padded: int
+    shard: int
+
+    @classmethod
+    def of(cls, tables: tuple[Table, ...], shards: int) -> Unit:
+        shard = sum(table.shard(shards) for table in tables)
+        return cls(sum(table.numel for table in tables), shard * shards, shard)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the rank, `first` being its first block's index in the whole model. Bytes are of one microbatch."""
+
+    part: StageSlice
+    first: int
+    ends: Unit  # what no block holds
+    kept: float  # between forward and backward, but for logits
+    logits: float
+    put_off: float  # between the two halves of a backward
+
+    @property
+    def blocks(self) -> int:
+        return self.part.layers
+
+    def alike(self, every: int) -> tuple[object, ...]:
+        """Stages of which this is equal hold as much."""
+        return (self.part, self.first % every)
+
+
+class Rank:
+    def __init__(self, job: Job, rank: int) -> None:
+        layout = job.layout
+        self.job, self.rank, self.layout = job, rank, layout
+        self.item = int(job.item_bytes)
+        self.master = 2 if job.precision == "bf16_pure" else 4
+        self.alone = layout.dp == 1 and self.item == self.master
+        self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
+        self.sharded = not self.alone and not self.whole
+        self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
+        self.block = _unit(job.shape, None, layout.tp, self.shards)
+        norm_bytes, self.sizes = _block_sizes(job)
+        self.ends = EndSizes.of(job, norm_bytes=norm_bytes)
+        starts = accumulate((part.layers for part in job.stages), initial=0)
+        self.stages = [
+            self._stage(part, first)
+            for part, first, holder in zip(job.stages, starts, job.placement, strict=False)
+            if holder == rank
+        ]
+
+    @cached_property
+    def kinds(self) -> list[Stage]:
+        """One stage of each kind."""
+        every = self.layout.recompute_every
+        return list({stage.alike(every): stage for stage in self.stages}.values())
+
+    @cached_property
+    def walk(self) -> Walk:
+        layout, every = self.layout, self.layout.recompute_every
+        kinds = {kind.alike(every): at for at, kind in enumerate(self.kinds)}
+        return Walk(
+            schedule=layout.schedule,
+            pp=layout.pp,
+            rank=self.rank,
+            microbatches=layout.microbatches,
+            virtual_stages=layout.virtual_stages,
+            alike=tuple(kinds[stage.alike(every)] for stage in self.stages),
+            frees_each=self.sharded and layout.gather == "microbatch",
+        )
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(stage.blocks * self.block.numel + stage.ends.numel for stage in self.stages)
+
+    @cached_property
+    def shard(self) -> int:
+        return sum(stage.blocks * self.block.shard + stage.ends.shard for stage in self.stages)
+
+    @cached_property
+    def at_rest(self) -> tuple[float, float, float]:
+        """Parameters, gradients and optimizer states that are there throughout."""
+        state = self.job.state_bytes
+        if self.alone:
+            return self.master * self.numel, 0.0, state * self.numel
+        if self.whole:
+            masters = self.master * self.shard if self.item < self.master else 0
+            return self.item * self.numel + masters, self.master * self.numel, state * self.shard
+        return self.master * self.shard, 0.0, state * self.shard
+
+    # Gradients.
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """Of a number of a whole gradient that waits to be reduced."""
+        return self.layout.reduce_bytes if self.sharded else self.master
+
+    @cached_property
+    def reduces_each(self) -> bool:
+        return self.sharded and self.layout.reduce == "microbatch"
+
+    def whole_gradients(self, stage: Stage) -> float:
+        """Once the stage has had a backward that is not its last; of `whole` they are there throughout."""
+        numel = stage.blocks * self.block.numel + stage.ends.numel
+        if self.whole:
+            return 0.0
+        if not self.reduces_each:
+            return self.sum_bytes * numel
+        last = stage.ends if stage.ends.numel else self.block  # whose reduction is not waited for
+        each = self.layout.reduce_bytes if self.layout.dp > self.layout.dp_shard else self.master
+        return each * self.shard_of(stage) + self.layout.reduce_bytes * last.padded
+
+    def reduced_gradients(self, stage: Stage) -> float:
+        """Once it has had its last."""
+        if self.whole:
+            return 0.0
+        return self.master * self.shard_of(stage)
+
+    def shard_of(self, stage: Stage) -> int:
+        return stage.blocks * self.block.shard + stage.ends.shard
+
+    def weights(self, *, has_gradients: bool) -> Weights:
+        """What a backward does with the gradients that products make."""
+        if self.whole:
+            return "dropped" if self.item < self.master else "in place"
+        is_wider = self.sharded and self.layout.reduce_bytes != self.item
+        return "kept" if not has_gradients or is_wider or self.reduces_each else "in place"
+
+    # Gathered parameters.
+
+    @cached_property
+    def frees_forward(self) -> bool:
+        """Whether a block's gathered parameters go after its forward, too (`sharding.apply.shard`)."""
+        layout = self.layout
+        is_one = layout.pp == 1 and layout.microbatches == 1
+        return self.sharded and layout.strategy in ZERO_3 and (layout.gather == "microbatch" or is_one)
+
+    @cached_property
+    def block_gathered(self) -> float:
+        return self.item * self.block.padded if self.sharded else 0.0
+
+    @cached_property
+    def arriving(self) -> float:
+        """A block's parameters as they arrive, before they are where they are used."""
+        return self.block_gathered if self.shards > 1 else 0.0
+
+    def ends_gathered(self, stage: Stage) -> float:
+        return self.item * stage.ends.padded if self.sharded else 0.0
+
+    def gathered_by_forward(self, stage: Stage) -> float:
+        blocks = 0 if self.frees_forward else stage.blocks
+        return self.ends_gathered(stage) + blocks * self.block_gathered
+
+    def astray(self, stage: Stage) -> float:
+        """What a backward of a stage in the middle has gathered ahead at its end: `fully_shard` takes the forward
+        before for what comes next, and that ended with the last block. At an end of the model it ended with what is
+        there."""
+        is_some = self.walk.frees_each and stage.blocks and not stage.ends.numel
+        return self.arriving if is_some else 0.0
+
+    # Activations.
+
+    def recompute(self, index: int) -> BlockRecompute:
+        """Of a block, by its index in the whole model."""
+        return self._recompute if index % self.layout.recompute_every == 0 else "none"
+
+    @cached_property
+    def _recompute(self) -> BlockRecompute:
+        kind = self.layout.recompute
+        return "full" if kind == "layer" or kind == "op" else kind
+
+    @cached_property
+    def _block_kept(self) -> dict[BlockRecompute, float]:
+        s = self.sizes
+        return {"none": s.kept, "selective": s.kept - s.softmax, "full": s.b}
+
+    def kept_by_blocks(self, stage: Stage, count: int) -> float:
+        """By the first `count` of a stage."""
+        every, end = self.layout.recompute_every, stage.first + count
+        again = -(-end // every) - -(-stage.first // every)
+        return again * self._block_kept[self._recompute] + (count - again) * self._block_kept["none"]
+
+    def _stage(self, part: StageSlice, first: int) -> Stage:
+        ends, sizes = self.ends, self.sizes
+        put_off = 0.0
+        bare = Stage(part, first, _unit(self.job.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
+        kept = self.kept_by_blocks(bare, part.layers)
+        kept += part.embedding * ends.kept_by_embedding + part.head * ends.kept_by_head
+        if self.layout.schedule in ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"):
+            put_off = sum(put_off_bytes(sizes, self.recompute(first + i)) for i in range(part.layers))
+            put_off += part.head * (ends.w + ends.logits if ends.chunk is None else 0)
+        return Stage(part, first, bare.ends, kept, float(part.head * ends.logits), put_off)
+
+
+@lru_cache(maxsize=4096)
+def _unit(shape: ModelShape, part: StageSlice | None, tp: int, shards: int) -> Unit:
+    """Of a stage's ends, or of a block."""
+    if part is None:
+        return Unit.of(block_tables(shape, tp), shards)
+    return Unit.of(end_tables(shape, part, tp) if part.embedding or part.head else (), shards)
+
+
+def _block_sizes(job: Job) -> tuple[int, BlockSizes]:
+    layout = job.layout
+    return _sizes(
+        job.shape,
+        layout.tp,
+        layout.sequence_parallel,
+        layout.microbatch_size,
+        job.seq_len,
+        int(job.item_bytes),
+        not job.on_cpu,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    shape: ModelShape, tp: int, sequence_parallel: bool, batch: int, seq: int, item_bytes: int, fused_norm: bool
+) -> tuple[int, BlockSizes]:
+    """What a norm keeps of a token, and a block's tensors."""
+    block = BlockActivations(
+        batch=batch,
+        seq=seq,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_hidden=shape.ffn_hidden,
+        item_bytes=item_bytes,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        fused_norm=fused_norm,
+        layer_norm=shape.layer_norm,
+        gated=shape.feed_forward_inputs == 2,
+    )
+    kv_weight = block_tables(shape, tp)[1].rows * shape.hidden
+    return block.norm_bytes, BlockSizes.of(block, kv_weight=kv_weight, biases=shape.biases)
