@@ -27,7 +27,8 @@ from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
-_PRELOAD = ("torch", "parallel3d.training.worker", "parallel3d.models.llama")  # imported once for all local workers
+# Imported once for all local workers. Of torch._dynamo even eager code needs some, half a second in each.
+_PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
 _EPILOG = """\
 examples:
   parallel3d-train quickstart

@@ -26,9 +26,9 @@ def run_ranks(function: Callable[..., T], *arguments: object, world_size: int) -
     Raises what a rank raised of this project's errors, RankError where one raised another (its traceback is on stderr)
     or died; the others are then stopped.
     """
-    # Forked from a server that has imported torch and the function's module once: seconds less for each process.
+    # Forked from a server that has imported once what each of them needs: seconds less for each process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
+    context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     ranks: list[ForkServerProcess] = []
     ends: list[Connection[None, T | Parallel3dError]] = []
     with tempfile.TemporaryDirectory() as folder:
