@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,9 +42,10 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Ten steps without a stop, and five and five; the second half of both is the same to the bit."""
-    straight, halved = tmp_path / "straight", tmp_path / "halved"
-    done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=5", "checkpoint.keep=1")
+    """Ten steps without a stop, and the last two again from what a stop after the eighth would have left: the same to
+    the bit."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=4", "checkpoint.keep=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--- sample after step 10\ndef ")
     assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr)
@@ -52,14 +54,17 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert all(set(line) == METRICS for line in lines)
     assert lines[-1]["tokens"] == 10 * 8 * 32 and lines[0]["mfu"] is None
     assert lines[4]["val_loss"] is not None and lines[3]["val_loss"] is None
-    assert [path.name for path in (straight / "checkpoints").iterdir()] == ["step_00000010"]
+    kept = sorted((straight / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step_00000008", "step_00000010"]
     assert json.loads((straight / "outcome.json").read_text())["status"] == "done"
 
-    assert run(f"run_dir={halved}", "train.steps=5", "checkpoint.every=5", "train.eval_every=5").returncode == 0
-    resumed = run(f"run_dir={halved}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5")
-    assert "goes on from step 5" in resumed.stderr
+    shutil.copytree(kept[0], stopped / "checkpoints" / kept[0].name)
+    first_lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)[:8]
+    (stopped / "metrics.jsonl").write_text("".join(first_lines))
+    resumed = run(f"run_dir={stopped}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5")
+    assert "goes on from step 8" in resumed.stderr
     same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
-    assert [[line[key] for key in same] for line in metrics(halved)] == [[line[key] for key in same] for line in lines]
+    assert [[line[key] for key in same] for line in metrics(stopped)] == [[line[key] for key in same] for line in lines]
 
 
 def test_a_killed_worker_takes_the_run_down_and_is_named_once(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ LAYOUTS = {
     1: [ParallelConfig(microbatch_size=2)],
     2: [
         ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
-        ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
+        ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatch_size=2),
         ParallelConfig(dp_shard=2, microbatch_size=2),
         ParallelConfig(dp_replicate=2, microbatch_size=4),
         ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
