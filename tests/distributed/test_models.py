@@ -1,4 +1,4 @@
-"""The models and their options in every kind of layout, against one process: losses and gradient norms of ten steps.
+"""The models and their options in every kind of layout, against one process: the losses and gradient norms of 20 steps.
 
 That one process computes what it should is shown against transformers (tests/test_models.py) and plain torch
 (test_parity)."""
@@ -21,7 +21,7 @@ from tests.distributed.layouts import DROPPED, GPT, MANY_HEADS, QWEN, make_loade
 from tests.distributed.test_layers_llama import ODD, ODD_1005
 
 Curve = list[tuple[float, float]]
-STEPS = 10
+STEPS = 20
 DROPPED_GPT = replace(GPT, dropout=0.1, attention_dropout=0.1)
 
 LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {

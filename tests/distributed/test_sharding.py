@@ -17,11 +17,10 @@ from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_byt
 from parallel3d.sharding.wire import CollectiveCounter
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.layouts import GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_parity import Curve, assert_same, label, referee_curve
 
 UNEVEN = replace(TIED, ffn_hidden=50, vocab=131)  # rows of 131 and 50 on 4 ranks, over tp 2 and then dp 2
-STEPS = 8
 DATA_AXES = ("dp_replicate", "dp_shard", "data")
 
 
@@ -164,7 +163,7 @@ def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
     size, model, parallel = case
     ranks = world(size).run(run_strategy, model, parallel, 8)
     assert all(seen.curve == ranks[0].curve for seen in ranks)
-    assert_same(ranks[0].curve, referee_curve(model)[:STEPS])
+    assert_same(ranks[0].curve, referee_curve(model))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
@@ -188,7 +187,7 @@ def test_sixteen_bits_cost_what_the_formulas_say(world: Callable, settings: dict
     """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
     parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
     ranks = world(2).run(run_strategy, UNEVEN, parallel, 8, precision)
-    exact = [loss for loss, _ in referee_curve(UNEVEN)[:STEPS]]
+    exact = [loss for loss, _ in referee_curve(UNEVEN)]
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
