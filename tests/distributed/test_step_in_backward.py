@@ -152,8 +152,8 @@ def plain_losses(in_backward: bool, strategy: ShardingName) -> tuple[list[float]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     data = shard(model, mesh, strategy, wrap=["0", "2"], bucket_mib=1e-5, step_in_backward=in_backward)
-    optimizers = {name: torch.optim.SGD([part.local], lr=0.1) for name, part in named_parts(model, data).items()}
     parts = named_parts(model, data)
+    optimizers = {name: torch.optim.SGD([part.local], lr=0.1) for name, part in parts.items()}
     for name, part in parts.items() if in_backward else ():
         part.when_complete(optimizers[name].step)
     x = torch.randn(8, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
