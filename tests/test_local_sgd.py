@@ -95,7 +95,7 @@ def test_encoded_bytes_are_those_of_the_formula(transport: str) -> None:
         ({"fragments": 5}, {}, "local_sgd.fragments = 5: must be at most model.layers = 4"),
         ({"fragments": 4, "sync_every": 3}, {}, "must be at most local_sgd.sync_every = 3"),
         ({"overlap_steps": 20}, {}, "local_sgd.overlap_steps = 20: must be below local_sgd.sync_every = 20"),
-        ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = True: needs momentum"),
+        ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = true: needs momentum"),
         ({"outer_momentum": 1.0}, {}, "local_sgd.outer_momentum = 1.0: must be at least 0 and below 1"),
         ({"outer_lr": 0.0}, {}, "local_sgd.outer_lr = 0.0: must be above 0"),
         ({"mixing": 1.0}, {}, "local_sgd.mixing = 1.0: must be at least 0 and below 1"),

@@ -25,6 +25,7 @@ from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
+from parallel3d.torch_private import is_in_backward
 from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
@@ -136,7 +137,7 @@ def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tenso
 
     def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, inputs: object, output: object) -> None:
-            if torch._C._current_graph_task_id() == -1 and isinstance(output, Tensor) and output.ndim >= 2:
+            if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
                 outputs[name].append(output.detach().clone())
 
         return keep

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.layers.collectives import all_gather_single, reduce_scatter_single
 from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.mesh import Axis
+from parallel3d.sharding.exchange import start_all_gather, start_reduce_scatter, wait
 from parallel3d.sharding.packing import Packing
 
 
@@ -117,7 +117,7 @@ class Bucket:
         work = dist.all_reduce(sent, group=axis.group, async_op=True)
 
         def finish() -> None:
-            _wait(work)
+            wait(work)
             if sent is not total:
                 total.copy_(sent)
             self._divide(total)
@@ -125,19 +125,17 @@ class Bucket:
         self._finish = finish
 
     def _start_scatter(self) -> None:
-        shards = self._axes.shard
         sent = self._packing.pack([whole.gradient for whole in self.wholes], self._reduce_dtype)
-        received = torch.empty_like(sent[0])
-        work = reduce_scatter_single(received, sent.flatten(), group=shards.group, async_op=True)
+        received = start_reduce_scatter(sent, self._axes.shard)
 
         def finish() -> None:
             nonlocal sent
-            _wait(work)
+            own = received()
             del sent
             if self._axes.replicate.size > 1:
-                dist.all_reduce(received, group=self._axes.replicate.group)
-            self._divide(received)
-            self._packing.unpack_own(received, [whole.own_gradient for whole in self.wholes])
+                dist.all_reduce(own, group=self._axes.replicate.group)
+            self._divide(own)
+            self._packing.unpack_own(own, [whole.own_gradient for whole in self.wholes])
 
         self._finish = finish
 
@@ -153,19 +151,11 @@ class Bucket:
                 if whole.has_master:
                     local_tensor(whole.parameter).copy_(whole.local)
             return lambda: None
-        shards, dtype = self._axes.shard, self.wholes[0].parameter.dtype
-        sent = self._packing.pack_own([whole.local for whole in self.wholes], dtype)
-        received = torch.empty(shards.size, len(sent), dtype=dtype, device=self.memory.device)
-        work = all_gather_single(received.flatten(), sent, group=shards.group, async_op=True)
+        sent = self._packing.pack_own([whole.local for whole in self.wholes], self.wholes[0].parameter.dtype)
+        received = start_all_gather(sent, self._axes.shard)
 
         def finish() -> None:
-            _wait(work)
             with torch.no_grad():
-                self._packing.unpack(received, [local_tensor(whole.parameter) for whole in self.wholes])
+                self._packing.unpack(received(), [local_tensor(whole.parameter) for whole in self.wholes])
 
         return finish
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

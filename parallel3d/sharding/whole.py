@@ -23,6 +23,7 @@ from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import Part, own_rows
 from parallel3d.sharding.transient import TransientBucket
 from parallel3d.sharding.units import Slot, Unit
+from parallel3d.torch_private import is_in_backward
 
 _UNDER_WAY = 2  # buckets
 
@@ -221,7 +222,7 @@ class WholeData:
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Not where a checkpoint computes a forward again: its graph is not differentiated by itself.
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            if not torch.is_grad_enabled() or is_in_backward():
                 return None
             self._progress.opened(index)
             for at, x in enumerate(args):

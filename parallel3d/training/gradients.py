@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
-from parallel3d.training.multi_tensor import norms
+from parallel3d.torch_private import norms
 
 
 @dataclass(frozen=True)

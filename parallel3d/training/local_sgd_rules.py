@@ -50,7 +50,7 @@ def local_sgd_faults(recipe: Recipe) -> Iterator[str]:
     yield from _streaming(local, every, recipe.model.layers)
     if local.nesterov and local.outer_momentum == 0:
         yield (
-            "local_sgd.nesterov = True: needs momentum, and local_sgd.outer_momentum = 0; "
+            "local_sgd.nesterov = true: needs momentum, and local_sgd.outer_momentum = 0; "
             "try local_sgd.nesterov=false, or local_sgd.outer_momentum=0.9"
         )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallel3d.torch_private import offsets_of
 from parallel3d.training.gradients import LocalParameter
 
 WIDE_ELEMENTS = 2**26  # of the parameters that are float32 at a time, counted over all ranks
@@ -76,9 +77,7 @@ def _offsets(parameter: LocalParameter) -> list[int]:
     tensor = parameter.distributed(parameter.local.data)
     if not isinstance(tensor, DTensor) or not parameter.local.numel():
         return [0] * parameter.local.ndim
-    (chunk,) = tensor.__create_chunk_list__()  # what DCP asks a tensor, to save its part
-    assert chunk.sizes == parameter.local.shape, f"{parameter.own.name}: {chunk} is not of {parameter.local.shape}"
-    return list(chunk.offsets)
+    return list(offsets_of(tensor))
 
 
 def _hash(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.mesh import Axis
+from parallel3d.torch_private import scale_
 from parallel3d.training.gradients import GradientSync, LocalParameter, squared_norm
 from parallel3d.training.learning_rate import set_learning_rate
-from parallel3d.training.multi_tensor import scale_
 from parallel3d.training.optimizers.build import LocalOptimizer
 from parallel3d.training.rounding import step_in_float32
 

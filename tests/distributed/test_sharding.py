@@ -49,8 +49,12 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
+    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # and how gloo sends it
     counted = Sent(
-        **{kind: counter.of(*DATA_AXES, kind=kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        **{
+            kind: counter.of(*DATA_AXES, kind=kind) + (counter.of(*DATA_AXES, kind=other) if other else 0)
+            for kind, other in kinds.items()
+        }
     )
     return Seen(
         curve,

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED
 from parallel3d.errors import DataError, NonFiniteError
+from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.strategy import ShardingName
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import GPT, GROUPED, QWEN, TIED, make_loader, make_recipe, make_trainer, train
 
@@ -140,3 +144,45 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_and_says_that_weights_hav
     assert (message, step) == other and step == 1
     assert "step 2: loss nan, gradient norm nan; weights have been stepped with it" in message
     assert "go on from the last checkpoint" in message
+
+
+def plain_losses(in_backward: bool, strategy: ShardingName) -> tuple[list[float], str]:
+    """Of four steps of any module under `shard`; then what a second backward in one step is answered with."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    data = shard(model, mesh, strategy, wrap=["0", "2"], bucket_mib=1e-5, step_in_backward=in_backward)
+    parts = named_parts(model, data)
+    optimizers = {name: torch.optim.SGD([part.local], lr=0.1) for name, part in parts.items()}
+    for name, part in parts.items() if in_backward else ():
+        part.when_complete(optimizers[name].step)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        data.finish_gradients()
+        for name, part in parts.items() if not in_backward else ():
+            part.refresh()
+            optimizers[name].step()
+        data.publish()
+        data.clear_gradients()
+    said = ""
+    if in_backward and strategy != "FULL_SHARD":
+        model(x).square().mean().backward()
+        with pytest.raises(RuntimeError) as error:
+            model(x).square().mean().backward()
+        said = str(error.value)
+    return losses, said
+
+
+def plain_both_ways() -> dict[str, list[tuple[list[float], str]]]:
+    strategies: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD")
+    return {strategy: [plain_losses(on, strategy) for on in (False, True)] for strategy in strategies}
+
+
+def test_any_module_can_be_stepped_in_its_backward(world: Callable) -> None:
+    for strategy, (after, within) in world(2).run(plain_both_ways)[0].items():
+        assert within[0] == after[0] and after[0][-1] < after[0][0], strategy
+        assert within[1].startswith("a second backward in one step") or strategy == "FULL_SHARD"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
+from parallel3d.torch_private import offsets_of
 from parallel3d.training.gradients import LocalParameter
 
 ROUND_ELEMENTS = 2**25
@@ -43,8 +44,7 @@ def box_of(matrix: LocalParameter) -> Box:
     tensor = matrix.distributed(matrix.local.detach())
     if not isinstance(tensor, DTensor) or not rows * columns:
         return Box(0, 0, rows, columns)
-    (chunk,) = tensor.__create_chunk_list__()  # what DCP asks a tensor, to save its part
-    first_row, first_column = chunk.offsets
+    first_row, first_column = offsets_of(tensor)
     return Box(first_row, first_column, rows, columns)
 
 
