@@ -55,15 +55,15 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return Pending(lambda: x)
     if is_compiling():
-        return Pending(lambda: _functional_gather(x.contiguous(), dim, _group(axis)))
+        # Along dim 0, and joined here: what torch 2.11 does for other dims cannot be traced.
+        return Pending(lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         finish = exchange.start(x)
         return Pending(lambda: torch.cat(finish(), dim=dim))
-    stacked = x.new_empty((axis.size, *x.shape))
-    work = all_gather_single(stacked.flatten(0, 1), x, group=axis.group, async_op=True)
-    # No copy where the dims before `dim` are of size 1.
-    return Pending(lambda: _after(work, stacked).movedim(0, dim).flatten(dim, dim + 1))
+    parts = x.new_empty((axis.size * len(x), *x.shape[1:]))
+    work = all_gather_single(parts, x, group=axis.group, async_op=True)
+    return Pending(lambda: _joined(_after(work, parts), axis, dim))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -120,6 +120,11 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 def _group(axis: Axis) -> dist.ProcessGroup:
     assert axis.group is not None
     return axis.group
+
+
+def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size 1."""
+    return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
