@@ -36,7 +36,7 @@ from parallel3d.tools.check_layout_data import Record
 from parallel3d.tools.check_layout_model import ModelJob, record_model
 from parallel3d.tools.check_layout_record import record_recipe
 from parallel3d.tools.check_layout_shrink import Size, shrink
-from parallel3d.training import gradients, trainer
+from parallel3d.training import gradients, update
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -124,7 +124,7 @@ FAULTS = {
     "none": nullcontext,
     "norm gradient not reduced": lambda: mock.patch.object(norm, "ParameterSpec", whole_gradient),
     "bias added tp times": lambda: mock.patch.object(convert_forms.RowForm, "forward", summed_where_whole),
-    "replicated twice in the norm": lambda: mock.patch.object(trainer, "squared_norm", replicated_twice),
+    "replicated twice in the norm": lambda: mock.patch.object(update, "squared_norm", replicated_twice),
     "gather in the wrong order": lambda: mock.patch.object(dist, "all_gather", gathered_backwards),
     "weights cut in the wrong order": lambda: mock.patch.object(ParameterSpec, "local_part", cut_backwards),
     "dp averaging forgotten": lambda: mock.patch(f"{__name__}.divisor", lambda mesh: 1),
