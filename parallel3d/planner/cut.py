@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 
 from parallel3d.config import ParallelConfig, Recompute
-from parallel3d.planner.cost import Known, least_step_s, step_cost
+from parallel3d.planner.cost import Blocks, Known, least_step_s, step_cost
 from parallel3d.planner.memory import Least, least_bytes, least_held, quick_worst_bytes
 from parallel3d.planner.priced import job_of
 from parallel3d.planner.question import Question
@@ -37,7 +37,7 @@ class _Family:
     """Layouts that differ in recompute and in the use of the data ranks."""
 
     parallel: ParallelConfig
-    known: Known = field(default_factory=dict)
+    known: Known
     held: dict[Recompute, Least] = field(default_factory=dict)
 
 
@@ -54,10 +54,14 @@ class _Pending:
 class Cut:
     """A tp x pp of a question. `checked`, `fitting`: layouts whose memory was computed so far, and fits."""
 
-    def __init__(self, question: Question, tp: int, pp: int, families: list[ParallelConfig]) -> None:
+    def __init__(
+        self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: Blocks | None = None
+    ) -> None:
+        """`blocks`: those of other cuts of the same model on the same cluster."""
+        shared: Blocks = {} if blocks is None else blocks
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
         self._question = question
-        self._families = [_Family(parallel) for parallel in families]
+        self._families = [_Family(parallel, Known(shared)) for parallel in families]
         self._kinds = kinds(question)
         self._states: dict[object, Least] = {}
 
