@@ -1,11 +1,13 @@
 """Parameters counted for every named model, stage by stage and rank by rank, against the trainer's own modules on the
-meta device; what a block has is counted once for each model and tp, since all of a model's blocks are alike."""
+meta device, cut over tp by the layers themselves. Blocks are alike, so that three of them stand for a model's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from torch import nn
 
 from parallel3d.config import ModelConfig
-from parallel3d.layers.parameter import ParallelModule
+from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.balance import balanced_cut, part_costs
 from parallel3d.pipeline.stage import cut, spans_of
@@ -30,27 +32,17 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig(name=name, **{setting.key: setting.value for setting in read_settings(CARDS[name])})
 
 
-def local_numel(module: nn.Module, tp: int, rank: int) -> int:
-    """Parameters of a module that a tp rank holds, by the layers' own word for how each is cut; a shared one once."""
-    found: dict[int, int] = {}
-    for part in module.modules():
-        if not isinstance(part, ParallelModule):
-            assert not list(part.parameters(recurse=False)), f"{type(part).__name__} does not say how it is cut"
-            continue
-        for name, spec in part.specs.items():
-            parameter = getattr(part, name)
-            if parameter is not None:
-                found[id(parameter)] = _part_of(parameter, spec.dim, tp, rank)
-    return sum(found.values())
+@contextmanager
+def on_tp_rank(tp: int, rank: int) -> Iterator[None]:
+    """Layers that are made here cut their parameters for this rank of so many, without any processes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Axis, "of", staticmethod(lambda mesh: Axis(tp, rank, None)))
+        yield
 
 
-def _part_of(parameter: nn.Parameter, dim: int | None, tp: int, rank: int) -> int:
-    """In parts of ceil(rows / tp) rows, the last ranks with fewer, as `distribute_tensor` cuts it."""
-    if dim is None:
-        return parameter.numel()
-    rows = parameter.shape[dim]
-    each = -(-rows // tp)
-    return max(0, min(each, rows - rank * each)) * (parameter.numel() // rows)
+def numel(module: nn.Module) -> int:
+    """A shared parameter once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, StageSlice]]:
@@ -66,8 +58,14 @@ def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, 
 
 
 def tensor_sizes(shape: ModelShape) -> list[int]:
-    """Those that divide heads, keys and ffn: keys that are repeated over tp are counted with the real layers below."""
-    return [tp for tp in (1, 2, 4, 8) if not any(n % tp for n in (shape.heads, shape.kv_heads, shape.ffn_hidden))]
+    """Some that the layers allow: a small one, the largest up to 64, and one for which keys and values are repeated."""
+    allowed = [
+        tp
+        for tp in (1, 2, 3, 4, 5, 8, 16, 32, 64)
+        if not gcd(shape.heads, shape.ffn_hidden) % tp and (not shape.kv_heads % tp or not tp % shape.kv_heads)
+    ]
+    repeated = [tp for tp in allowed if tp > shape.kv_heads]
+    return sorted({*allowed[:2], allowed[-1], *repeated[:1]})
 
 
 def test_every_named_model_has_a_module_but_for_those_that_are_said() -> None:
@@ -78,14 +76,15 @@ def test_every_named_model_has_a_module_but_for_those_that_are_said() -> None:
 def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name: str) -> None:
     config = config_of(name)
     shape = named_shape(name, CARDS)
-    # Three blocks stand for all: a first stage of one, a last of two, and a single stage.
+    # Three blocks stand for all: on one stage, and cut unevenly over two.
     small = replace(config, layers=3)
-    for layers in ([1, 2], [3]):
-        for module, part in stages(small, layers):
-            for tp in tensor_sizes(shape):
-                for rank in {0, tp - 1}:
-                    real = local_numel(module, tp, rank)
-                    assert rank_numel(from_config(small), (part,), tp, at=(rank, 0)) == real, (layers, tp, rank)
+    for tp in tensor_sizes(shape):
+        for rank in {0, tp - 1}:
+            with on_tp_rank(tp, rank):
+                for layers in ([1, 2], [3]) if tp == 1 else ([1, 2],):
+                    for module, part in stages(small, layers):
+                        counted = rank_numel(from_config(small), (part,), tp, at=(rank, 0))
+                        assert counted == numel(module), (layers, tp, rank)
     block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     whole = rank_numel(from_config(small), (StageSlice(layers=3, embedding=True, head=True),), 1)
     assert total_parameters(shape) == whole + (shape.layers - 3) * block
@@ -100,7 +99,7 @@ def test_the_trainers_own_cut_of_a_whole_model_adds_up(name: str, pp: int) -> No
     counted = 0
     for module, part in stages(config, layers):
         own = rank_numel(shape, (part,), 1)
-        assert own == local_numel(module, 1, 0)
+        assert own == numel(module)
         counted += own
     tied_twice = shape.vocab * shape.hidden if shape.tied_embeddings and pp > 1 else 0
     assert counted == total_parameters(shape) + tied_twice
