@@ -235,8 +235,9 @@ def test_help_is_quick() -> None:
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_the_pages_example_is_what_is_printed() -> None:
+@pytest.mark.parametrize("name", ["llama3_70b_h100", "nothing_fits"])
+def test_the_docs_examples_are_what_is_printed(name: str) -> None:
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
-    printed = (GOLDEN / "llama3_70b_h100.txt").read_text()
+    printed = (GOLDEN / f"{name}.txt").read_text()
     shown, _, _ = printed.partition("how sure")  # its figures are of the day
-    assert shown in page
+    assert f"$ parallel3d-plan {PAGES[name]}\n{shown}" in page
