@@ -144,6 +144,17 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
         assert ParallelConfig(**each["parallel"]).world_size == each["gpus"] == 8
 
 
+def test_every_key_of_the_json_is_in_the_docs(capsys: Said) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    said = answer(f"{PAGES['llama3_70b_h100']} --fix tp=4 pp=8", capsys)
+    lists = (said["strategies"][0], said["rejected"][0] if said["rejected"] else {}, said["left_out"][0])
+    parts = [said, said["input"], said["input"]["hardware"], said["search"], said["advice"], *lists]
+    keys = {key for part in parts for key in part} | {key for key in said["strategies"][0]["time_s"]} | {*KINDS}
+    forms = ("`{}`", "`.{}`", "`{}[]`")
+    undocumented = {key for key in keys if not any(form.format(key) in page for form in forms)}
+    assert undocumented == set()
+
+
 def test_json_has_what_was_rejected_and_why(capsys: Said) -> None:
     rejected = answer(PAGES["llama3_70b_h100"], capsys)["rejected"]
     assert all(each["short_gib"] > 0 and "GiB more" in each["reason"] for each in rejected)
