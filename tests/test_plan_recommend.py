@@ -1,7 +1,8 @@
 """`parallel3d-plan recommend`: its page, its JSON, and what it does where nothing fits.
 
-The pages in tests/golden/plan are compared as text. After a change of the engine look at what
-`PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes in them, and commit it.
+The pages in tests/golden/plan are compared as text, and docs/plan.md shows some of them. After a change of the engine look
+at what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py tests/test_plan_limits.py` changes in both, and
+commit it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PAGES = {
     "explained": SMALL + " --fix pp=2 --explain --tokens 300B",
     "recipe_on_cpu": "--model quickstart --gpu cpu --why pp=2,tp=2",
 }
+DOCS = Path(__file__).parents[1] / "docs" / "plan.md"
 KINDS = (
     "parameters",
     "gradients",
@@ -67,6 +69,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(arguments: str) -> int:
     return plan.main(shlex.split(arguments))
+
+
+def docs_page(arguments: str, shown: str, *, end: str) -> str:
+    """docs/plan.md; where goldens are written anew its example of this command, up to `end`, is too."""
+    page = DOCS.read_text()
+    if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
+        before, command, after = page.partition(f"$ parallel3d-plan {arguments}\n")
+        page = f"{before}{command}{shown}{after[after.index(end) :]}"
+        DOCS.write_text(page)
+    return page
 
 
 def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
@@ -145,7 +157,7 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
 
 
 def test_every_key_of_the_json_is_in_the_docs(capsys: Said) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    page = DOCS.read_text()
     said = answer(f"{PAGES['llama3_70b_h100']} --fix tp=4 pp=8", capsys)
     lists = (said["strategies"][0], said["rejected"][0] if said["rejected"] else {}, said["left_out"][0])
     parts = [said, said["input"], said["input"]["hardware"], said["search"], said["advice"], *lists]
@@ -248,7 +260,5 @@ def test_help_is_quick() -> None:
 
 @pytest.mark.parametrize("name", ["llama3_70b_h100", "nothing_fits"])
 def test_the_docs_examples_are_what_is_printed(name: str) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
-    printed = (GOLDEN / f"{name}.txt").read_text()
-    shown, _, _ = printed.partition("how sure")  # its figures are of the day
-    assert f"$ parallel3d-plan {PAGES[name]}\n{shown}" in page
+    shown, _, _ = (GOLDEN / f"{name}.txt").read_text().partition("how sure")  # its figures are of the day
+    assert f"$ parallel3d-plan {PAGES[name]}\n{shown}" in docs_page(PAGES[name], shown, end="how sure")
