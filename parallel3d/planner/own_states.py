@@ -99,7 +99,9 @@ def states(walk: Walk) -> Iterator[State]:
     holders = placement(name, pp=walk.pp, virtual_stages=walk.virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == walk.rank]
     sources = _neighbours(holders, walk.rank)
-    traffic = Traffic(holders, walk.rank, {source: rank_actions(name, rank=source, **numbers) for source in sources})
+    traffic = Traffic(
+        holders, walk.rank, {source: rank_actions(name, rank=source, **numbers) for source in sources}
+    )
     yield from _Walker(walk, actions, own, traffic).states()
 
 
