@@ -42,6 +42,11 @@ BAD_INPUTS = [
     (f"--model llama3-8b --hardware x.yaml {BATCH}", "hardware x.yaml: no such file; shipped are"),
     (f"--model llama3-8b --hardware list.yaml {BATCH}", "must hold the sections device, node and network"),
     (f"--model llama3-8b --hardware negative.yaml {BATCH}", "device.memory_gib must be above 0 and finite"),
+    (f"--model llama3-8b --hardware typo.yaml {BATCH}", "device.memory_gb: unknown key; did you mean memory_gib?"),
+    (f"--model llama3-8b --hardware half.yaml {BATCH}", "gpus = 8.5: must be a whole number"),
+    (f"--model llama3-8b --hardware five.yaml {BATCH}", "network: must hold keys, such as gb_per_s"),
+    (f"--model llama3-8b --cluster nowhere.yaml {BATCH}", "hardware h9000: unknown; did you mean h200"),
+    (f"--model llama3-8b --hardware bytes.yaml {BATCH}", "hardware bytes.yaml: cannot be read ('utf-8' codec"),
     (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50.0: must be a share"),
     ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
@@ -50,6 +55,8 @@ BAD_INPUTS = [
     (f"{ASKED} --fix tp=7", "tp = 7: must divide heads 32 and ffn_hidden 14336; try 1, 2, 4, 8 or 16"),
     (f"{ASKED} --fix pp=64", "pp = 64: 32 layers cannot fill 64 stages; try 32"),
     (f"{ASKED} --fix tp=8 --max-tp 4", "tp = 8: more than --max-tp 4"),
+    (f"{ASKED} --fix tp=1 sp=true", "sequence_parallel = true: divides over tp, and tp = 1; try tp=2"),
+    (f"{ASKED} --html /", "--html /: cannot be written (Is a directory)"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
     (f"{ASKED} --fix tp=2,pp=2,dp_shard=2,dp_replicate=1", "dp_shard 2 x tp 2 = 8: must be gpus = 16"),
     (f"{ASKED} --fix tp=1 pp=1 mb=3", "microbatch_size = 3: global batch 128 over 16 data ranks leaves 8 sequences"),
@@ -72,7 +79,14 @@ BAD_INPUTS = [
     (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", "model by hand: heads = 7: must divide hidden = 100"),
     (f"--model uneven.json {ON}", "uneven.json: heads = 7: must divide hidden = 256"),
     (f"--model bert.json {ON}", "bert.json: model_type = bert: must be one of gpt2, llama"),
-    (f"--model missing.json {ON}", "missing.json: misses or misspells 'hidden_size'"),
+    (f"--model missing.json {ON}", "missing.json: hidden_size: required and not given"),
+    (f"--model text.json {ON}", 'text.json: hidden_size = "big": must be a whole number'),
+    (f"--model half.json {ON}", "half.json: num_hidden_layers = 4.5: must be a whole number"),
+    (f"--model null.json {ON}", "null.json: vocab_size = null: must be a whole number"),
+    (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
+    (f"--model list.json {ON}", "list.json: model_type = None: must be one of gpt2"),
+    (f"--model heads.json {ON}", "heads.json: head_dim = 64: must be hidden_size / num_attention_heads = 32"),
+    (f"--model folder {ON}", "--model folder: a folder without a config.json"),
     (f"--model none.json {ON}", "none.json: cannot be read as JSON"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
@@ -93,7 +107,19 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("uneven.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 7}))
     Path("bert.json").write_text('{"model_type": "bert"}')
     Path("missing.json").write_text(json.dumps({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}))
+    Path("text.json").write_text(json.dumps({**LLAMA, "hidden_size": "big"}))
+    Path("half.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 4.5}))
+    Path("null.json").write_text(json.dumps({**LLAMA, "vocab_size": None}))
+    Path("heads.json").write_text(json.dumps({**LLAMA, "head_dim": 64}))
+    Path("cut.json").write_text(json.dumps(LLAMA)[:60])
+    Path("list.json").write_text("[1]")
+    Path("folder").mkdir()
     cpu = device_files()["cpu"].read_text()
+    Path("typo.yaml").write_text(cpu.replace("memory_gib: 4", "memory_gb: 4"))
+    Path("half.yaml").write_text(cpu.replace("gpus: 8", "gpus: 8.5"))
+    Path("five.yaml").write_text("device: h100-80gb\nnetwork: 5\n")
+    Path("nowhere.yaml").write_text("device: h9000\n")
+    Path("bytes.yaml").write_bytes(b"\xff\xfe\x00\x01")
     Path("list.yaml").write_text("- 1\n")
     Path("negative.yaml").write_text(cpu.replace("memory_gib: 4", "memory_gib: -4"))
     Path("share.yaml").write_text(cpu.replace("efficiency: 0.5 ", "efficiency: 50 "))
@@ -155,6 +181,20 @@ def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) 
     assert read_model("quickstart").recipe is not None
     assert read_model("Llama3_8B").shape == read_model("llama3-8b").shape
     assert total_parameters(read_model("gpt2").shape) == 124_439_808
+
+
+def test_a_sequence_beyond_a_config_jsons_own_is_planned_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 2048}))
+    asked = "--model mine.json --gpu cpu --gpus 2 --global-batch 8"
+    assert plan.main(shlex.split(f"{asked} --seq-len 4096")) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("model     mine, ")
+    assert "sequences of 4096 are beyond the max_position_embeddings 2048 of config.json" in page
+    assert plan.main(shlex.split(f"{asked} --seq-len 2048")) == 0
+    assert "beyond" not in capsys.readouterr().out
 
 
 def test_common_names_of_devices_are_known() -> None:

@@ -1,7 +1,8 @@
 """`parallel3d-plan recommend`: its page, its JSON, and what it does where nothing fits.
 
-The pages in tests/golden/plan are compared as text. After a change of the engine look at what
-`PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes in them, and commit it.
+The pages in tests/golden/plan are compared as text, and docs/plan.md shows some of them. After a change of the engine
+look at what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py tests/test_plan_limits.py` changes in both,
+and commit it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PAGES = {
     "explained": SMALL + " --fix pp=2 --explain --tokens 300B",
     "recipe_on_cpu": "--model quickstart --gpu cpu --why pp=2,tp=2",
 }
+DOCS = Path(__file__).parents[1] / "docs" / "plan.md"
 KINDS = (
     "parameters",
     "gradients",
@@ -67,6 +69,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(arguments: str) -> int:
     return plan.main(shlex.split(arguments))
+
+
+def docs_page(arguments: str, shown: str, *, end: str) -> str:
+    """docs/plan.md; where goldens are written anew its example of this command, up to `end`, is too."""
+    page = DOCS.read_text()
+    if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
+        before, command, after = page.partition(f"$ parallel3d-plan {arguments}\n")
+        page = f"{before}{command}{shown}{after[after.index(end) :]}"
+        DOCS.write_text(page)
+    return page
 
 
 def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
@@ -142,6 +154,17 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
         assert each["run"]["price"] == pytest.approx(2 * each["run"]["gpu_hours"], rel=1e-3)
         assert each["fits"] is True and 0 <= each["worst_rank"] < each["parallel"]["pp"]
         assert ParallelConfig(**each["parallel"]).world_size == each["gpus"] == 8
+
+
+def test_every_key_of_the_json_is_in_the_docs(capsys: Said) -> None:
+    page = DOCS.read_text()
+    said = answer(f"{PAGES['llama3_70b_h100']} --fix tp=4 pp=8", capsys)
+    lists = (said["strategies"][0], said["rejected"][0] if said["rejected"] else {}, said["left_out"][0])
+    parts = [said, said["input"], said["input"]["hardware"], said["search"], said["advice"], *lists]
+    keys = {key for part in parts for key in part} | {key for key in said["strategies"][0]["time_s"]} | {*KINDS}
+    forms = ("`{}`", "`.{}`", "`{}[]`")
+    undocumented = {key for key in keys if not any(form.format(key) in page for form in forms)}
+    assert undocumented == set()
 
 
 def test_json_has_what_was_rejected_and_why(capsys: Said) -> None:
@@ -235,8 +258,7 @@ def test_help_is_quick() -> None:
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_the_pages_example_is_what_is_printed() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
-    printed = (GOLDEN / "llama3_70b_h100.txt").read_text()
-    shown, _, _ = printed.partition("how sure")  # its figures are of the day
-    assert shown in page
+@pytest.mark.parametrize("name", ["llama3_70b_h100", "nothing_fits"])
+def test_the_docs_examples_are_what_is_printed(name: str) -> None:
+    shown, _, _ = (GOLDEN / f"{name}.txt").read_text().partition("how sure")  # its figures are of the day
+    assert f"$ parallel3d-plan {PAGES[name]}\n{shown}" in docs_page(PAGES[name], shown, end="how sure")

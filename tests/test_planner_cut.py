@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.config import ModelConfig, ParallelConfig, ScheduleName
-from parallel3d.planner.cost import least_step_s, step_cost
+from parallel3d.planner.cost import Known, least_step_s, step_cost
 from parallel3d.planner.cut import Cut
 from parallel3d.planner.hardware import load_cluster
 from parallel3d.planner.memory import least_bytes, least_held, worst_rank
@@ -47,7 +47,7 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
             assert least_bytes(job, least, least) <= total, parallel
             nothing_gathered = replace(all_split, gathered=tuple(0.0 for _ in all_split.gathered))
             assert least_bytes(job, nothing_gathered, all_split) <= total, parallel
-            assert least_step_s(job, known={}) <= step_cost(job, exact=False).step_time_s, parallel
+            assert least_step_s(job, known=Known()) <= step_cost(job, exact=False).step_time_s, parallel
             seen += 1
     assert seen > 100
 

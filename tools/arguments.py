@@ -17,6 +17,20 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
+def plan_parser(command: str, *, takes: str, does: str, epilog: str) -> Parser:
+    """Of a command of parallel3d-plan, with --json: options in full, the epilog as it is written."""
+    parser = Parser(
+        prog=f"parallel3d-plan {command}",
+        usage=f"parallel3d-plan {command} {takes}",
+        description=does,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    return parser
+
+
 def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
     """A recipe and what a command line changes of it, as `recipe` (None: not given) and `overrides`."""
     names = ", ".join(shipped)

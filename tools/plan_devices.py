@@ -68,9 +68,17 @@ def _check(cluster: Cluster, name: str) -> None:
         "network.gb_per_s": cluster.network.bandwidth,
         **{f"device.peak_tflops.{precision}": flops for precision, flops in device.peak_flops.items()},
     }
+    for way, flops in device.attention_flops.items():
+        figures[f"device.attention_tflops.{way}"] = flops
+    if device.price_per_hour is not None:
+        figures["device.price_per_hour"] = device.price_per_hour
     for key, value in figures.items():
         if not 0 < value < math.inf:
             raise ConfigError(f"hardware {name}: {key} must be above 0 and finite")
+    latencies = {"node.latency_us": cluster.node.latency_s, "network.latency_us": cluster.network.latency_s}
+    for key, value in latencies.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"hardware {name}: {key} must be at least 0 and finite")
     shares = {
         "device.matmul_efficiency": device.matmul_efficiency,
         "device.memory_efficiency": device.memory_efficiency,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from parallel3d.planner.report_json import hardware_tree, rounded
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import plan_parser
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import cluster_files, device_files, file_of, find_cluster, hardware_files
 
@@ -26,15 +25,13 @@ docs/planner.md says what each key means.
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="parallel3d-plan hardware",
-        description="Lists the devices and clusters that the planner knows, or shows one's file with its sources.",
+    parser = plan_parser(
+        "hardware",
+        takes="[NAME] [--json]",
+        does="Lists the devices and clusters that the planner knows, or shows one's file with its sources.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a device, a cluster, or the path of your own file")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(arguments)
     if options.name is None:
         print(json.dumps(rounded(_trees())) if options.json else "\n".join(_list()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_options import add_constraints, add_options
 from parallel3d.tools.plan_units import tokens
 
@@ -65,18 +65,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-plan limits",
-        usage="parallel3d-plan limits [cluster|sequence|batch|model] --model X --gpu NAME --gpus N --seq-len N "
-        "--global-batch N [options]",
-        description="How far it goes: the smallest cluster, the longest sequence, the largest batch and model.",
+    parser = plan_parser(
+        "limits",
+        takes="[cluster|sequence|batch|model] --model X --gpu NAME --gpus N --seq-len N --global-batch N [options]",
+        does="How far it goes: the smallest cluster, the longest sequence, the largest batch and model.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("what", nargs="?", choices=("all", *WHAT), default="all", metavar="WHAT", help="all of them")
+    parser.add_argument("what", nargs="?", choices=("all", *WHAT), default="all", metavar="WHAT", help="one of the four (all)")
     parser.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run: days and price on that cluster")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add_options(parser)
     add_constraints(parser.add_argument_group("the layout"))
     return parser

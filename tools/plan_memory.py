@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from parallel3d.planner.report_json import (
 )
 from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
 from parallel3d.planner.shapes import total_parameters
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_options import add_options
 from parallel3d.tools.plan_question import read_parallel, read_question
 from parallel3d.validation import validate
@@ -91,17 +90,14 @@ def _cell(bytes_: float) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-plan memory",
-        usage="parallel3d-plan memory --model X --gpu NAME [--layout tp=8,pp=2] --seq-len N --global-batch N [options]",
-        description="The memory of one layout: every pipeline rank, by kind.",
+    parser = plan_parser(
+        "memory",
+        takes="--model X --gpu NAME [--layout tp=8,pp=2] --seq-len N --global-batch N [options]",
+        does="The memory of one layout: every pipeline rank, by kind.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--layout", metavar="KEY=VALUE", nargs="+", help="the axes: tp=8,pp=2 (a recipe's by default)")
     parser.add_argument("--explain", action="store_true", help="how each figure of the fullest rank comes about")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     add_options(parser, gpus=False)
     return parser
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ from parallel3d.planner.shapes import (
     layer_parameters,
     total_parameters,
 )
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import plan_parser
 from parallel3d.tools.plan_shape import read_model
 
 _EPILOG = """\
@@ -30,15 +29,13 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="parallel3d-plan models",
-        description="Lists the models that --model knows by name, or counts the parameters of one.",
+    parser = plan_parser(
+        "models",
+        takes="[MODEL] [--json]",
+        does="Lists the models that --model knows by name, or counts the parameters of one.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", metavar="MODEL", nargs="?", help="a name, a config.json, or a recipe")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(arguments)
     if options.name is not None:
         shape = read_model(options.name).shape

@@ -80,6 +80,9 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         engine=in_precision(named_engine(options.engine), precision),
         memory_fraction=options.mem_fraction,
     )
+    if model.longest is not None and seq_len > model.longest:
+        note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
+        model = replace(model, notes=(*model.notes, note))
     return Asked(question=question, model=model)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
-from parallel3d.tools.arguments import Parser, whole
+from parallel3d.tools.arguments import Parser, plan_parser, whole
 from parallel3d.tools.plan_launch import LAUNCHERS
 from parallel3d.tools.plan_options import add_constraints, add_options
 from parallel3d.tools.plan_units import tokens
@@ -35,14 +35,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-plan recommend",
-        usage="parallel3d-plan recommend --model X --gpu NAME --gpus N --seq-len N --global-batch N [options]",
-        description="The best layouts for a model on a cluster: what fits, how fast, how long, how much, and why. "
+    parser = plan_parser(
+        "recommend",
+        takes="--model X --gpu NAME --gpus N --seq-len N --global-batch N [options]",
+        does="The best layouts for a model on a cluster: what fits, how fast, how long, how much, and why. "
         "`recommend` may be left out.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_options(parser)
     which = parser.add_argument_group("the choice")
@@ -55,7 +53,6 @@ def _parser() -> Parser:
     )
     out.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run, such as 2T: days and price")
     out.add_argument("--explain", action="store_true", help="the winner's memory line by line, every stage")
-    out.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     out.add_argument("--html", metavar="F", type=Path, help="write the plan as one page with its figures")
     out.add_argument("--emit-recipe", metavar="F", type=Path, help="write the best as a recipe for parallel3d-train")
     out.add_argument(

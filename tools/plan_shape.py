@@ -30,6 +30,7 @@ class Model:
     said: str = ""
     path: Path | None = None
     recipe: Recipe | None = None
+    longest: int | None = None  # sequence, by a config.json
     notes: tuple[str, ...] = ()  # what a config.json says and a plan does not count
 
 
@@ -53,10 +54,19 @@ def read_model(text: str) -> Model:
     path = Path(text)
     if (path / "config.json").is_file():
         path = path / "config.json"
+    if path.is_dir():
+        raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
         shape = from_hugging_face(path)
-        notes = tuple(notes_on(json.loads(path.read_text())))
-        return Model(shape=shape, source="config.json", said=text, path=path, notes=notes)
+        config = json.loads(path.read_text())
+        return Model(
+            shape=shape,
+            source="config.json",
+            said=text,
+            path=path,
+            notes=tuple(notes_on(config)),
+            longest=config.get("max_position_embeddings"),
+        )
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
         path = recipes.get(text, path)

@@ -24,7 +24,7 @@ from parallel3d.planner.report_json import rounded
 from parallel3d.planner.report_text import layout_text
 from parallel3d.planner.shapes import from_config
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.arguments import Parser
+from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_devices import FOLDER
 
 if TYPE_CHECKING:
@@ -181,18 +181,15 @@ def _tree(found: Verified) -> object:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-plan verify",
-        usage="parallel3d-plan verify RECIPE [key=value ...] [--rank R | --pipeline-rank P] [--json]",
-        description="One rank of a recipe, trained dry: its memory beside the memory model's.",
+    parser = plan_parser(
+        "verify",
+        takes="RECIPE [key=value ...] [--rank R | --pipeline-rank P] [--json]",
+        does="One rank of a recipe, trained dry: its memory beside the memory model's.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
     parser.add_argument("--rank", type=int, metavar="R", help="the rank of the whole job that is run")
     parser.add_argument("--pipeline-rank", type=int, metavar="P", help="or the first rank of this pipeline rank")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     parser.add_argument("--measure", action="store_true", help="refused: measures on a CUDA device")
     return parser

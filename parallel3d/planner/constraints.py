@@ -61,6 +61,8 @@ def _check_batch(question: Question) -> None:
             f"microbatch_size = {micro}: global batch {batch} over {least} data ranks leaves {each} sequences for "
             f"each, which it must divide; try {_tries(each, micro)}"
         )
+    if fixed.sequence_parallel and fixed.tp == 1:
+        raise ConfigError("sequence_parallel = true: divides over tp, and tp = 1; try tp=2 or sequence_parallel=false")
     if fixed.sequence_parallel and fixed.tp and question.seq_len % fixed.tp:
         raise ConfigError(f"sequence_parallel: tp = {fixed.tp} must divide the sequence of {question.seq_len} tokens")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from parallel3d.config import ScheduleName
@@ -69,7 +69,16 @@ class _Pipeline:
     seconds: float
 
 
-Known = dict[str, _Pipeline]  # by recompute: of layouts that differ in nothing else but the split of the data ranks
+Blocks = dict[tuple[object, ...], _Microbatch]  # of one model on one kind of cluster, by all that they depend on
+
+
+@dataclass(frozen=True)
+class Known:
+    """What has been computed for other layouts: pipelines by recompute, of those that differ in nothing else but the
+    split of the data ranks; a microbatch's times, of any."""
+
+    blocks: Blocks = field(default_factory=dict)
+    pipelines: dict[str, _Pipeline] = field(default_factory=dict)
 
 
 def step_cost(job: Job, *, exact: bool = True, known: Known | None = None) -> Cost:
@@ -121,15 +130,18 @@ def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
 
 def _known_pipeline(job: Job, kernels: Kernels, *, exact: bool, known: Known | None) -> _Pipeline:
     if known is None:
-        return _pipeline(job, kernels, exact=exact)
-    recompute = job.layout.recompute
-    if recompute not in known:
-        known[recompute] = _pipeline(job, kernels, exact=exact)
-    return known[recompute]
+        return _pipeline(job, _microbatch(job, kernels), exact=exact)
+    layout = job.layout
+    if layout.recompute not in known.pipelines:
+        is_one = layout.microbatches == 1
+        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, layout.recompute, is_one)
+        if key not in known.blocks:
+            known.blocks[key] = _microbatch(job, kernels)
+        known.pipelines[layout.recompute] = _pipeline(job, known.blocks[key], exact=exact)
+    return known.pipelines[layout.recompute]
 
 
-def _pipeline(job: Job, kernels: Kernels, *, exact: bool) -> _Pipeline:
-    micro = _microbatch(job, kernels)
+def _pipeline(job: Job, micro: _Microbatch, *, exact: bool) -> _Pipeline:
     times = _stage_times(job, micro)
     rank_s = [0.0] * job.layout.pp
     for rank, stage in zip(job.placement, times, strict=True):

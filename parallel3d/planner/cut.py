@@ -16,7 +16,8 @@ from itertools import count
 from math import inf
 
 from parallel3d.config import ParallelConfig, Recompute
-from parallel3d.planner.cost import Known, least_step_s, step_cost
+from parallel3d.planner.cost import Blocks, Known, least_step_s, step_cost
+from parallel3d.planner.job import Job
 from parallel3d.planner.memory import Least, least_bytes, least_held, quick_worst_bytes
 from parallel3d.planner.priced import job_of
 from parallel3d.planner.question import Question
@@ -37,7 +38,7 @@ class _Family:
     """Layouts that differ in recompute and in the use of the data ranks."""
 
     parallel: ParallelConfig
-    known: Known = field(default_factory=dict)
+    known: Known
     held: dict[Recompute, Least] = field(default_factory=dict)
 
 
@@ -54,10 +55,14 @@ class _Pending:
 class Cut:
     """A tp x pp of a question. `checked`, `fitting`: layouts whose memory was computed so far, and fits."""
 
-    def __init__(self, question: Question, tp: int, pp: int, families: list[ParallelConfig]) -> None:
+    def __init__(
+        self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: Blocks | None = None
+    ) -> None:
+        """`blocks`: those of other cuts of the same model on the same cluster."""
+        shared: Blocks = {} if blocks is None else blocks
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
         self._question = question
-        self._families = [_Family(parallel) for parallel in families]
+        self._families = [_Family(parallel, Known(shared)) for parallel in families]
         self._kinds = kinds(question)
         self._states: dict[object, Least] = {}
 
@@ -95,8 +100,10 @@ class Cut:
             """With the first recompute from this one on that may fit; whether that is this one."""
             for index in range(kind, len(self._kinds)):
                 parallel = replace(way, recompute=self._kinds[index])
-                if self._floor(family, parallel) <= usable:
-                    heappush(heap, (self._time_s(family, parallel), next(order), _Pending(family, parallel, index)))
+                job = job_of(self._question, parallel)
+                if self._floor(family, job, parallel.recompute) <= usable:
+                    seconds = step_cost(job, exact=False, known=family.known).step_time_s
+                    heappush(heap, (seconds, next(order), _Pending(family, parallel, index)))
                     return index == kind
             return False
 
@@ -111,7 +118,7 @@ class Cut:
                 yield from sorted(ready, key=lambda priced: priced.bytes)
                 ready = []
             if not at.is_family:
-                bytes_ = self._bytes(at.parallel, enough=usable)
+                bytes_ = self._bytes(job_of(self._question, at.parallel), enough=usable)
                 if bytes_ <= usable:
                     self.fitting += 1
                     ready.append(Priced(at.parallel, least_s, bytes_))
@@ -137,9 +144,10 @@ class Cut:
             if found is not None and floor >= found.bytes:
                 break
             for parallel in self._leanest_ways(family, kind):
-                if found is not None and self._floor(family, parallel) >= found.bytes:
+                job = job_of(self._question, parallel)
+                if found is not None and self._floor(family, job, kind) >= found.bytes:
                     continue
-                bytes_ = self._bytes(parallel, enough=found.bytes if found else inf)
+                bytes_ = self._bytes(job, enough=found.bytes if found else inf)
                 if found is None or bytes_ < found.bytes:
                     found = Priced(parallel, inf, bytes_)
         return found
@@ -151,9 +159,10 @@ class Cut:
             if floor > usable:
                 break
             for parallel in self._leanest_ways(family, kind):
-                if self._floor(family, parallel) > usable:
+                job = job_of(self._question, parallel)
+                if self._floor(family, job, kind) > usable:
                     continue
-                bytes_ = self._bytes(parallel, enough=usable)
+                bytes_ = self._bytes(job, enough=usable)
                 if bytes_ <= usable:
                     return Priced(parallel, inf, bytes_)
         return None
@@ -173,25 +182,21 @@ class Cut:
     def _with(self, family: _Family, kind: int) -> tuple[_Family, ParallelConfig]:
         return family, replace(family.parallel, recompute=self._kinds[kind])
 
-    def _bytes(self, parallel: ParallelConfig, *, enough: float) -> float:
+    def _bytes(self, job: Job, *, enough: float) -> float:
         self.checked += 1
-        return quick_worst_bytes(job_of(self._question, parallel), enough=enough)
+        return quick_worst_bytes(job, enough=enough)
 
     def _least_s(self, family: _Family, parallel: ParallelConfig) -> float:
         return least_step_s(job_of(self._question, parallel), known=family.known)
 
-    def _time_s(self, family: _Family, parallel: ParallelConfig) -> float:
-        return step_cost(job_of(self._question, parallel), exact=False, known=family.known).step_time_s
-
-    def _floor(self, family: _Family, parallel: ParallelConfig) -> float:
-        """What a layout holds at least."""
-        job = job_of(self._question, parallel)
+    def _floor(self, family: _Family, job: Job, kind: Recompute) -> float:
+        """What a family's layout holds at least, recomputed so."""
         layout = job.layout
         data = (layout.strategy, layout.dp_shard, layout.gather)
         key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
         if key not in self._states:
             self._states[key] = least_held(job)
-        return least_bytes(job, self._states[key], self._work(family, parallel.recompute))
+        return least_bytes(job, self._states[key], self._work(family, kind))
 
     def _family_floor(self, family: _Family, kind: Recompute) -> float:
         """What no layout of a family with this recompute can do without."""

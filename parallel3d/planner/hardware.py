@@ -14,6 +14,16 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.measured import Measured, measured_from_tree
 
 _GIB = 2**30
+_LINK_KEYS = ("gb_per_s", "latency_us", "efficiency")
+_KEYS = {  # of a hardware file, by section
+    "device": (
+        *("name", "family", "peak_tflops", "memory_gib", "memory_gb_per_s", "processors", "matmul_efficiency"),
+        *("memory_efficiency", "attention_tflops", "kernel_s", "launch_s", "price_per_hour"),
+    ),
+    "node": ("gpus", *_LINK_KEYS),
+    "network": (*_LINK_KEYS, "oversubscription", "whole_nodes"),
+}
+_TOP_KEYS = (*_KEYS, "measured", "price_per_hour")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +105,29 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"hardware {path}: cannot be read ({said})") from problem
     if not isinstance(tree, Mapping):
         raise ConfigError(f"hardware {path}: must hold the sections device, node and network")
+    _check_keys(tree, _TOP_KEYS, f"hardware {path}: ")
+    for section, keys in _KEYS.items():
+        own = tree.get(section, {})
+        if isinstance(own, Mapping):
+            _check_keys(own, keys, f"hardware {path}: {section}.")
+        elif section != "device" or not isinstance(own, str):
+            raise ConfigError(f"hardware {path}: {section}: must hold keys, such as {keys[0]}")
     return tree
+
+
+def _check_keys(tree: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in tree:
+        if key not in keys:
+            near = get_close_matches(str(key), keys, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(keys)}"
+            raise ConfigError(f"{where}{key}: unknown key; {advice}")
 
 
 def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A device's file with what a cluster's says in its place: links key by key, and the price."""
     if isinstance(device.get("device"), str):
         raise ConfigError(f"hardware {path}: device = {cluster['device']}: is a cluster's file; name a device's")
-    sections = {name: {**device[name], **(cluster.get(name) or {})} for name in ("node", "network")}
+    sections = {name: {**device[name], **cluster.get(name, {})} for name in ("node", "network")}
     price = {key: cluster[key] for key in ("price_per_hour",) if key in cluster}
     return {"device": {**device["device"], **price}, **sections}
 
@@ -112,9 +137,9 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
     try:
         device = _device(tree["device"], name)
         node, network = _link(tree["node"]), _link(tree["network"])
-        gpus_per_node = int(tree["node"]["gpus"])
+        gpus_per_node = _whole(tree["node"], "gpus")
         oversubscription = float(tree["network"].get("oversubscription", 1.0))
-        whole_nodes = int(tree["network"].get("whole_nodes", Cluster.whole_nodes))
+        whole_nodes = _whole({"whole_nodes": Cluster.whole_nodes, **tree["network"]}, "whole_nodes")
         measured = measured_from_tree(tree["measured"]) if "measured" in tree else None
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ConfigError(f"hardware {name}: misses or misspells {problem}") from problem
@@ -154,13 +179,19 @@ def _device(tree: Mapping[str, Any], name: str) -> Device:
         peak_flops={k: float(v) * 1e12 for k, v in tree["peak_tflops"].items()},
         memory_bytes=float(tree["memory_gib"]) * _GIB,
         memory_bandwidth=float(tree["memory_gb_per_s"]) * 1e9,
-        processors=int(tree["processors"]),
+        processors=_whole(tree, "processors"),
         matmul_efficiency=float(tree["matmul_efficiency"]),
         memory_efficiency=float(tree["memory_efficiency"]),
         attention_flops={k: float(v) * 1e12 for k, v in tree["attention_tflops"].items()},
         family=str(tree.get("family", "")),
         **{k: float(v) for k, v in optional.items() if v is not None},
     )
+
+
+def _whole(tree: Mapping[str, Any], key: str) -> int:
+    if isinstance(tree[key], bool) or int(tree[key]) != tree[key]:
+        raise ValueError(f"{key} = {tree[key]}: must be a whole number")
+    return int(tree[key])
 
 
 def _link(tree: Mapping[str, Any]) -> Link:

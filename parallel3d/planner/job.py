@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from parallel3d.config import ParallelConfig, ScheduleName
@@ -143,6 +144,10 @@ class Job:
         """The slices of the model, in its order."""
         return _slices(self._layers)
 
+    def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
+        """A pipeline rank's stages, each with the index of its first block in the whole model."""
+        return _stages_of(self._layers, self.placement, rank)
+
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
         """What each pipeline rank holds: all of its stages together."""
@@ -178,6 +183,13 @@ class Job:
 def _slices(layers: tuple[int, ...]) -> tuple[StageSlice, ...]:
     last = len(layers) - 1
     return tuple(StageSlice(layers=n, embedding=i == 0, head=i == last) for i, n in enumerate(layers))
+
+
+@lru_cache(maxsize=4096)
+def _stages_of(layers: tuple[int, ...], holders: tuple[int, ...], rank: int) -> tuple[tuple[StageSlice, int], ...]:
+    firsts = accumulate(layers, initial=0)
+    placed = zip(_slices(layers), firsts, holders, strict=False)
+    return tuple((part, first) for part, first, holder in placed if holder == rank)
 
 
 @lru_cache(maxsize=4096)

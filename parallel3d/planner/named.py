@@ -43,16 +43,33 @@ def from_hugging_face(path: Path) -> ModelShape:
     kind = config.get("model_type") if isinstance(config, dict) else None
     try:
         if kind == "gpt2":
-            shape = _from_gpt2(path.parent.name, config)
+            shape = _from_gpt2(_name(path), config)
         elif kind in _HUGGING_FACE_LLAMAS:
-            shape = _from_llama(path.parent.name, config)
+            shape = _from_llama(_name(path), config)
         else:
             known = ", ".join(("gpt2", *_HUGGING_FACE_LLAMAS))
             raise ConfigError(f"{path}: model_type = {kind}: must be one of {known}")
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ConfigError(f"{path}: misses or misspells {problem}") from problem
+    except KeyError as missing:
+        raise ConfigError(f"{path}: {missing.args[0]}: required and not given") from missing
+    except ValueError as problem:
+        raise ConfigError(f"{path}: {problem}") from problem
     check_shape(shape, str(path))
     return shape
+
+
+def _name(path: Path) -> str:
+    """Of a model by where its file is: its folder's, or its own."""
+    return path.resolve().parent.name if path.stem == "config" else path.stem
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A number of a config.json. Raises KeyError where it misses, ValueError where it is none."""
+    value = config[key] if default is None else config.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+        raise ValueError(f"{key} = {json.dumps(value)}: must be a whole number")
+    return int(value)
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -108,18 +125,18 @@ def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
 
 
 def _from_gpt2(name: str, config: Mapping[str, Any]) -> ModelShape:
-    hidden = int(config["n_embd"])
+    hidden = _whole(config, "n_embd")
     return ModelShape(
         name=name,
-        layers=int(config["n_layer"]),
+        layers=_whole(config, "n_layer"),
         hidden=hidden,
-        heads=int(config["n_head"]),
-        kv_heads=int(config["n_head"]),
-        ffn_hidden=int(config.get("n_inner") or 4 * hidden),
-        vocab=int(config["vocab_size"]),
+        heads=_whole(config, "n_head"),
+        kv_heads=_whole(config, "n_head"),
+        ffn_hidden=_whole(config, "n_inner", 4 * hidden),
+        vocab=_whole(config, "vocab_size"),
         feed_forward="gelu",
         positions="learned",
-        position_rows=int(config["n_positions"]),
+        position_rows=_whole(config, "n_positions"),
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         biases=True,
         layer_norm=True,
@@ -127,18 +144,18 @@ def _from_gpt2(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _from_llama(name: str, config: Mapping[str, Any]) -> ModelShape:
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    heads, hidden = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
     head_dim = config.get("head_dim")
-    if head_dim is not None and int(head_dim) * heads != hidden:
-        raise ConfigError(f"head_dim = {head_dim}: must be hidden_size / num_attention_heads = {hidden // heads}")
+    if head_dim is not None and heads > 0 and head_dim * heads != hidden:
+        raise ValueError(f"head_dim = {head_dim}: must be hidden_size / num_attention_heads = {hidden // heads}")
     return ModelShape(
         name=name,
-        layers=int(config["num_hidden_layers"]),
+        layers=_whole(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        ffn_hidden=int(config["intermediate_size"]),
-        vocab=int(config["vocab_size"]),
+        kv_heads=_whole(config, "num_key_value_heads", heads),
+        ffn_hidden=_whole(config, "intermediate_size"),
+        vocab=_whole(config, "vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_biases=config["model_type"] == "qwen2",
     )

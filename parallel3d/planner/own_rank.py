@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.planner.job import Job
@@ -78,12 +77,7 @@ class Rank:
         self.block = _unit(job.shape, None, layout.tp, self.shards)
         norm_bytes, self.sizes = _block_sizes(job)
         self.ends = EndSizes.of(job, norm_bytes=norm_bytes)
-        starts = accumulate((part.layers for part in job.stages), initial=0)
-        self.stages = [
-            self._stage(part, first)
-            for part, first, holder in zip(job.stages, starts, job.placement, strict=False)
-            if holder == rank
-        ]
+        self.stages = [self._stage(part, first) for part, first in job.stages_of(rank)]
 
     @cached_property
     def kinds(self) -> list[Stage]:

@@ -76,6 +76,7 @@ def block_numel(shape: ModelShape, tp: int) -> int:
     return sum(table.numel for table in block_tables(shape, tp))
 
 
+@lru_cache(maxsize=4096)
 def rank_numel(
     shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)
 ) -> int:

@@ -8,12 +8,13 @@ from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
+from parallel3d.planner.cost import Blocks
 from parallel3d.planner.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search import fastest, leanest, search
 from parallel3d.planner.time_parts import TimeParts
 
 Objective = Literal["throughput", "memory", "cost"]
-_FROM_EACH_SIZE = 2
+_FROM_THE_WHOLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,13 @@ def at_size(question: Question, found: Strategy) -> Question:
 def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
     """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
     devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
-    found = list(whole.strategies[:_FROM_EACH_SIZE])
+    found = list(whole.strategies[:_FROM_THE_WHOLE])
     gpus, best = question.gpus, _efficiency(whole.strategies)
+    blocks: Blocks = {}
     while gpus % 2 == 0:
         gpus //= 2
         try:
-            smaller = fastest(replace(question, gpus=gpus), top=_FROM_EACH_SIZE)
+            smaller = fastest(replace(question, gpus=gpus), top=1, blocks=blocks)
         except ConfigError:  # what is fixed, or the batch, does not divide so few
             continue
         found.extend(smaller)

@@ -126,10 +126,10 @@ def _strategies(plan: Plan) -> Iterator[str]:
     head = ["", "GPUs", "tp", "pp", "GiB", "full", "tokens/s/GPU", "MFU", "step s"]
     head += ["days", "price"] if plan.tokens is not None else []
     usable = plan.question.usable_bytes
-    rows = []
+    rows: list[list[object]] = []
     for number, each in enumerate(plan.answer.strategies[:_MOST_ROWS], 1):
         total, cost = each.memory.total, each.cost
-        row = [number, each.parallel.world_size, each.parallel.tp, each.parallel.pp]
+        row: list[object] = [number, each.parallel.world_size, each.parallel.tp, each.parallel.pp]
         row += [f"{total / _GIB:.1f}", f"{total / usable:.0%}", f"{cost.tokens_per_s_per_gpu:,.0f}", f"{cost.mfu:.1%}"]
         row.append(f"{cost.step_time_s:.3g}")
         length = plan.length(each)
@@ -142,14 +142,14 @@ def _strategies(plan: Plan) -> Iterator[str]:
 def _left_behind(plan: Plan) -> Iterator[str]:
     if plan.answer.rejected:
         yield _tag("h2", "Rejected")
-        rows = [
+        rejected = [
             (f"{each.short_bytes / _GIB:.1f}", f"{layout_text(each.parallel)}: {each.reason}")
             for each in plan.answer.rejected[:_MOST_ROWS]
         ]
-        yield _table(["GiB short", "the leanest layout of a tp x pp"], rows)
+        yield _table(["GiB short", "the leanest layout of a tp x pp"], rejected)
     if plan.answer.left_out:
-        rows = [(each.tp, each.pp, each.reason) for each in plan.answer.left_out]
-        yield "<details><summary>every other tp x pp</summary>" + _table(["tp", "pp", "why"], rows) + "</details>"
+        left_out = [(each.tp, each.pp, each.reason) for each in plan.answer.left_out]
+        yield "<details><summary>every other tp x pp</summary>" + _table(["tp", "pp", "why"], left_out) + "</details>"
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:

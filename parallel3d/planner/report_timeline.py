@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedules import BUILDERS, build_schedule
 from parallel3d.pipeline.simulate import Costs, StageTimes, simulate
 from parallel3d.pipeline.timeline import Timeline
@@ -28,7 +25,7 @@ def planned_timeline(job: Job) -> tuple[Timeline, int] | None:
     if drawn is None:
         return None
     schedule = build_schedule(
-        cast(ScheduleName, layout.schedule),
+        layout.schedule,
         pp=layout.pp,
         microbatches=drawn,
         virtual_stages=layout.virtual_stages,

@@ -10,6 +10,7 @@ from math import inf
 
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError
+from parallel3d.planner.cost import Blocks
 from parallel3d.planner.cut import Cut, Priced
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.priced import job_of, strategy
@@ -39,9 +40,10 @@ def search(question: Question, *, top: int = 10) -> Answer:
     )
 
 
-def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
-    """`search`'s strategies alone. Raises ConfigError likewise."""
-    return _fastest(question, _cuts(question), top, everywhere=False)[0]
+def fastest(question: Question, *, top: int = 1, blocks: Blocks | None = None) -> list[Strategy]:
+    """`search`'s strategies alone; `blocks`: what searches of the same model on other numbers of devices have computed.
+    Raises ConfigError likewise."""
+    return _fastest(question, _cuts(question, blocks), top, everywhere=False)[0]
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
@@ -70,12 +72,13 @@ def one_that_fits(question: Question) -> ParallelConfig | None:
     return None
 
 
-def _cuts(question: Question) -> list[Cut]:
+def _cuts(question: Question, blocks: Blocks | None = None) -> list[Cut]:
     _check(question)
+    shared: Blocks = {} if blocks is None else blocks
     by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
     for family in families(question):
         by_way.setdefault((family.tp, family.pp), []).append(family)
-    cuts = [cut for (tp, pp), own in by_way.items() if (cut := Cut(question, tp, pp, own)).size]
+    cuts = [cut for (tp, pp), own in by_way.items() if (cut := Cut(question, tp, pp, own, shared)).size]
     if not cuts:
         raise ConfigError(_nothing_allowed(question))
     return cuts

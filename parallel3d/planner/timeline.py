@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
 
 from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedule import Kind, Schedule
 from parallel3d.pipeline.schedules import build_schedule, placement
 
 _WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats itself
-_schedule = lru_cache(maxsize=256)(build_schedule)
+_NOTHING, _KINDS = -1, (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,65 +29,49 @@ class StageTimes:
         return self.input + self.weight
 
 
+class _Step(NamedTuple):
+    """An action by numbers: what it takes (an index of `_takes`), the result that it needs and the one that it gives
+    (`_NOTHING`: none), and whether the former comes from another rank."""
+
+    takes: int
+    needs: int
+    gives: int
+    is_far: bool
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A schedule's actions, rank by rank, and how many results there are."""
+
+    ranks: tuple[tuple[_Step, ...], ...]
+    results: int
+
+
 def makespan_s(schedule: Schedule, times: Sequence[StageTimes], send_s: float) -> float:
     """When the last action of a schedule ends. `pipeline.simulate` gives every action's start and end; this gives the
-    one number that a search asks for, several times faster (a test compares them)."""
-    takes = {}
-    for stage, own in enumerate(times):
-        takes[stage, Kind.FORWARD], takes[stage, Kind.BACKWARD] = own.forward, own.backward
-        takes[stage, Kind.INPUT], takes[stage, Kind.WEIGHT] = own.input, own.weight
-    outputs: dict[tuple[int, int], float] = {}  # (stage, microbatch) -> when its forward ended
-    gradients: dict[tuple[int, int], float] = {}  # likewise the gradient of its input
-    clocks, position = [0.0] * len(schedule.ranks), [0] * len(schedule.ranks)
-    holders, last, moving = schedule.placement, schedule.stages - 1, True
-    while moving:
-        moving = False
-        for rank, actions in enumerate(schedule.ranks):
-            at, clock = position[rank], clocks[rank]
-            while at < len(actions):
-                stage, kind, microbatch = actions[at]
-                made, giver = (outputs, stage - 1) if kind is Kind.FORWARD else (gradients, stage + 1)
-                if kind is not Kind.WEIGHT and 0 <= giver <= last:
-                    ready = made.get((giver, microbatch))
-                    if ready is None:
-                        break
-                    clock = max(clock, ready if holders[giver] == rank else ready + send_s)
-                clock += takes[stage, kind]
-                if kind is not Kind.WEIGHT:
-                    made[stage, microbatch] = clock
-                at += 1
-            if at > position[rank]:
-                position[rank], clocks[rank], moving = at, clock, True
-    return max(clocks)
+    one number that a search asks for, many times faster (a test compares them)."""
+    return _makespan_s(_by_numbers(schedule), times, send_s)
 
 
 def pipeline_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
 ) -> float:
-    """The makespan of a step's microbatches; a transfer between stages takes `send_s`."""
+    """The makespan of a step's microbatches; a transfer between stages takes `send_s`. Beyond a few times the
+    pipeline's depth a schedule repeats itself, so a long one is two short ones and a straight line."""
     if pp == 1:
         return microbatches * sum(t.forward + t.backward for t in times)
-    return _of_long(name, pp, microbatches, virtual_stages, lambda schedule: makespan_s(schedule, times, send_s))
+    return _long(pp, microbatches, lambda count: _makespan_s(_order(name, pp, count, virtual_stages), times, send_s))
 
 
 def shared_makespan_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], at_once: float
 ) -> float:
     """The makespan where only so many ranks' worth of processors are there: those that have work share them evenly.
-    Transfers are part of `times`."""
-    return _of_long(name, pp, microbatches, virtual_stages, lambda schedule: _shared(schedule, times, at_once))
+    Transfers are part of `times`. Long schedules as in `pipeline_s`."""
+    return _long(pp, microbatches, lambda count: _shared(_order(name, pp, count, virtual_stages), times, at_once))
 
 
-def _of_long(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, makespan_of: Callable[[Schedule], float]
-) -> float:
-    """Beyond a few times the pipeline's depth a schedule repeats itself, so a long one is two short ones and a straight
-    line."""
-
-    def makespan(count: int) -> float:
-        # Not checked: the tests prove every builder.
-        return makespan_of(_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False))
-
+def _long(pp: int, microbatches: int, makespan: Callable[[int], float]) -> float:
     window = _WINDOW * pp
     if microbatches <= 3 * window:
         return makespan(microbatches)
@@ -93,25 +79,77 @@ def _of_long(
     return second + (second - first) / window * (microbatches - 2 * window)
 
 
-def _shared(schedule: Schedule, times: Sequence[StageTimes], at_once: float) -> float:
-    takes = {}
-    for stage, own in enumerate(times):
-        takes[stage, Kind.FORWARD], takes[stage, Kind.BACKWARD] = own.forward, own.backward
-        takes[stage, Kind.INPUT], takes[stage, Kind.WEIGHT] = own.input, own.weight
-    made: set[tuple[bool, int, int]] = set()  # (forward, stage, microbatch)
-    last = schedule.stages - 1
-    position = [0] * len(schedule.ranks)
+@lru_cache(maxsize=256)
+def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> _Order:
+    # Not checked: the tests prove every builder.
+    return _by_numbers(
+        build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
+    )
+
+
+def _by_numbers(schedule: Schedule) -> _Order:
+    """Results: every stage's output of every microbatch, then every stage's gradient of its input."""
+    holders, last, count = schedule.placement, schedule.stages - 1, schedule.microbatches
+    outputs = schedule.stages * count
+    codes = {kind: code for code, kind in enumerate(_KINDS)}
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        steps = []
+        for stage, kind, microbatch in actions:
+            forward, place = kind is Kind.FORWARD, stage * count + microbatch
+            giver = stage - 1 if forward else stage + 1
+            waits = kind is not Kind.WEIGHT and 0 <= giver <= last
+            needs = (0 if forward else outputs) + giver * count + microbatch if waits else _NOTHING
+            gives = _NOTHING if kind is Kind.WEIGHT else place + (0 if forward else outputs)
+            steps.append(_Step(4 * stage + codes[kind], needs, gives, waits and holders[giver] != rank))
+        ranks.append(tuple(steps))
+    return _Order(tuple(ranks), 2 * outputs)
+
+
+def _takes(times: Sequence[StageTimes]) -> list[float]:
+    """Seconds by 4 x stage + kind."""
+    return [seconds for own in times for seconds in (own.forward, own.backward, own.input, own.weight)]
+
+
+def _makespan_s(order: _Order, times: Sequence[StageTimes], send_s: float) -> float:
+    seconds, done = _takes(times), [-1.0] * order.results
+    clocks, position = [0.0] * len(order.ranks), [0] * len(order.ranks)
+    moving = True
+    while moving:
+        moving = False
+        for rank, steps in enumerate(order.ranks):
+            start = at = position[rank]
+            clock = clocks[rank]
+            for takes, needs, gives, is_far in islice(steps, start, None):
+                if needs >= 0:
+                    ready = done[needs]
+                    if ready < 0:
+                        break
+                    if is_far:
+                        ready += send_s
+                    if ready > clock:
+                        clock = ready
+                clock += seconds[takes]
+                if gives >= 0:
+                    done[gives] = clock
+                at += 1
+            if at > start:
+                position[rank], clocks[rank], moving = at, clock, True
+    return max(clocks)
+
+
+def _shared(order: _Order, times: Sequence[StageTimes], at_once: float) -> float:
+    seconds, done = _takes(times), [False] * order.results
+    position = [0] * len(order.ranks)
     left: dict[int, float] = {}  # of the action that a rank works on
     now = 0.0
     while True:
-        for rank, actions in enumerate(schedule.ranks):
-            if rank in left or position[rank] == len(actions):
+        for rank, steps in enumerate(order.ranks):
+            if rank in left or position[rank] == len(steps):
                 continue
-            stage, kind, microbatch = actions[position[rank]]
-            giver = stage - 1 if kind is Kind.FORWARD else stage + 1
-            waits = kind is not Kind.WEIGHT and 0 <= giver <= last
-            if not waits or (kind is Kind.FORWARD, giver, microbatch) in made:
-                left[rank] = takes[stage, kind]
+            takes, needs, _, _ = steps[position[rank]]
+            if needs == _NOTHING or done[needs]:
+                left[rank] = seconds[takes]
         if not left:
             return now
         rate = min(1.0, at_once / len(left))
@@ -119,10 +157,10 @@ def _shared(schedule: Schedule, times: Sequence[StageTimes], at_once: float) -> 
         now += shortest / rate
         for rank in [rank for rank in left if left[rank] <= shortest * (1 + 1e-12)]:
             del left[rank]
-            stage, kind, microbatch = schedule.ranks[rank][position[rank]]
+            gives = order.ranks[rank][position[rank]].gives
             position[rank] += 1
-            if kind is not Kind.WEIGHT:
-                made.add((kind is Kind.FORWARD, stage, microbatch))
+            if gives != _NOTHING:
+                done[gives] = True
         for rank in left:
             if left[rank] > 0:
                 left[rank] -= shortest

@@ -1,0 +1,132 @@
+"""Parameters counted for every named model, stage by stage and rank by rank, against the trainer's own modules on the
+meta device, cut over tp by the layers themselves. Blocks are alike, so that three of them stand for a model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from parallel3d.config import ModelConfig
+from parallel3d.mesh import Axis
+from parallel3d.models import model_class, shape_cards
+from parallel3d.pipeline.balance import balanced_cut, part_costs
+from parallel3d.pipeline.stage import cut, spans_of
+from parallel3d.planner.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.parameters import rank_numel
+from parallel3d.planner.shapes import ModelShape, StageSlice, from_config, total_parameters
+from parallel3d.settings import read_settings
+
+CARDS = shape_cards()
+NO_MODULE = {"nemotron4-15b", "nemotron4-340b"}  # squared ReLU with LayerNorm and rotation
+
+
+def config_of(name: str) -> ModelConfig:
+    return ModelConfig(name=name, **{setting.key: setting.value for setting in read_settings(CARDS[name])})
+
+
+@contextmanager
+def on_tp_rank(tp: int, rank: int) -> Iterator[None]:
+    """Layers that are made here cut their parameters for this rank of so many, without any processes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Axis, "of", staticmethod(lambda mesh: Axis(tp, rank, None)))
+        yield
+
+
+def numel(module: nn.Module) -> int:
+    """A shared parameter once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, StageSlice]]:
+    """The trainer's stages of these numbers of blocks, and the planner's word for each."""
+    for span in spans_of(layers):
+        whole = model_class(config.architecture)(
+            config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        )
+        yield (
+            cut(whole, span),
+            StageSlice(layers=span.end - span.first, embedding=span.is_first_stage, head=span.is_last_stage),
+        )
+
+
+def tensor_sizes(shape: ModelShape) -> list[int]:
+    """Some that the layers allow: a small one, the largest up to 64, and one for which keys and values are repeated."""
+    allowed = [
+        tp
+        for tp in (1, 2, 3, 4, 5, 8, 16, 32, 64)
+        if not gcd(shape.heads, shape.ffn_hidden) % tp and (not shape.kv_heads % tp or not tp % shape.kv_heads)
+    ]
+    repeated = [tp for tp in allowed if tp > shape.kv_heads]
+    return sorted({*allowed[:2], allowed[-1], *repeated[:1]})
+
+
+def test_every_named_model_has_a_module_but_for_those_that_are_said() -> None:
+    assert {name for name in shape_names(CARDS) if name not in CARDS} == NO_MODULE
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name: str) -> None:
+    config = config_of(name)
+    shape = named_shape(name, CARDS)
+    # Three blocks stand for all: on one stage, and cut unevenly over two.
+    small = replace(config, layers=3)
+    for tp in tensor_sizes(shape):
+        for rank in {0, tp - 1}:
+            with on_tp_rank(tp, rank):
+                for layers in ([1, 2], [3]) if tp == 1 else ([1, 2],):
+                    for module, part in stages(small, layers):
+                        counted = rank_numel(from_config(small), (part,), tp, at=(rank, 0))
+                        assert counted == numel(module), (layers, tp, rank)
+    block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
+    whole = rank_numel(from_config(small), (StageSlice(layers=3, embedding=True, head=True),), 1)
+    assert total_parameters(shape) == whole + (shape.layers - 3) * block
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3.2-1b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("pp", [1, 3, 8])
+def test_the_trainers_own_cut_of_a_whole_model_adds_up(name: str, pp: int) -> None:
+    config = config_of(name)
+    shape = from_config(config)
+    layers = balanced_cut(config.layers, pp, part_costs(config, 1024))
+    counted = 0
+    for module, part in stages(config, layers):
+        own = rank_numel(shape, (part,), 1)
+        assert own == numel(module)
+        counted += own
+    tied_twice = shape.vocab * shape.hidden if shape.tied_embeddings and pp > 1 else 0
+    assert counted == total_parameters(shape) + tied_twice
+
+
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "llama3-8b": {"model_type": "llama", "vocab_size": 128256},
+    "mistral-7b": {"model_type": "mistral", "vocab_size": 32000},
+    "qwen2.5-0.5b": {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, "gpt2"])
+def test_a_config_json_is_counted_as_its_card_is(name: str, tmp_path: Path) -> None:
+    card = config_of(name)
+    keys = {
+        "num_hidden_layers": card.layers,
+        "hidden_size": card.hidden,
+        "num_attention_heads": card.heads,
+        "num_key_value_heads": card.key_value_heads,
+        "intermediate_size": card.ffn_hidden,
+    }
+    gpt = {"n_layer": card.layers, "n_embd": card.hidden, "n_head": card.heads, "n_positions": 1024}
+    config = {**keys, **HUGGING_FACE[name]} if name != "gpt2" else {"model_type": "gpt2", "vocab_size": 50257, **gpt}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = from_hugging_face(tmp_path / "config.json")
+    assert total_parameters(found) == total_parameters(from_config(card))
+    part = StageSlice(layers=2, embedding=True, head=False)
+    for tp in tensor_sizes(found):
+        assert rank_numel(found, (part,), tp) == rank_numel(from_config(card), (part,), tp)
