@@ -143,6 +143,11 @@ class Moments:
         if stage.part.head:
             yield from self._head(state, stage, around, weights)
             of_head = rank.item * ends.table if weights == "kept" else 0.0
+        if rank.sharded and stage.ends.numel and state.had == "backward":  # the ends are gathered again
+            begins = self._in_backward(state, stage, around, blocks - 1, blocks, 0.0, head=stage.part.head)
+            ahead = rank.block_gathered + rank.arriving if stage.part.head else 0.0
+            ends_arriving = rank.ends_gathered(stage) * (rank.shards > 1)
+            yield begins._replace(buffers=begins.buffers + ends_arriving - ahead)
         sends = state.is_last or rank.reduces_each
         for at in self._places(blocks, is_even=not sends and not rank.walk.frees_each and not rank.frees_forward):
             is_first = at == blocks - 1 and not stage.part.head
@@ -168,7 +173,9 @@ class Moments:
         rank, ends, all_ = self.rank, self.rank.ends, stage.blocks
         put_off = 0.0
         if ends.chunk is None:
-            yield self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
+            loss = self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
+            ahead = 0.0 if self._is_gathered(state) or not stage.blocks else rank.arriving  # only when the head begins
+            yield loss._replace(buffers=loss.buffers - ahead)
         has_total = state.has_gradients and rank.sum_bytes == 4 and not rank.reduces_each
         has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_gradients)
         work = head_backward(ends, weights, has_total=has_total)
@@ -206,11 +213,12 @@ class Moments:
         base = self._in_backward(state, stage, around, at, at, rank.sizes.b + of_head)
         freed = rank.block_gathered if self._frees(state) else 0.0
         if state.is_last or rank.reduces_each:
-            own = 0.0 if state.has_gradients and not rank.reduces_each else rank.item * block.numel
+            is_whole = state.has_gradients and not rank.reduces_each
+            new, whole = (0.0, rank.sum_bytes * block.numel) if is_whole else (rank.item * block.numel, 0.0)
             # Its parameters are freed first, and the block's before it is done with what it has sent.
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, at),
-                temporary=base.temporary + self._reducing(block, own),
+                temporary=base.temporary + self._reducing(block, new, whole),
             )
         if not state.has_gradients:
             return base._replace(
@@ -219,21 +227,24 @@ class Moments:
             )
         return base
 
-    def _reducing(self, unit: Unit, own: float) -> float:
-        """Of a unit's gradients: what is sent, beside it first those that it is made of, then what arrives; on one
-        shard, where nothing is sent, torch makes a copy of it between."""
+    def _reducing(self, unit: Unit, new: float, whole: float) -> float:
+        """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
+        which are counted already), then what arrives; on one shard, where nothing is sent, torch makes a copy of it
+        between."""
         rank = self.rank
         sent, arrived = rank.layout.reduce_bytes * unit.padded, rank.layout.reduce_bytes * unit.shard
-        return sent + max(own, arrived + (sent if rank.shards == 1 else 0.0))
+        return sent + max(new, arrived + (sent if rank.shards == 1 else 0.0) - whole)
 
     def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
         rank, ends = self.rank, stage.ends
         base = self._in_backward(state, stage, around, -1, 0, 0.0)
         freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
         if state.is_last or rank.reduces_each:
-            own = 0.0 if state.has_gradients and not rank.reduces_each else own
+            is_whole = state.has_gradients and not rank.reduces_each
+            new, whole = (0.0, rank.sum_bytes * ends.numel) if is_whole else (own, 0.0)
             return base._replace(
-                buffers=base.buffers - freed - self._on_its_way(state, stage, -1), temporary=self._reducing(ends, own)
+                buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
+                temporary=self._reducing(ends, new, whole),
             )
         wide = rank.sum_bytes * ends.numel if not state.has_gradients and rank.sum_bytes != rank.item else 0.0
         last = rank.item * rank.ends.table if wide else own
@@ -269,13 +280,17 @@ class Moments:
         rank = self.rank
         return rank.sharded and (rank.walk.frees_each or (state.is_last and state.kind is Kind.BACKWARD))
 
+    def _is_gathered(self, state: State) -> bool:
+        """Whether the stage's blocks are when a backward begins."""
+        return not self.rank.sharded or (state.had == "forward" and not self.rank.frees_forward)
+
     def _gathered_at(self, state: State, stage: Stage, at: int) -> float:
         """Of the stage, block `at` being at work."""
         rank = self.rank
         if not rank.sharded:
             return 0.0
         ends, block = rank.ends_gathered(stage), rank.block_gathered
-        is_gathered = state.had == "forward" and not rank.frees_forward
+        is_gathered = self._is_gathered(state)
         if is_gathered and not self._frees(state):
             return ends + stage.blocks * block
         if is_gathered:
@@ -344,7 +359,7 @@ class Moments:
             yield after._replace(gradients=whole, temporary=table or s.w_down)
         if state.is_last:
             unit = rank.block if stage.blocks else stage.ends
-            yield after._replace(gradients=whole, temporary=self._reducing(unit, 0.0))
+            yield after._replace(gradients=whole, temporary=self._reducing(unit, 0.0, rank.sum_bytes * unit.numel))
 
     def _what(self, state: State) -> What:
         if state.is_last:
