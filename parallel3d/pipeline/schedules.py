@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import check_schedule
 from parallel3d.pipeline.schedule import Action, Kind, Schedule
-from parallel3d.pipeline.schedules_classic import Actions, gpipe, groups, interleaved_1f1b, looped_bfs, naive, one_f_one_b
+from parallel3d.pipeline.schedules_classic import (
+    Actions,
+    gpipe,
+    groups,
+    interleaved_1f1b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+)
 from parallel3d.pipeline.schedules_v import dualpipe_v, zb_v
 from parallel3d.pipeline.schedules_zero_bubble import interleaved_zb, zb_h1
 

@@ -60,12 +60,14 @@ def memory_by_rank(job: Job) -> list[RankMemory]:
 
 def worst_rank(job: Job) -> RankMemory:
     """The pipeline rank that needs most."""
-    ranks = range(job.layout.pp) if job.layout.schedule in WHOLE_INSTEAD else _candidates(job)
+    is_known = job.is_own and job.layout.schedule not in WHOLE_INSTEAD
+    ranks = _candidates(job) if is_known else range(job.layout.pp)
     return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
-    """`worst_rank(job).total`, from the few ranks that can be it. Where a rank holds more than `enough`, that rank's."""
+    """`worst_rank(job).total`, in any case of the few ranks that usually hold most. Where one holds more than `enough`,
+    that rank's."""
     most = 0.0
     for rank in _candidates(job):
         most = max(most, rank_memory(job, rank).total)
@@ -76,7 +78,7 @@ def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
 
 def _candidates(job: Job) -> Iterable[int]:
     """The ranks that can be the fullest: the first, which holds most microbatches; the last, which has the logits; and,
-    where layers are uneven, the first of those that have most. Schedules that split backwards hold as much on all."""
+    where layers are uneven, the first of those that have most."""
     pp = job.layout.pp
     layers = [part.layers for part in job.ranks]
     return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))

@@ -1,5 +1,5 @@
-"""What the two ends of the model keep and make for themselves: the embedding, and the head with the loss (`layers.head`,
-`layers.loss`, `training.loss`). One microbatch on one tp rank."""
+"""What the two ends of the model keep and make for themselves: the embedding, and the head with the loss
+(`layers.head`, `layers.loss`, `training.loss`). One microbatch on one tp rank."""
 
 from __future__ import annotations
 
@@ -139,10 +139,9 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.touch(2 * s.item * logits + table)
         else:
             tape.touch(2 * s.item * logits)
-        if not has_total:
-            if s.item < 4:
-                tape.make(table)
-                tape.drop(4 * s.table)
+        if not has_total and s.item < 4:  # rounded to what the head computes in
+            tape.make(table)
+            tape.drop(4 * s.table)
         if s.gathers:
             tape.touch(s.copies * s.w + s.b)
             tape.make(s.b)

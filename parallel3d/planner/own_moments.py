@@ -309,7 +309,8 @@ class Moments:
         if rank.layout.dp == 1:
             return
         done = sum(
-            count * sent_by(rank.job, kind.part)[-1].bytes for count, kind in zip(state.of("done"), rank.kinds, strict=True)
+            count * sent_by(rank.job, kind.part)[-1].bytes
+            for count, kind in zip(state.of("done"), rank.kinds, strict=True)
         )
         splits = state.kind is Kind.WEIGHT
         for sent in sent_by(rank.job, stage.part):
@@ -365,4 +366,3 @@ class Moments:
         if state.is_last:
             return "last backward"
         return "backward" if state.has_gradients else "first backward"
-

@@ -1,6 +1,6 @@
-"""What a rank of a pipeline has at hand when each of its actions begins, read off the schedule itself: how many forwards
-wait for their backward, which stages have gradients, whose parameters a forward has left gathered, how many activations
-are being received and sent. Bytes are none of this file's business (`own_memory`).
+"""What a rank of a pipeline has at hand when each of its actions begins, read off the schedule itself: how many
+forwards wait for their backward, which stages have gradients, whose parameters a forward has left gathered, how many
+activations are being received and sent. Bytes are none of this file's business (`own_memory`).
 
 Stages of a rank that hold as much (`alike`) are counted together.
 """
@@ -98,9 +98,7 @@ def states(walk: Walk) -> Iterator[State]:
     """Before each action of the rank, in order."""
     name = cast(ScheduleName, walk.schedule)
     count = enough_microbatches(name, walk.pp, walk.microbatches)
-    actions = rank_actions(
-        name, pp=walk.pp, rank=walk.rank, microbatches=count, virtual_stages=walk.virtual_stages
-    )
+    actions = rank_actions(name, pp=walk.pp, rank=walk.rank, microbatches=count, virtual_stages=walk.virtual_stages)
     holders = placement(name, pp=walk.pp, virtual_stages=walk.virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == walk.rank]
     yield from _Walker(walk, actions, own, Traffic(holders, walk.rank, actions)).states()

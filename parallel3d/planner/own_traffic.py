@@ -4,6 +4,7 @@ that it uses again, and keeps what it sends for a while."""
 from __future__ import annotations
 
 from collections import Counter
+
 from parallel3d.pipeline.schedule import Action, Kind
 
 _AHEAD = 2  # as pipeline.transport's: receives posted beyond the one waited for, from each rank
@@ -16,9 +17,9 @@ class Traffic:
 
     def __init__(self, holders: tuple[int, ...], rank: int, actions: tuple[Action, ...]) -> None:
         self._holders, self._rank = holders, rank
-        sources = Counter(map(self._giver, actions))
-        self._unposted = Counter({source: count for source, count in sources.items() if source not in (None, rank)})
-        self._posted: Counter[int | None] = Counter()
+        sources = map(self._giver, actions)
+        self._unposted = Counter(source for source in sources if source is not None and source != rank)
+        self._posted: Counter[int] = Counter()
         self._in_use = 0  # of the memory that is received into: posted, or a stage's
         self._pool = 0  # that there is: it is not given back
         self._inputs = 0  # of it, what waits for a backward as a stage's input
@@ -78,7 +79,7 @@ class Traffic:
         """Whether a stage's input comes from another rank."""
         return stage > 0 and self._holders[stage - 1] != self._rank
 
-    def _post(self, source: int | None) -> None:
+    def _post(self, source: int) -> None:
         more = min(self._unposted[source], _AHEAD + 1 - self._posted[source])
         self._unposted[source] -= more
         self._posted[source] += more
