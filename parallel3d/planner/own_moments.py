@@ -104,7 +104,7 @@ class Moments:
         arriving = rank.arriving if is_gathering else 0.0
         astray = rank.astray(stage) if state.had == "backward" else 0.0
         gathered = rank.gathered_by_forward(stage) + (rank.block_gathered if rank.frees_forward else 0.0)
-        held = part.embedding * rank.ends.kept_by_embedding
+        held = part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
 
         def moment(kept: float, buffers: float, temporary: float) -> Moment:
             return Moment(
@@ -195,7 +195,8 @@ class Moments:
         """While block `at` is differentiated (the number of blocks: the head; -1: the embedding), the first `kept`
         blocks of this microbatch being there."""
         rank, part = self.rank, stage.part
-        held = rank.kept_by_blocks(stage, kept) + part.embedding * rank.ends.kept_by_embedding
+        held = rank.kept_by_blocks(stage, kept)
+        held += part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
             held += (stage.blocks - kept) * stage.put_off / part.layers
         return Moment(
