@@ -14,15 +14,30 @@ from parallel3d.tools.plan import main
 from parallel3d.tools.plan_verify import verify
 from parallel3d.training import loss
 
-LLAMA = ModelConfig(layers=3, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
+LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
 GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidden=8192, vocab=50257, max_positions=2048)
 LARGE = ParallelConfig(pp=2, dp_replicate=4, dp_shard=256, tp=8, sequence_parallel=True)  # 16,384 ranks
+MIDDLE = ParallelConfig(pp=3, dp_shard=8)
+LOOPED = ParallelConfig(pp=2, dp_shard=8, virtual_stages=2)
 LAYOUTS = {
     "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
     "sharded, the last, recomputed": (LLAMA, replace(LARGE, recompute="full", microbatch_size=2), "bf16", 4, 1),
     "optimizer sharded": (GPT, replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"), "bf16", 4, 0),
     "zero bubble": (LLAMA, replace(LARGE, schedule="zb_h1", sequence_parallel=False), "bf16", 3, 0),
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
+    "gathered for each microbatch, in the middle": (LLAMA, replace(MIDDLE, gather="microbatch"), "bf16", 4, 1),
+    "gathered and reduced for each microbatch": (
+        LLAMA,
+        ParallelConfig(dp_shard=8, tp=2, gather="microbatch", reduce="microbatch"),
+        "bf16",
+        3,
+        0,
+    ),
+    "the second halves put off, their blocks whole": (LLAMA, replace(MIDDLE, schedule="zb_h1"), "bf16", 6, 2),
+    "one stage after the other": (LLAMA, replace(LOOPED, schedule="looped_bfs"), "bf16", 4, 0),
+    "on a V": (LLAMA, replace(LOOPED, schedule="dualpipe_v"), "bf16", 4, 1),
+    "replicas alone": (LLAMA, ParallelConfig(dp_replicate=4, sharding="_HYBRID_SHARD_ZERO2"), "bf16", 1, 0),
+    "dropout": (replace(GPT, dropout=0.1), ParallelConfig(dp_shard=8, tp=2), "bf16", 2, 0),
 }
 
 
@@ -68,7 +83,9 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (["--measure"], "needs a CUDA device"),
-        (["optimizer.name=sgd"], "the memory model knows adamw's states"),
+        (["optimizer.name=muon"], "the memory model knows the states of adamw and sgd"),
+        (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
+        (["parallel.prefetch=2"], "knows what torch gathers ahead by itself"),
         (["model.layers=zero"], "model.layers"),
     ],
 )

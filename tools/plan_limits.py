@@ -71,7 +71,9 @@ def _parser() -> Parser:
         does="How far it goes: the smallest cluster, the longest sequence, the largest batch and model.",
         epilog=_EPILOG,
     )
-    parser.add_argument("what", nargs="?", choices=("all", *WHAT), default="all", metavar="WHAT", help="one of the four (all)")
+    parser.add_argument(
+        "what", nargs="?", choices=("all", *WHAT), default="all", metavar="WHAT", help="one of the four (all)"
+    )
     parser.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run: days and price on that cluster")
     add_options(parser)
     add_constraints(parser.add_argument_group("the layout"))

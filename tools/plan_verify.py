@@ -98,12 +98,9 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 
 def job_of_recipe(recipe: Recipe) -> Job:
     """What the planner makes of a recipe; of the hardware only CPU or GPU matters here."""
-    boundaries, optimizer = recipe.parallel.stage_boundaries, recipe.optimizer
-    if optimizer.name != "adamw":
-        raise ConfigError(f"optimizer.name = {optimizer.name}: the memory model knows adamw's states; try adamw")
-    narrow = optimizer.state_dtype == "bf16" or (
-        recipe.train.precision == "bf16_pure" and optimizer.state_dtype is None
-    )
+    _check_known(recipe)
+    boundaries = recipe.parallel.stage_boundaries
+    state_bytes, step_bytes = _optimizer_bytes(recipe)
     return Job(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),
@@ -111,10 +108,42 @@ def job_of_recipe(recipe: Recipe) -> Job:
         engine=PARALLEL3D,
         seq_len=recipe.train.seq_len,
         precision=recipe.train.precision,
-        state_bytes=4.0 if narrow else 8.0,
+        state_bytes=state_bytes,
+        step_bytes=step_bytes,
+        drops=recipe.model.dropout > 0,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
         stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, recipe.model.layers)),
     )
+
+
+def _check_known(recipe: Recipe) -> None:
+    """Raises ConfigError for what the memory model does not know."""
+    name, parallel = recipe.optimizer.name, recipe.parallel
+    if name not in ("adamw", "sgd"):
+        raise ConfigError(f"optimizer.name = {name}: the memory model knows the states of adamw and sgd; try adamw")
+    if recipe.model.attention_dropout:
+        raise ConfigError(
+            f"model.attention_dropout = {recipe.model.attention_dropout}: the memory model knows dropout between the "
+            f"layers alone; try model.attention_dropout=0"
+        )
+    if parallel.prefetch is not None:
+        raise ConfigError(
+            f"parallel.prefetch = {parallel.prefetch}: the memory model knows what torch gathers ahead by itself; try "
+            f"parallel.prefetch=null"
+        )
+
+
+def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
+    """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
+    states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
+    optimizer = recipe.optimizer.resolved
+    master = 2 if recipe.train.precision == "bf16_pure" else 4
+    width = {None: master, "fp32": 4, "bf16": 2}[optimizer.state_dtype]
+    is_wide = master == 4
+    if optimizer.name == "sgd":
+        copies = 4.0 if is_wide else 12.0
+        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else float(master))
+    return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
 
 
 def _rank(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -87,7 +87,8 @@ class _Linear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        # Detached, so that what is put off does not keep the graph.
+        flat_grad, flat_x = grad.detach().reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         grad_bias = flat_grad.sum(0) if ctx.has_bias else None
 
         def add() -> None:

@@ -143,7 +143,9 @@ def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | 
 def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
     """As `give_gradient` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and [tokens, in]:
     where gradients are fused, the matrix multiplication itself adds the product, now or when the runtime has time."""
-    if fused and deferred(lambda: give_matmul_gradient(weight, grad_out, x, fused=True)):
+    # What is put off must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
+    kept = grad_out.detach(), x.detach()
+    if fused and deferred(lambda: give_matmul_gradient(weight, *kept, fused=True)):
         return None
     if fused and (total := total_gradient(weight)) is not None:
         add_product(total, grad_out, x)

@@ -11,14 +11,12 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
 from parallel3d.config import ScheduleName
-from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.planner.job import Job, Layout
+from parallel3d.planner.job import Job
 
 
 def block_bytes(job: Job) -> float:
@@ -125,52 +123,3 @@ def _live_of_schedule(name: ScheduleName, pp: int, microbatches: int, virtual_st
     schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
     grows = name == "looped_bfs"
     return tuple(live * microbatches // count if grows else live for live in schedule.peak_live_microbatches)
-
-
-@dataclass(frozen=True)
-class SplitState:
-    """What a rank has when a half of a split backward (or a whole one) begins, of each of its stages: forwards alive,
-    second halves put off; whose backward it is, and whether no weight of that one has had a gradient yet."""
-
-    kind: Kind
-    stage: int  # of the rank's own, counted from 0
-    is_first: bool
-    alive: tuple[int, ...]
-    put_off: tuple[int, ...]
-
-    def exceeds(self, other: SplitState) -> bool:
-        if self == other or (self.kind, self.stage) != (other.kind, other.stage) or self.is_first > other.is_first:
-            return False
-        pairs = zip(self.alive + self.put_off, other.alive + other.put_off, strict=True)
-        return all(a >= b for a, b in pairs)
-
-
-def split_states(layout: Layout) -> tuple[tuple[SplitState, ...], ...]:
-    """Of a schedule that splits backwards, each rank's fullest states."""
-    return _split_states(cast(ScheduleName, layout.schedule), layout.pp, layout.microbatches, layout.virtual_stages)
-
-
-@lru_cache(maxsize=256)
-def _split_states(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int
-) -> tuple[tuple[SplitState, ...], ...]:
-    count = min(microbatches, 4 * pp)
-    schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
-    return tuple(_fullest(actions) for actions in schedule.ranks)
-
-
-def _fullest(actions: tuple[Action, ...]) -> tuple[SplitState, ...]:
-    """Those of a rank's states that no other exceeds."""
-    own = {stage: at for at, stage in enumerate(sorted({action.stage for action in actions}))}
-    found: set[SplitState] = set()
-    alive, put_off, is_first = [0] * len(own), [0] * len(own), [True] * len(own)
-    for action in actions:
-        at = own[action.stage]
-        if action.kind is Kind.FORWARD:
-            alive[at] += 1
-            continue
-        found.add(SplitState(action.kind, at, is_first[at], tuple(alive), tuple(put_off)))
-        alive[at] -= action.kind is not Kind.WEIGHT
-        put_off[at] += {Kind.INPUT: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
-        is_first[at] = is_first[at] and action.kind is Kind.INPUT
-    return tuple(state for state in found if not any(other.exceeds(state) for other in found))

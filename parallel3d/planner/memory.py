@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
 from parallel3d.planner.own_memory import least_held as least_held_of_own
@@ -57,23 +59,29 @@ def memory_by_rank(job: Job) -> list[RankMemory]:
 
 
 def worst_rank(job: Job) -> RankMemory:
-    """The pipeline rank that needs most. The first holds most microbatches and the last the logits; between them it
-    is the one with most layers."""
-    return max(memory_by_rank(job), key=lambda memory: memory.total)
+    """The pipeline rank that needs most."""
+    is_known = job.is_own and job.layout.schedule not in WHOLE_INSTEAD
+    ranks = _candidates(job) if is_known else range(job.layout.pp)
+    return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
-    """`worst_rank(job).total`, from the few ranks that can be it: the first, which holds most microbatches; the last,
-    which has the logits; and, where layers are uneven, the first of those that have most. Where a rank holds more than
-    `enough`, that rank's."""
-    pp = job.layout.pp
-    layers = [part.layers for part in job.ranks]
+    """`worst_rank(job).total`, in any case of the few ranks that usually hold most. Where one holds more than `enough`,
+    that rank's."""
     most = 0.0
-    for rank in dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1))):
+    for rank in _candidates(job):
         most = max(most, rank_memory(job, rank).total)
         if most > enough:
             break
     return most
+
+
+def _candidates(job: Job) -> Iterable[int]:
+    """The ranks that can be the fullest: the first, which holds most microbatches; the last, which has the logits; and,
+    where layers are uneven, the first of those that have most."""
+    pp = job.layout.pp
+    layers = [part.layers for part in job.ranks]
+    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What the two ends of the model keep and make for themselves: the embedding, and the head with the loss (`layers.head`,
-`layers.loss`, `training.loss`). One microbatch on one tp rank."""
+"""What the two ends of the model keep and make for themselves: the embedding, and the head with the loss
+(`layers.head`, `layers.loss`, `training.loss`). One microbatch on one tp rank."""
 
 from __future__ import annotations
 
@@ -81,23 +81,24 @@ def _chunk(job: Job) -> int | None:
 
 @lru_cache(maxsize=4096)
 def head_forward(s: EndSizes) -> Work:
-    """From the last block's output, which is there, to the loss."""
+    """From the last block's output, which is there, to the logits, or where they come in chunks to the norm's output
+    (gathered)."""
     tape = Tape()
     tape.make(s.norm)
-    wide = 4 if s.item < 4 else 0
-    if s.chunk is None:
-        if s.gathers:
-            tape.make(s.w, s.copies * s.w)
-        tape.make(s.logits)
-        if s.gathers:
-            tape.drop(s.w, s.copies * s.w)
-        tape.touch(4 * s.tokens * s.rows)
-    else:
-        if s.gathers:
-            tape.touch(2 * s.w * s.copies)
-            tape.make(s.w)
-        tape.touch((s.item + wide) * s.chunk * s.rows)
+    if s.gathers:
+        tape.make(s.w, s.copies * s.w)
+        tape.drop(s.copies * s.w)
+    tape.make(s.logits)
+    tape.drop(s.w if s.gathers and s.chunk is None else 0)
     return Work(tape.peak, tape.now)
+
+
+@lru_cache(maxsize=4096)
+def loss_forward(s: EndSizes) -> float:
+    """The most from there to the loss, beside the last block's output."""
+    at_once = s.tokens if s.chunk is None else s.chunk
+    narrow = s.item if s.chunk is not None and s.item < 4 else 0
+    return head_forward(s).left + (4.0 + narrow) * at_once * s.rows
 
 
 @lru_cache(maxsize=4096)
@@ -138,10 +139,9 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.touch(2 * s.item * logits + table)
         else:
             tape.touch(2 * s.item * logits)
-        if not has_total:
-            if s.item < 4:
-                tape.make(table)
-                tape.drop(4 * s.table)
+        if not has_total and s.item < 4:  # rounded to what the head computes in
+            tape.make(table)
+            tape.drop(4 * s.table)
         if s.gathers:
             tape.touch(s.copies * s.w + s.b)
             tape.make(s.b)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.pipeline.schedule import Kind
+from parallel3d.pipeline.schedules import WHOLE_INSTEAD
+from parallel3d.planner.activations import live_microbatches
 from parallel3d.planner.job import Job
 from parallel3d.planner.own_buckets import published_by
-from parallel3d.planner.own_moments import Moment, Moments, What
+from parallel3d.planner.own_moments import Moment, Moments, What, total
 from parallel3d.planner.own_rank import Rank
-from parallel3d.planner.own_states import State, fullest_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,7 @@ class Held:
 def most_held(job: Job, rank: int) -> Held:
     """At the moment of a step when a pipeline rank holds most."""
     has = Rank(job, rank)
-    moments = Moments(has)
-    states = fullest_states(has.walk)
-    found = [moment for state in states for moment in moments.of(state)]
-    fullest = max([*found, _step(has, states)], key=lambda moment: moment.total)
+    fullest = max(Moments(has).fullest(), _step(has), key=total)
     parameters, gradients, optimizer = has.at_rest
     return Held(
         moment=fullest.what,
@@ -65,22 +62,21 @@ def most_held(job: Job, rank: int) -> Held:
 def least_held(job: Job, rank: int) -> tuple[float, float, float]:
     """Bytes that a rank has at least when most of its forwards are alive: at rest, in gathered parameters, and in
     activations with logits. The first two are alike whatever is recomputed and however large a microbatch is."""
-    has = Rank(job, rank)
-    kinds = has.kinds
+    has, layout = Rank(job, rank), job.layout
+    gathered = sum(map(has.gathered_by_forward, has.stages))
+    if layout.schedule in WHOLE_INSTEAD:  # it is for the schedule to say how many are alive
+        return sum(has.at_rest), gathered, 0.0
+    live = live_microbatches(
+        layout.schedule,
+        pp=layout.pp,
+        rank=rank,
+        microbatches=layout.microbatches,
+        virtual_stages=layout.virtual_stages,
+    )
+    return sum(has.at_rest), gathered, live * min(kind.kept for kind in has.kinds)
 
-    def alive(state: State) -> int:
-        return sum(n * (kind.blocks + kind.part.head) for n, kind in zip(state.alive, kinds, strict=True))
 
-    begun = (state for state in fullest_states(has.walk) if state.kind in (Kind.BACKWARD, Kind.INPUT))
-    fullest = max(begun, key=alive)
-    activations = sum(n * (kind.kept + kind.logits) for n, kind in zip(fullest.alive, kinds, strict=True))
-    gathered = sum(n * has.gathered_by_forward(kind) for n, kind in zip(fullest.after_forward, kinds, strict=True))
-    stage = has.stages[fullest.stage]
-    return sum(has.at_rest), gathered, activations - stage.logits
-
-
-def _step(has: Rank, states: tuple[State, ...]) -> Moment:
+def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
     published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
-    waiting = max(state.waiting for state in states) * has.sizes.b
-    return Moment("optimizer's step", gradients, 0.0, 0.0, waiting, published)
+    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.job.step_bytes * has.largest))

@@ -6,13 +6,14 @@ shrinks by the same from one to the next: the first and the last ones are looked
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import add, mul
 from typing import Literal, NamedTuple
 
 from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.own_buckets import sent_by
-from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward
-from parallel3d.planner.own_rank import Rank, Stage
-from parallel3d.planner.own_states import Counts, State
+from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
+from parallel3d.planner.own_rank import Rank, Stage, Unit
+from parallel3d.planner.own_states import State, fullest_states
 from parallel3d.planner.own_work import Weights, backward_work, forward_work
 
 What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
@@ -28,9 +29,9 @@ class Moment(NamedTuple):
     buffers: float
     temporary: float
 
-    @property
-    def total(self) -> float:
-        return sum(self[1:])
+
+def total(moment: Moment) -> float:
+    return moment[1] + moment[2] + moment[3] + moment[4] + moment[5]
 
 
 class Around(NamedTuple):
@@ -51,14 +52,24 @@ class Moments:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         kinds = rank.kinds
-        self._kept = [kind.kept for kind in kinds]
+        self._activations = [kind.kept for kind in kinds] + [kind.put_off for kind in kinds]
         self._logits = [kind.logits for kind in kinds]
-        self._put_off = [kind.put_off for kind in kinds]
-        self._whole = [rank.whole_gradients(kind) for kind in kinds]
-        self._reduced = [rank.reduced_gradients(kind) for kind in kinds]
-        self._gathered = [rank.gathered_by_forward(kind) for kind in kinds]
-        self._astray = [rank.astray(kind) for kind in kinds]
+        self._gathered = [rank.gathered_by_forward(kind) for kind in kinds] + [rank.astray(kind) for kind in kinds]
+        self._gradients = [rank.whole_gradients(kind) for kind in kinds] + list(map(rank.reduced_gradients, kinds))
         self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches  # of the batch, and its labels
+
+    def fullest(self) -> Moment:
+        """Of all actions. What an action makes for itself does not depend on what others hold, so that of states that
+        differ in that alone the fullest is enough."""
+        kinds = len(self._logits)
+        alive = map(add, self._activations, self._logits)
+        each = (*alive, *self._activations[kinds:], *self._gathered, *self._gradients, self.rank.sizes.b)
+
+        def held(state: State) -> float:
+            return sum(map(mul, state.counts, each))
+
+        fullest = (max(some, key=held) if len(some) > 1 else some[0] for some in fullest_states(self.rank.walk))
+        return max((moment for state in fullest for moment in self.of(state)), key=total)
 
     def of(self, state: State) -> Iterator[Moment]:
         stage = self.rank.stages[state.stage]
@@ -75,16 +86,12 @@ class Moments:
         own = rank.whole_gradients(stage) if state.has_gradients else 0.0
         gathered = {"nothing": 0.0, "forward": rank.gathered_by_forward(stage), "backward": rank.astray(stage)}
         takes = state.kind in (Kind.BACKWARD, Kind.INPUT)
+        counts, kinds = state.counts, len(self._logits)
         return Around(
-            gradients=_sum(state.whole, self._whole) + _sum(state.done, self._reduced) - own,
-            activations=_sum(state.alive, self._kept)
-            + _sum(state.put_off, self._put_off)
-            - takes * stage.kept
-            + self._ids,
-            logits=_sum(state.alive, self._logits) - takes * stage.logits,
-            gathered=_sum(state.after_forward, self._gathered)
-            + _sum(state.after_backward, self._astray)
-            - gathered[state.had],
+            gradients=sum(map(mul, counts[4 * kinds :], self._gradients)) - own,
+            activations=sum(map(mul, counts, self._activations)) - takes * stage.kept + self._ids,
+            logits=sum(map(mul, counts, self._logits)) - takes * stage.logits,
+            gathered=sum(map(mul, counts[2 * kinds :], self._gathered)) - gathered[state.had],
             waiting=state.waiting * rank.sizes.b,
             own_gradients=own,
         )
@@ -97,7 +104,7 @@ class Moments:
         arriving = rank.arriving if is_gathering else 0.0
         astray = rank.astray(stage) if state.had == "backward" else 0.0
         gathered = rank.gathered_by_forward(stage) + (rank.block_gathered if rank.frees_forward else 0.0)
-        held = part.embedding * rank.ends.kept_by_embedding
+        held = part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
 
         def moment(kept: float, buffers: float, temporary: float) -> Moment:
             return Moment(
@@ -114,16 +121,15 @@ class Moments:
             kept = rank.kept_by_blocks(stage, last) + rank.sizes.b
             work = forward_work(rank.sizes, rank.recompute(stage.first + last))
             yield moment(kept, gathered + arriving, work.peak)
-            if is_gathering:
-                before = gathered - rank.block_gathered + astray * (last > 0)
-                own = rank.item * rank.block.shard if rank.item < rank.master else 0.0
-                yield moment(kept, before + 2 * arriving + own, 0.0)
+            if is_gathering:  # what the unit before arrived in goes when the last block is where it is used
+                before = arriving if last else rank.ends_gathered(stage) * (rank.shards > 1)
+                yield moment(kept, gathered + arriving + before + astray * (last > 0), 0.0)
         if part.head:
             ends = rank.ends
-            at_head = arriving if ends.chunk is None else 0.0
             kept = rank.kept_by_blocks(stage, stage.blocks) + ends.b
             freed = rank.block_gathered if rank.frees_forward else 0.0
-            yield moment(kept, gathered - freed + at_head, head_forward(ends).peak)
+            yield moment(kept, gathered - freed + arriving, head_forward(ends).peak)
+            yield moment(kept, gathered - freed, loss_forward(ends))
 
     # A backward, or its first half.
 
@@ -137,12 +143,18 @@ class Moments:
         if stage.part.head:
             yield from self._head(state, stage, around, weights)
             of_head = rank.item * ends.table if weights == "kept" else 0.0
-        for at in self._places(blocks):
+        if rank.sharded and stage.ends.numel and state.had == "backward":  # the ends are gathered again
+            begins = self._in_backward(state, stage, around, blocks - 1, blocks, 0.0, head=stage.part.head)
+            ahead = rank.block_gathered + rank.arriving if stage.part.head else 0.0
+            ends_arriving = rank.ends_gathered(stage) * (rank.shards > 1)
+            yield begins._replace(buffers=begins.buffers + ends_arriving - ahead)
+        sends = state.is_last or rank.reduces_each
+        for at in self._places(blocks, is_even=not sends and not rank.walk.frees_each and not rank.frees_forward):
             is_first = at == blocks - 1 and not stage.part.head
             arriving = 0.0 if is_first else rank.sizes.b
             work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
-            if rank.sharded and weights == "kept":
+            if rank.sharded and weights == "kept" and (sends or at == 0):
                 yield self._block_done(state, stage, around, at, of_head)
         if stage.part.embedding:
             work = embedding_backward(ends, made)
@@ -151,9 +163,9 @@ class Moments:
             of_embedding = rank.item * ends.table if stage.part.embedding and made == "kept" else 0.0
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
-    def _places(self, blocks: int) -> list[int]:
-        every = self.rank.layout.recompute_every
-        near = every + 1
+    def _places(self, blocks: int, *, is_even: bool) -> list[int]:
+        """The blocks to look at; `is_even`: at each as much more or less is held than at the one before it."""
+        near = self.rank.layout.recompute_every + (0 if is_even else 1)
         return [at for at in range(blocks) if at < near or at >= blocks - near]
 
     def _head(self, state: State, stage: Stage, around: Around, weights: Weights) -> Iterator[Moment]:
@@ -161,7 +173,9 @@ class Moments:
         rank, ends, all_ = self.rank, self.rank.ends, stage.blocks
         put_off = 0.0
         if ends.chunk is None:
-            yield self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
+            loss = self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
+            ahead = 0.0 if self._is_gathered(state) or not stage.blocks else rank.arriving  # only when the head begins
+            yield loss._replace(buffers=loss.buffers - ahead)
         has_total = state.has_gradients and rank.sum_bytes == 4 and not rank.reduces_each
         has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_gradients)
         work = head_backward(ends, weights, has_total=has_total)
@@ -181,7 +195,8 @@ class Moments:
         """While block `at` is differentiated (the number of blocks: the head; -1: the embedding), the first `kept`
         blocks of this microbatch being there."""
         rank, part = self.rank, stage.part
-        held = rank.kept_by_blocks(stage, kept) + part.embedding * rank.ends.kept_by_embedding
+        held = rank.kept_by_blocks(stage, kept)
+        held += part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
             held += (stage.blocks - kept) * stage.put_off / part.layers
         return Moment(
@@ -197,32 +212,44 @@ class Moments:
         """A block's gradients are widened, or sent, and those of its products go."""
         rank, block = self.rank, self.rank.block
         base = self._in_backward(state, stage, around, at, at, rank.sizes.b + of_head)
+        freed = rank.block_gathered if self._frees(state) else 0.0
         if state.is_last or rank.reduces_each:
-            own = 0.0 if state.has_gradients and not rank.reduces_each else rank.item * block.numel
-            sent = rank.layout.reduce_bytes * block.padded
+            is_whole = state.has_gradients and not rank.reduces_each
+            new, whole = (0.0, rank.sum_bytes * block.numel) if is_whole else (rank.item * block.numel, 0.0)
             # Its parameters are freed first, and the block's before it is done with what it has sent.
-            freed = rank.block_gathered if self._frees(state) else 0.0
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, at),
-                temporary=base.temporary + own + sent,
+                temporary=base.temporary + self._reducing(block, new, whole),
             )
         if not state.has_gradients:
-            return base._replace(temporary=base.temporary + rank.sum_bytes * block.numel + rank.sizes.w_down)
+            return base._replace(
+                buffers=base.buffers - freed,
+                temporary=base.temporary + rank.sum_bytes * block.numel + rank.sizes.w_down,
+            )
         return base
+
+    def _reducing(self, unit: Unit, new: float, whole: float) -> float:
+        """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
+        which are counted already), then what arrives; on one shard, where nothing is sent, torch makes a copy of it
+        between."""
+        rank = self.rank
+        sent, arrived = rank.layout.reduce_bytes * unit.padded, rank.layout.reduce_bytes * unit.shard
+        return sent + max(new, arrived + (sent if rank.shards == 1 else 0.0) - whole)
 
     def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
         rank, ends = self.rank, stage.ends
         base = self._in_backward(state, stage, around, -1, 0, 0.0)
+        freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
         if state.is_last or rank.reduces_each:
-            own = 0.0 if state.has_gradients and not rank.reduces_each else own
-            freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
+            is_whole = state.has_gradients and not rank.reduces_each
+            new, whole = (0.0, rank.sum_bytes * ends.numel) if is_whole else (own, 0.0)
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
-                temporary=own + rank.layout.reduce_bytes * ends.padded,
+                temporary=self._reducing(ends, new, whole),
             )
         wide = rank.sum_bytes * ends.numel if not state.has_gradients and rank.sum_bytes != rank.item else 0.0
         last = rank.item * rank.ends.table if wide else own
-        return base._replace(temporary=wide + last)
+        return base._replace(buffers=base.buffers - freed, temporary=wide + last)
 
     def _own_gradients(self, state: State, stage: Stage, around: Around, at: int) -> float:
         """Whole or reduced ones of the stage, block `at` being at work."""
@@ -254,20 +281,24 @@ class Moments:
         rank = self.rank
         return rank.sharded and (rank.walk.frees_each or (state.is_last and state.kind is Kind.BACKWARD))
 
+    def _is_gathered(self, state: State) -> bool:
+        """Whether the stage's blocks are when a backward begins."""
+        return not self.rank.sharded or (state.had == "forward" and not self.rank.frees_forward)
+
     def _gathered_at(self, state: State, stage: Stage, at: int) -> float:
         """Of the stage, block `at` being at work."""
         rank = self.rank
         if not rank.sharded:
             return 0.0
         ends, block = rank.ends_gathered(stage), rank.block_gathered
-        is_gathered = state.had == "forward" and not rank.frees_forward
+        is_gathered = self._is_gathered(state)
         if is_gathered and not self._frees(state):
             return ends + stage.blocks * block
         if is_gathered:
             astray = rank.astray(stage) if at == 0 and not state.is_last else 0.0
             return ends + min(at + 1, stage.blocks) * block + astray
-        if at == stage.blocks:  # the head, with the last block ahead
-            return ends + (rank.arriving if stage.blocks else 0.0)
+        if at == stage.blocks:  # the head, with the last block ahead, unless head and loss are one
+            return ends + (rank.arriving if stage.blocks and rank.ends.chunk is None else 0.0)
         here = block if at >= 0 else 0.0
         return ends + here + (rank.arriving if at > 0 else rank.astray(stage))
 
@@ -279,7 +310,8 @@ class Moments:
         if rank.layout.dp == 1:
             return
         done = sum(
-            count * sent_by(rank.job, kind.part)[-1].bytes for count, kind in zip(state.done, rank.kinds, strict=True)
+            count * sent_by(rank.job, kind.part)[-1].bytes
+            for count, kind in zip(state.of("done"), rank.kinds, strict=True)
         )
         splits = state.kind is Kind.WEIGHT
         for sent in sent_by(rank.job, stage.part):
@@ -329,13 +361,9 @@ class Moments:
             yield after._replace(gradients=whole, temporary=table or s.w_down)
         if state.is_last:
             unit = rank.block if stage.blocks else stage.ends
-            yield after._replace(gradients=whole, temporary=rank.layout.reduce_bytes * unit.padded)
+            yield after._replace(gradients=whole, temporary=self._reducing(unit, 0.0, rank.sum_bytes * unit.numel))
 
     def _what(self, state: State) -> What:
         if state.is_last:
             return "last backward"
         return "backward" if state.has_gradients else "first backward"
-
-
-def _sum(counts: Counts, each: list[float]) -> float:
-    return sum(map(float.__mul__, map(float, counts), map(float, each)))

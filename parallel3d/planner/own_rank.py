@@ -146,6 +146,17 @@ class Rank:
             return 0.0
         return self.master * self.shard_of(stage)
 
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest parameter that the optimizer steps here."""
+        tables = (*block_tables(self.job.shape, self.layout.tp), *self._end_tables)
+        return max((table.shard(self.shards) // table.times for table in tables), default=0)
+
+    @property
+    def _end_tables(self) -> list[Table]:
+        parts = (stage.part for stage in self.stages if stage.ends.numel)
+        return [table for part in parts for table in end_tables(self.job.shape, part, self.layout.tp)]
+
     def shard_of(self, stage: Stage) -> int:
         return stage.blocks * self.block.shard + stage.ends.shard
 
@@ -215,7 +226,7 @@ class Rank:
         put_off = 0.0
         bare = Stage(part, first, _unit(self.job.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
         kept = self.kept_by_blocks(bare, part.layers)
-        kept += part.embedding * ends.kept_by_embedding + part.head * ends.kept_by_head
+        kept += part.embedding * (ends.kept_by_embedding + sizes.mask) + part.head * ends.kept_by_head
         if self.layout.schedule in ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"):
             put_off = sum(put_off_bytes(sizes, self.recompute(first + i)) for i in range(part.layers))
             put_off += part.head * (ends.w + ends.logits if ends.chunk is None else 0)
@@ -240,12 +251,20 @@ def _block_sizes(job: Job) -> tuple[int, BlockSizes]:
         job.seq_len,
         int(job.item_bytes),
         not job.on_cpu,
+        job.drops,
     )
 
 
 @lru_cache(maxsize=4096)
 def _sizes(
-    shape: ModelShape, tp: int, sequence_parallel: bool, batch: int, seq: int, item_bytes: int, fused_norm: bool
+    shape: ModelShape,
+    tp: int,
+    sequence_parallel: bool,
+    batch: int,
+    seq: int,
+    item_bytes: int,
+    fused_norm: bool,
+    drops: bool,
 ) -> tuple[int, BlockSizes]:
     """What a norm keeps of a token, and a block's tensors."""
     block = BlockActivations(
@@ -261,6 +280,7 @@ def _sizes(
         fused_norm=fused_norm,
         layer_norm=shape.layer_norm,
         gated=shape.feed_forward_inputs == 2,
+        dropout=drops,
     )
     kv_weight = block_tables(shape, tp)[1].rows * shape.hidden
     return block.norm_bytes, BlockSizes.of(block, kv_weight=kv_weight, biases=shape.biases)

@@ -1,7 +1,6 @@
-"""What a rank of a pipeline has at hand when each of its actions begins, read off the schedule itself: how many forwards
-wait for their backward, which stages have gradients, whose parameters a forward has left gathered, how many activations
-are being received and sent. Bytes are none of this file's business (`own_memory`), and states that another exceeds in
-everything are left out: of thousands of actions a few are left.
+"""What a rank of a pipeline has at hand when each of its actions begins, read off the schedule itself: how many
+forwards wait for their backward, which stages have gradients, whose parameters a forward has left gathered, how many
+activations are being received and sent. Bytes are none of this file's business (`own_memory`).
 
 Stages of a rank that hold as much (`alike`) are counted together.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedule import Action, Kind
@@ -25,44 +24,38 @@ Counts = tuple[int, ...]  # for each kind of stage
 Had = Literal["nothing", "forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Before an action. Counts include the stage of the action, and a backward's own forward is `alive`."""
+class State(NamedTuple):
+    """Before an action. `counts`, of each kind of stage one after the other, include the action's own stage, and a
+    backward's own forward:
+
+        alive             forwards without a backward
+        put_off           second halves of backwards
+        after_forward     stages whose last action was a forward
+        after_backward    and those where it was a backward, not the last
+        whole             stages that have had a backward, not the last
+        done              and those whose gradients are complete
+        waiting           (one number) activations and gradients between stages, beside the inputs of what is alive
+    """
 
     kind: Kind
     stage: int  # of the rank's own, from 0
     had: Had
     has_gradients: bool  # of its weights
     is_last: bool  # its gradients are complete when it ends
-    alive: Counts  # forwards without a backward
-    put_off: Counts  # second halves of backwards
-    after_forward: Counts  # stages whose last action was a forward
-    after_backward: Counts  # and those where it was a backward, not the last
-    whole: Counts  # stages that have had a backward, not the last
-    done: Counts  # and those whose gradients are complete
-    waiting: int  # activations and gradients between stages, beside the inputs of what is alive
-
-    def exceeds(self, other: State) -> bool:
-        """Of the same action: whether it holds as much or more of everything."""
-        return (
-            self.has_gradients >= other.has_gradients
-            and self.waiting >= other.waiting
-            and all(map(_at_least, self._held, other._held))
-        )
+    counts: Counts
 
     @property
-    def action(self) -> tuple[object, ...]:
-        return (self.kind, self.stage, self.had, self.is_last)
+    def waiting(self) -> int:
+        return self.counts[-1]
 
-    @property
-    def _held(self) -> tuple[Counts, ...]:
-        begun = tuple(map(sum, zip(self.after_forward, self.after_backward, strict=True)))
-        reduced = tuple(map(sum, zip(self.whole, self.done, strict=True)))
-        return (self.alive, self.put_off, self.after_forward, begun, self.whole, reduced)
+    def of(self, name: Tally) -> Counts:
+        kinds = len(self.counts) // len(TALLIES)
+        at = TALLIES.index(name) * kinds
+        return self.counts[at : at + kinds]
 
 
-def _at_least(some: Counts, others: Counts) -> bool:
-    return all(a >= b for a, b in zip(some, others, strict=True))
+Tally = Literal["alive", "put_off", "after_forward", "after_backward", "whole", "done"]
+TALLIES: tuple[Tally, ...] = get_args(Tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +71,37 @@ class Walk:
     frees_each: bool = False
 
 
-@lru_cache(maxsize=4096)
-def fullest_states(walk: Walk) -> tuple[State, ...]:
-    """Those that no other of the same action exceeds."""
-    found: dict[tuple[object, ...], list[State]] = {}
-    for state in states(walk):
-        others = found.setdefault(state.action, [])
-        if not any(other.exceeds(state) for other in others):
-            others[:] = [other for other in others if not state.exceeds(other)]
-            others.append(state)
-    return tuple(state for some in found.values() for state in some)
+@lru_cache(maxsize=8192)
+def fullest_states(walk: Walk) -> tuple[tuple[State, ...], ...]:
+    """Those that differ in counts alone together, and of them a few: that which has most forwards alive, of all stages
+    and of each kind of stage, the most put off, and the most gradients. What a state holds is a sum of its counts, each
+    times some bytes; and where one kind of stage has more alive, another has so many fewer."""
+    kinds = max(walk.alike, default=0) + 1
+    found: dict[tuple[object, ...], dict[int, tuple[tuple[int, ...], State]]] = {}
+    for state in dict.fromkeys(states(walk)):
+        counts = state.counts
+        alive, put_off = sum(counts[:kinds]), sum(counts[kinds : 2 * kinds])
+        gradients = sum(counts[4 * kinds : 5 * kinds])
+        rest = (gradients, sum(counts[2 * kinds : 4 * kinds]), sum(counts[5 * kinds :]))
+        ways = [(alive + put_off, alive, *rest), (alive, put_off, *rest), (put_off, alive, *rest)]
+        ways.append((gradients, alive + put_off, *rest))
+        if kinds > 1:
+            ways += [(counts[kind], alive + put_off, *rest) for kind in range(kinds)]
+        most = found.setdefault((walk.alike[state.stage], state.kind, *state[2:-1]), {})
+        for at, way in enumerate(ways):
+            if at not in most or way > most[at][0]:
+                most[at] = (way, state)
+    return tuple(tuple({state for _, state in most.values()}) for most in found.values())
 
 
 def states(walk: Walk) -> Iterator[State]:
     """Before each action of the rank, in order."""
     name = cast(ScheduleName, walk.schedule)
     count = enough_microbatches(name, walk.pp, walk.microbatches)
-    numbers = {"pp": walk.pp, "microbatches": count, "virtual_stages": walk.virtual_stages}
-    actions = rank_actions(name, rank=walk.rank, **numbers)
+    actions = rank_actions(name, pp=walk.pp, rank=walk.rank, microbatches=count, virtual_stages=walk.virtual_stages)
     holders = placement(name, pp=walk.pp, virtual_stages=walk.virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == walk.rank]
-    sources = _neighbours(holders, walk.rank)
-    traffic = Traffic(
-        holders, walk.rank, {source: rank_actions(name, rank=source, **numbers) for source in sources}
-    )
-    yield from _Walker(walk, actions, own, traffic).states()
+    yield from _Walker(walk, actions, own, Traffic(holders, walk.rank, actions)).states()
 
 
 def enough_microbatches(name: ScheduleName, pp: int, microbatches: int) -> int:
@@ -115,25 +114,17 @@ def enough_microbatches(name: ScheduleName, pp: int, microbatches: int) -> int:
         "zb_v": 4 * pp,
         "dualpipe_v": 4 * pp,
     }.get(name, microbatches)
-    if name in ("interleaved_1f1b", "interleaved_zb") and groups(pp, 3 * first) == [first] * 3:
-        few = 3 * first
+    if name in ("interleaved_1f1b", "interleaved_zb") and groups(pp, 2 * first) == [first] * 2:
+        few = 2 * first
     return min(microbatches, few)
-
-
-def _neighbours(holders: tuple[int, ...], rank: int) -> set[int]:
-    pairs = list(zip(holders[:-1], holders[1:], strict=True))
-    before, after = ({a for a, b in pairs if b == rank}, {b for a, b in pairs if a == rank})
-    return (before | after) - {rank}
 
 
 class _Walker:
     def __init__(self, walk: Walk, actions: tuple[Action, ...], own: list[int], traffic: Traffic) -> None:
         self._walk, self._actions, self._traffic = walk, actions, traffic
         self._place = {stage: at for at, stage in enumerate(own)}
-        kinds = max(walk.alike, default=0) + 1
-        self._counts = {
-            name: [0] * kinds for name in ("alive", "put_off", "after_forward", "after_backward", "whole", "done")
-        }
+        self._kinds = max(walk.alike, default=0) + 1
+        self._counts = [0] * (self._kinds * len(TALLIES))
         self._had: list[Had] = ["nothing"] * len(own)
         self._has_gradients = [False] * len(own)
         ends = {action.stage: action for action in actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)}
@@ -142,44 +133,45 @@ class _Walker:
     def states(self) -> Iterator[State]:
         walk, traffic = self._walk, self._traffic
         for action in self._actions:
-            at = self._place[action.stage]
+            at, is_last = self._place[action.stage], action in self._lasts
             traffic.take(action)
-            yield State(
-                kind=action.kind,
-                stage=at,
-                had=self._had[at],
-                has_gradients=self._has_gradients[at],
-                is_last=action in self._lasts,
-                waiting=traffic.waiting,
-                **{name: tuple(counts) for name, counts in self._counts.items()},
-            )
-            self._do(action, at, walk.alike[at])
+            counts = (*self._counts, traffic.waiting)
+            yield State(action.kind, at, self._had[at], self._has_gradients[at], is_last, counts)
+            self._do(action, at, walk.alike[at], is_last)
             traffic.give(action)
 
-    def _do(self, action: Action, at: int, kind: int) -> None:
-        counts = self._counts
+    def _do(self, action: Action, at: int, kind: int, is_last: bool) -> None:
         if action.kind is Kind.FORWARD:
-            counts["alive"][kind] += 1
+            self._add("alive", kind, 1)
             self._see(at, kind, "forward")
             return
         if action.kind is Kind.WEIGHT:
-            counts["put_off"][kind] -= 1
+            self._add("put_off", kind, -1)
         else:
-            counts["alive"][kind] -= 1
+            self._add("alive", kind, -1)
             self._see(at, kind, "backward" if self._walk.frees_each else "forward")
         if action.kind is Kind.INPUT:
-            counts["put_off"][kind] += 1
+            self._add("put_off", kind, 1)
         elif not self._has_gradients[at]:
             self._has_gradients[at] = True
-            counts["whole"][kind] += 1
-        if action in self._lasts:
-            counts["whole"][kind] -= 1
-            counts["done"][kind] += 1
+            self._add("whole", kind, 1)
+        if is_last:
+            self._add("whole", kind, -1)
+            self._add("done", kind, 1)
             self._see(at, kind, "nothing")
 
     def _see(self, at: int, kind: int, now: Had) -> None:
         """What the stage had last."""
-        for had, step in ((self._had[at], -1), (now, 1)):
+        had = self._had[at]
+        if had != now:
             if had != "nothing":
-                self._counts[f"after_{had}"][kind] += step
-        self._had[at] = now
+                self._add("after_forward" if had == "forward" else "after_backward", kind, -1)
+            if now != "nothing":
+                self._add("after_forward" if now == "forward" else "after_backward", kind, 1)
+            self._had[at] = now
+
+    def _add(self, name: Tally, kind: int, more: int) -> None:
+        self._counts[_PLACES[name] * self._kinds + kind] += more
+
+
+_PLACES = {name: at for at, name in enumerate(TALLIES)}

@@ -3,32 +3,30 @@ that it uses again, and keeps what it sends for a while."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
 
 from parallel3d.pipeline.schedule import Action, Kind
 
 _AHEAD = 2  # as pipeline.transport's: receives posted beyond the one waited for, from each rank
 _IN_FLIGHT = 4  # and sends to each rank that are kept
 
-Taker = tuple[int, bool, int]  # stage, whether its forward, microbatch
-
 
 class Traffic:
-    """Of a rank of a pipeline, `senders` being the actions of the ranks that it receives from."""
+    """Of a rank of a pipeline that does `actions`. From each rank things are taken to come in the order in which they
+    are used; where forwards and backwards come from one rank it is nearly so."""
 
-    def __init__(self, holders: tuple[int, ...], rank: int, senders: Mapping[int, tuple[Action, ...]]) -> None:
+    def __init__(self, holders: tuple[int, ...], rank: int, actions: tuple[Action, ...]) -> None:
         self._holders, self._rank = holders, rank
-        self._unposted = {source: deque(self._takers(actions)) for source, actions in senders.items()}
-        self._posted: dict[int, deque[Taker]] = {source: deque() for source in senders}
-        self._arrived: set[Taker] = set()
-        self._in_use = 0  # of the memory that is received into: waiting, or a stage's
+        sources = map(self._giver, actions)
+        self._unposted = Counter(source for source in sources if source is not None and source != rank)
+        self._posted: Counter[int] = Counter()
+        self._in_use = 0  # of the memory that is received into: posted, or a stage's
         self._pool = 0  # that there is: it is not given back
         self._inputs = 0  # of it, what waits for a backward as a stage's input
         self._sent: Counter[int] = Counter()
         self._handed_over = 0  # between two stages of this rank
         self._taken = 0  # of those, a gradient that the action has
-        for source in senders:
+        for source in self._unposted:
             self._post(source)
 
     @property
@@ -47,11 +45,8 @@ class Traffic:
             self._handed_over -= 1
             self._taken = int(not is_forward)
             return
-        taker = (action.stage, is_forward, action.microbatch)
-        while taker not in self._arrived:
-            self._arrived.add(self._posted[source].popleft())
-            self._post(source)
-        self._arrived.remove(taker)
+        self._posted[source] -= 1
+        self._post(source)
         self._inputs += is_forward
 
     def give(self, action: Action) -> None:
@@ -85,17 +80,8 @@ class Traffic:
         return stage > 0 and self._holders[stage - 1] != self._rank
 
     def _post(self, source: int) -> None:
-        unposted, posted = self._unposted[source], self._posted[source]
-        while unposted and len(posted) <= _AHEAD:
-            posted.append(unposted.popleft())
-            self._in_use += 1
-            self._pool = max(self._pool, self._in_use)
-
-    def _takers(self, actions: tuple[Action, ...]) -> list[Taker]:
-        found = []
-        for stage, kind, microbatch in actions:
-            target = stage + 1 if kind is Kind.FORWARD else stage - 1
-            is_one = kind is not Kind.WEIGHT and 0 <= target < len(self._holders)
-            if is_one and self._holders[target] == self._rank:
-                found.append((target, kind is Kind.FORWARD, microbatch))
-        return found
+        more = min(self._unposted[source], _AHEAD + 1 - self._posted[source])
+        self._unposted[source] -= more
+        self._posted[source] += more
+        self._in_use += more
+        self._pool = max(self._pool, self._in_use)

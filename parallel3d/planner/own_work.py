@@ -131,6 +131,8 @@ def backward_work(sizes: BlockSizes, recompute: BlockRecompute, weights: Weights
     # The attention's kernel keeps its output, too, unless it is made again.
     again = recompute == "selective"
     _row_backward(tape, s, s.a, s.a if again else 0, s.wo, weights)
+    if s.mask:
+        tape.drop(s.b)
     tape.make(again * (s.a + s.softmax))
     tape.make(s.a, 2 * s.g)
     tape.drop(s.a, s.a, 2 * s.g, s.softmax)  # the gradient of the output; q, k and v
@@ -173,11 +175,14 @@ def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_
         tape.make(s.f)
         if not keeps:
             tape.drop(s.f)
-    if is_replay:
+    if is_replay and not s.mask:
         tape.touch(s.w)
         return
     _row_forward(tape, s)
     _dropout_forward(tape, s)
+    if is_replay:  # the last mask is the last that is kept
+        tape.drop(s.b)
+        return
     tape.make(s.b)
     tape.drop(s.b)
     if not keeps:
@@ -188,6 +193,8 @@ def _mlp_backward(tape: Tape, s: BlockSizes, weights: Weights) -> None:
     if s.mask:
         _dropout_backward(tape, s)
     _row_backward(tape, s, s.f, s.f, s.w_down, weights)
+    if s.mask:
+        tape.drop(s.b)
     if s.is_gated:
         tape.make(2 * s.f)  # of both factors
         tape.drop(s.f, 2 * s.f)  # of the product, and the factors
