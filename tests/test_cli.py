@@ -35,7 +35,7 @@ BAD_INPUTS = [
     ("quickstart train=2", "train = 2 (command line): a section, not a value"),
     ("quickstart train.steps=many", "train.steps = many (command line): must be a whole number"),
     ("quickstart train.steps=0", "train.steps = 0: must be at least 1; try 1"),
-    ("quickstart train.precision=fp8", "train.precision = fp8 (command line): must be one of fp32, bf16"),
+    ("quickstart train.precision=fp8", "train.precision = fp8 (command line): float8 is not offered"),
     ("quickstart train.device=tpu", "must be one of auto, cpu, cuda"),
     ("quickstart parallel.schedule=zb", "must be one of gpipe, 1f1b, interleaved_1f1b"),
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
