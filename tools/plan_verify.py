@@ -121,6 +121,11 @@ def _check_known(recipe: Recipe) -> None:
     name, parallel = recipe.optimizer.name, recipe.parallel
     if name not in ("adamw", "sgd"):
         raise ConfigError(f"optimizer.name = {name}: the memory model knows the states of adamw and sgd; try adamw")
+    if recipe.optimizer.step_in_backward:
+        raise ConfigError(
+            "optimizer.step_in_backward = true: the memory model knows steps after the backward; try "
+            "optimizer.step_in_backward=false"
+        )
     if recipe.model.attention_dropout:
         raise ConfigError(
             f"model.attention_dropout = {recipe.model.attention_dropout}: the memory model knows dropout between the "
