@@ -16,6 +16,7 @@ master weight, r of a gradient on its way, s = dp_shard, k bytes of the optimize
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -46,7 +47,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the rank, `first` being its first block's index in the whole model. Bytes are of one microbatch."""
+    """A stage of the rank, `first` being its first block's index in the whole model, but for multiples of
+    recompute_every: stages that hold as much are one. Bytes are of one microbatch."""
 
     part: StageSlice
     first: int
@@ -58,10 +60,6 @@ class Stage:
     @property
     def blocks(self) -> int:
         return self.part.layers
-
-    def alike(self, every: int) -> tuple[object, ...]:
-        """Stages of which this is equal hold as much."""
-        return (self.part, self.first % every)
 
 
 class Rank:
@@ -77,25 +75,24 @@ class Rank:
         self.block = _unit(job.shape, None, layout.tp, self.shards)
         norm_bytes, self.sizes = _block_sizes(job)
         self.ends = EndSizes.of(job, norm_bytes=norm_bytes)
-        self.stages = [self._stage(part, first) for part, first in job.stages_of(rank)]
+        self.stages = self._stages(job.stages_of(rank))
 
     @cached_property
     def kinds(self) -> list[Stage]:
         """One stage of each kind."""
-        every = self.layout.recompute_every
-        return list({stage.alike(every): stage for stage in self.stages}.values())
+        return list(dict.fromkeys(self.stages))
 
     @cached_property
     def walk(self) -> Walk:
-        layout, every = self.layout, self.layout.recompute_every
-        kinds = {kind.alike(every): at for at, kind in enumerate(self.kinds)}
+        layout = self.layout
+        kinds = {kind: at for at, kind in enumerate(self.kinds)}
         return Walk(
             schedule=layout.schedule,
             pp=layout.pp,
             rank=self.rank,
             microbatches=layout.microbatches,
             virtual_stages=layout.virtual_stages,
-            alike=tuple(kinds[stage.alike(every)] for stage in self.stages),
+            alike=tuple(kinds[stage] for stage in self.stages),
             frees_each=self.sharded and layout.gather == "microbatch",
         )
 
@@ -220,6 +217,12 @@ class Rank:
         every, end = self.layout.recompute_every, stage.first + count
         again = -(-end // every) - -(-stage.first // every)
         return again * self._block_kept[self._recompute] + (count - again) * self._block_kept["none"]
+
+    def _stages(self, parts: Iterable[tuple[StageSlice, int]]) -> list[Stage]:
+        every = self.layout.recompute_every
+        keys = [(part, first % every) for part, first in parts]
+        made = {key: self._stage(*key) for key in dict.fromkeys(keys)}
+        return [made[key] for key in keys]
 
     def _stage(self, part: StageSlice, first: int) -> Stage:
         ends, sizes = self.ends, self.sizes
