@@ -41,12 +41,19 @@ def _local_sgd(options: Options) -> list[Row]:
     return bench_local_sgd(options)
 
 
+def _planner(options: Options) -> list[Row]:
+    from parallel3d.tools.bench_planner import bench_planner
+
+    return bench_planner(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "data": _data,
     "step": _step,
     "layers": _layers,
     "local_sgd": _local_sgd,
     "pipeline": _pipeline,
+    "planner": _planner,
 }
 
 _EPILOG = """\
@@ -59,6 +66,7 @@ benchmarks:
          quickstart's model, data and tokens: the validation loss at the end, and what crosses between replicas
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
          bubble as measured, against the simulated one; the memory of 200 steps
+  planner  the planner's errors on published runs, against those of llm-analysis on the very same runs
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
 

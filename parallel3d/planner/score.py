@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -95,10 +95,11 @@ class Score:
         return {key: _rounded(value) for key, value in asdict(self).items()}
 
 
-def score(file: CaseFile) -> Score:
-    """Predicts every case of a file. Totals leave out what is reported apart and duplicates."""
+def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -> Score:
+    """Predicts every case of a file. Totals leave out what is reported apart and duplicates. `predict`: another
+    planner's answer, scored the same way; None: this planner's."""
     cases = file.cases
-    scored = [score_case(case) for case in cases]
+    scored = [score_case(case, (predict or predict_case)(case)) for case in cases]
     duplicates = {case.id for case in cases if "duplicate" in case.tags}
     counted = [s for s in scored if not s.apart and s.id not in duplicates]
     of_source: dict[str, list[ScoredCase]] = defaultdict(list)
@@ -122,8 +123,8 @@ def score(file: CaseFile) -> Score:
     )
 
 
-def score_case(case: Case) -> ScoredCase:
-    predicted, measured = _predict(case), _measured(case)
+def score_case(case: Case, predicted: Prediction) -> ScoredCase:
+    measured = _measured(case)
     errors: dict[str, float] = {}
     if measured.metric is not None:
         value, said = getattr(predicted, measured.metric), getattr(measured, measured.metric)
@@ -143,21 +144,34 @@ def score_case(case: Case) -> ScoredCase:
     )
 
 
-def _predict(case: Case) -> Prediction:
+def predict_case(case: Case) -> Prediction:
+    """This planner's."""
     job = case.job
     ranks = memory_by_rank(job)
     worst = max(ranks, key=lambda memory: memory.total)
     kind, which = memory_kind(case)
     measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which]
     has_memory = case.measured.get("peak_memory_gib") is not None
-    cost = step_cost(job)
-    flops = cost.tokens_per_s_per_gpu * reported_flops_per_token(job.shape, job.seq_len, case.definition)
-    return Prediction(
+    return prediction(
+        case,
         parameters=total_parameters(job.shape),
         fits=worst.total <= job.cluster.device.memory_bytes,
         memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / _GIB,
-        step_time_s=cost.step_time_s,
-        tokens_per_s_per_gpu=cost.tokens_per_s_per_gpu,
+        step_time_s=step_cost(job).step_time_s,
+    )
+
+
+def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float) -> Prediction:
+    """The whole of a prediction: what follows from the step's time, by the case's own definition of a FLOP."""
+    job = case.job
+    tokens_per_s_per_gpu = job.tokens_per_step / (step_time_s * job.layout.world_size)
+    flops = tokens_per_s_per_gpu * reported_flops_per_token(job.shape, job.seq_len, case.definition)
+    return Prediction(
+        parameters=parameters,
+        fits=fits,
+        memory_gib=memory_gib,
+        step_time_s=step_time_s,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         tflops_per_gpu=flops / 1e12,
         mfu=flops / job.cluster.device.peak(job.precision),
     )

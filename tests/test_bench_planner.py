@@ -1,0 +1,131 @@
+"""`bench planner`: both planners are judged on the same runs by the same figures. The other planner is a stand-in; the
+real one is asked only where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import pytest
+
+from parallel3d.planner.cases import Case, CaseFile, read_cases
+from parallel3d.planner.job import Layout
+from parallel3d.planner.score import Prediction, predict_case, prediction, score
+from parallel3d.tools import bench
+from parallel3d.tools.bench_planner import (
+    CASES,
+    MEMORY,
+    THROUGHPUT,
+    fitted_efficiency,
+    row,
+    same_runs,
+    throughput_ratios,
+)
+from parallel3d.tools.llm_analysis_peer import LlmAnalysis, why_not
+from parallel3d.tools.plan_score import HARDWARE
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Says of every run `slower` times our step and `larger` times our memory, and that all of it fits."""
+
+    slower: float = 1.0
+    larger: float = 1.0
+    unknown: str = ""  # the id of a run that it cannot express
+
+    def cannot(self, case: Case) -> str:
+        return "has no word for it" if case.id == self.unknown else ""
+
+    def predict(self, case: Case) -> Prediction:
+        ours = predict_case(case)
+        step_time_s, memory_gib = self.slower * ours.step_time_s, self.larger * ours.memory_gib
+        return prediction(case, parameters=1, fits=True, memory_gib=memory_gib, step_time_s=step_time_s)
+
+
+@pytest.fixture(scope="module")
+def published() -> CaseFile:
+    return read_cases(CASES, [HARDWARE])
+
+
+def measured(case: Case, *, step: float, memory: float, status: str = "ok") -> Case:
+    """The case with figures that are so many times those that we predict, reserved by the allocator."""
+    ours = predict_case(replace(case, measured={"status": "ok", "peak_memory_gib": 1.0}))
+    figures = {"step_time_s": step * ours.step_time_s, "peak_memory_gib": memory * ours.memory_gib}
+    return replace(case, measured={"status": status, **(figures if status == "ok" else {})})
+
+
+def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseFile) -> None:
+    first, second, third, odd = published.cases[:4]
+    others = [measured(case, step=1.25, memory=0.8) for case in (first, second, third)]
+    file = CaseFile(cases=(*others, measured(odd, step=9.0, memory=9.0)), skipped=())
+    peer = StandIn(slower=0.5, larger=1.6, unknown=odd.id)
+    runs = same_runs(file, peer)
+    assert runs.left_out == {"has no word for it": 1}
+    ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    middle, high = (row("t", figure, ours, theirs, of=4) for figure in THROUGHPUT)
+    assert (middle.ours, middle.peer, middle.ratio) == pytest.approx((25.0, 150.0, 1 / 6))  # of throughput, not time
+    assert (high.ours, high.peer) == pytest.approx((25.0, 150.0))
+    memory = row("m", MEMORY[0], ours, theirs, of=4)
+    assert (memory.ours, memory.peer, memory.ratio) == pytest.approx((25.0, 100.0, 0.25))
+    assert (memory.case, memory.bar) == ("m (3 of 4 runs)", 1.0)
+
+
+def test_runs_that_are_counted_apart_and_duplicates_are_no_runs(published: CaseFile) -> None:
+    one = published.cases[0]
+    apart, twice = replace(one, id="a", apart="float8"), replace(one, id="b", tags=("duplicate",))
+    runs = same_runs(CaseFile(cases=(one, apart, twice), skipped=()), StandIn())
+    assert [case.id for case in runs.all.cases] == [case.id for case in runs.both.cases] == [one.id]
+
+
+def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) -> None:
+    ran = [measured(case, step=1.0, memory=1.0) for case in published.cases[:3] if predict_case(case).fits]
+    too_large = next(case for case in published.cases if case.measured["status"] == "oom" and not case.apart)
+    file = CaseFile(cases=(*ran, too_large), skipped=())
+    told = row("f", MEMORY[1], score(file, lambda case: predict_case(case)), score(file, StandIn().predict), of=4)
+    assert not predict_case(too_large).fits and len(ran) == 3
+    assert (told.ours, told.peer, told.unit) == (0.0, 50.0, "balanced_error_percent")
+
+
+def test_fitted_efficiency_makes_the_median_error_smallest(published: CaseFile) -> None:
+    assert fitted_efficiency([1.25, 1.25, 0.1], at=0.5) == 0.4
+    cases = tuple(measured(case, step=1.0, memory=1.0) for case in published.cases[:3])
+    ratios = throughput_ratios(score(CaseFile(cases=cases, skipped=()), StandIn(slower=0.8).predict))
+    assert ratios == pytest.approx([1.25] * 3)
+
+
+def test_a_layout_of_no_zero_stage_or_of_part_recompute_cannot_be_expressed() -> None:
+    for stage in range(4):
+        shards = [8 if stage >= of else 1 for of in (1, 2, 3)]
+        states = dict(zip(("optimizer_shards", "gradient_shards", "parameter_shards"), shards, strict=True))
+        assert not why_not(Layout(dp=8, **states))
+    assert not why_not(Layout(dp=1, recompute="selective"))
+    assert "part of the data ranks" in why_not(Layout(dp=16, optimizer_shards=8))
+    assert "(layer)" in why_not(Layout(recompute="layer"))
+
+
+def test_without_the_peer_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llm_analysis", None)
+    assert bench.main(["planner"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install llm-analysis" in said and said.count("\n") == 1
+
+
+def test_options_that_mean_nothing_here_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["planner", "--rounds", "3"]) == 2
+    assert "--rounds" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("llm_analysis") is None, reason="llm-analysis is not installed")
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_llm_analysis_is_told_the_whole_job(published: CaseFile) -> None:
+    case = next(case for case in published.cases if case.id == "megatron-sc21-t1-1.7b")  # full recompute, no ZeRO
+    said = LlmAnalysis(efficiency=0.5).predict(case)
+    assert said.tflops_per_gpu == pytest.approx(0.5 * 312, rel=0.03)  # SC21 equation 3 repeats the head's forward less
+    states = 18 * said.parameters / 2**30  # bf16 weights, float32 gradients, AdamW: 2 + 4 + 12 bytes
+    blocks = 2 * 16 * 2048 * (24 * 2304 + 51200) / 2**30  # inputs of 24 recomputed blocks, and the logits
+    assert said.memory_gib == pytest.approx(states + blocks, rel=0.01)
+    assert said.fits
+    assert LlmAnalysis(efficiency=0.25).predict(case).step_time_s == pytest.approx(2 * said.step_time_s)
