@@ -158,6 +158,8 @@ def start(target: str, world_size: int, folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What a shell starts with & ignores Ctrl-C, and so would all that it starts: these tests, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

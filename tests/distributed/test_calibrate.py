@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
+from parallel3d.config import ParallelConfig
 from parallel3d.tools.plan_calibrate_links import measure_collectives, measure_contention, measure_transfers
-from parallel3d.tools.plan_calibrate_probes import probes, time_probes
+from parallel3d.tools.plan_calibrate_probes import TINY, probe, time_probes
 
 CPU = torch.device("cpu")
 
 
 def _measure() -> dict[str, Any]:
-    sized = {probe.name: probe.recipe for probe in probes(2)}
+    small, large = (probe("tp", ParallelConfig(tp=2), TINY, layers, m).recipe for layers, m in ((2, 2), (6, 10)))
     return {
         "collectives": measure_collectives(2, CPU, [2**12, 2**22]),
         "transfers": measure_transfers(2, CPU, [2**12, 2**20]),
         "contention": measure_contention(CPU),
-        "probes": time_probes([sized["tp tiny 2 2"], sized["tp tiny 6 10"]], CPU, steps=1, rounds=2),
+        "probes": time_probes([small, large], CPU, steps=1, rounds=2),
     }
 
 
