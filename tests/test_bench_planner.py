@@ -12,7 +12,7 @@ import pytest
 from parallel3d.planner.cases import Case, CaseFile, read_cases
 from parallel3d.planner.job import Layout
 from parallel3d.planner.score import Prediction, predict_case, prediction, score
-from parallel3d.tools import bench
+from parallel3d.tools import bench, calculon_peer
 from parallel3d.tools.bench_planner import (
     CASES,
     MEMORY,
@@ -75,7 +75,7 @@ def test_runs_that_are_counted_apart_and_duplicates_are_no_runs(published: CaseF
     one = published.cases[0]
     apart, twice = replace(one, id="a", apart="float8"), replace(one, id="b", tags=("duplicate",))
     runs = same_runs(CaseFile(cases=(one, apart, twice), skipped=()), StandIn())
-    assert [case.id for case in runs.all.cases] == [case.id for case in runs.both.cases] == [one.id]
+    assert [case.id for case in runs.both.cases] == [one.id] and not runs.left_out
 
 
 def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) -> None:
@@ -104,13 +104,22 @@ def test_a_layout_of_no_zero_stage_or_of_part_recompute_cannot_be_expressed() ->
     assert "(layer)" in why_not(Layout(recompute="layer"))
 
 
+def test_calculon_shards_the_optimizer_alone() -> None:
+    assert not calculon_peer.why_not(Layout(dp=8, optimizer_shards=8, recompute="full"))
+    assert "gradients" in calculon_peer.why_not(Layout(dp=8, optimizer_shards=8, gradient_shards=8))
+    assert "part of the data ranks" in calculon_peer.why_not(Layout(dp=8, optimizer_shards=4))
+    assert "(op)" in calculon_peer.why_not(Layout(recompute="op"))
+
+
 def test_without_the_peer_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "llm_analysis", None)
-    assert bench.main(["planner"]) == 2
-    said = capsys.readouterr().err
-    assert "pip install llm-analysis" in said and said.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "calculon", None)
+    for case, advice in (("llm-analysis", "pip install llm-analysis"), ("Calculon", "git clone")):
+        assert bench.main(["planner", "--case", case]) == 2
+        said = capsys.readouterr().err
+        assert advice in said and said.count("\n") == 1
 
 
 def test_options_that_mean_nothing_here_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,3 +138,13 @@ def test_llm_analysis_is_told_the_whole_job(published: CaseFile) -> None:
     assert said.memory_gib == pytest.approx(states + blocks, rel=0.01)
     assert said.fits
     assert LlmAnalysis(efficiency=0.25).predict(case).step_time_s == pytest.approx(2 * said.step_time_s)
+
+
+@pytest.mark.skipif(find_spec("calculon") is None, reason="Calculon is not on the path")
+@pytest.mark.filterwarnings("ignore")
+def test_calculon_meets_the_runs_that_it_was_validated_with(published: CaseFile) -> None:
+    cases = tuple(case for case in published.cases if case.source == "korthikanti")
+    calculon = calculon_peer.Calculon(approximate=False)
+    said = score(CaseFile(cases=cases, skipped=()), calculon.predict)
+    assert said.throughput.cases == 4 and said.throughput.worst is not None
+    assert said.throughput.worst < 10

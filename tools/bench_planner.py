@@ -2,7 +2,7 @@
 
 A run that the other cannot express is left out of both. Both are asked about the job that `planner.cases` reads, so
 that a field which the source leaves open has one value, and both are judged by the same measured figure
-(`planner.score`). llm-analysis assumes an efficiency. It is asked twice: at the one that its documentation advises, and
+(`planner.score`). llm-analysis assumes an efficiency: it is asked twice: at the one that its documentation advises, and
 at the one of all that makes its own median error on these runs smallest, which nobody who plans could know.
 """
 
@@ -50,13 +50,13 @@ class Figure:
 
 THROUGHPUT = (
     Figure(
-        name="throughput, median",
+        name="throughput median",
         unit="abs_error_percent",
         value=lambda of: of.throughput.median,
         runs=lambda of: of.throughput.cases,
     ),
     Figure(
-        name="throughput, 90th percentile",
+        name="throughput 90th percentile",
         unit="abs_error_percent",
         value=lambda of: of.throughput.p90,
         runs=lambda of: of.throughput.cases,
@@ -64,7 +64,7 @@ THROUGHPUT = (
 )
 MEMORY = (
     Figure(
-        name="peak memory, median",
+        name="peak memory median",
         unit="abs_error_percent",
         value=lambda of: of.memory.median,
         runs=lambda of: of.memory.cases,
@@ -76,52 +76,72 @@ MEMORY = (
         runs=lambda of: of.fit.cases,
     ),
 )
-_FIGURES = {  # by what the peer assumes, which its memory does not depend on
+_FIGURES = {  # by the peer, and what is assumed for it; memory does not depend on llm-analysis's efficiency
     f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
     "llm-analysis fitted": THROUGHPUT,
+    "Calculon as is": (*THROUGHPUT, *MEMORY),
+    "Calculon approximated": (*THROUGHPUT, *MEMORY),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SameRuns:
-    """The runs that both can express, those that there are, and why the peer cannot express the others."""
+    """The runs that both can express, and why the peer cannot express the others."""
 
     both: CaseFile
-    all: CaseFile
     left_out: Mapping[str, int]  # by reason
 
 
 def bench_planner(options: Options) -> list[Row]:
-    """The rows of every case that `options` names. Raises ConfigError where the peer is not installed."""
-    from parallel3d.tools.llm_analysis_peer import LlmAnalysis
-
+    """The rows of every case that `options` names. Raises ConfigError where one of their peers is not installed."""
     if options.rounds is not None or options.steps is not None:
         raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
-    wanted = chosen([f"{who}: {figure.name}" for who, figures in _FIGURES.items() for figure in figures], options)
-    peer = LlmAnalysis(efficiency=ADVISED)
-    runs = same_runs(read_cases(CASES, [HARDWARE]), peer)
+    names = {f"{who}: {figure.name}": (who, figure) for who, figures in _FIGURES.items() for figure in figures}
+    wanted = {name: names[name] for name in chosen(names, options)}
+    peers = {who: _peer(who) for who in dict.fromkeys(who for who, _ in wanted.values())}
+    file = read_cases(CASES, [HARDWARE])
+    there_are = score(counted(file))
+    scores = {who: _both_scores(who, peer, file) for who, peer in peers.items()}
+    return [row(name, figure, *scores[who], of=figure.runs(there_are)) for name, (who, figure) in wanted.items()]
+
+
+def _peer(who: str) -> Peer:
+    """Raises ConfigError where it is not installed."""
+    from parallel3d.tools.calculon_peer import Calculon
+    from parallel3d.tools.llm_analysis_peer import LlmAnalysis
+
+    if who.startswith("Calculon"):
+        return Calculon(approximate=who == "Calculon approximated")
+    return LlmAnalysis(efficiency=ADVISED)
+
+
+def _both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
+    """Ours and the peer's, over the runs that it can express."""
+    from parallel3d.tools.llm_analysis_peer import LlmAnalysis
+
+    runs = same_runs(file, peer)
     for why, number in runs.left_out.items():
-        print(f"llm-analysis cannot express {number} runs: {why}", file=sys.stderr)
-    ours, advised = score(runs.both), score(runs.both, peer.predict)
-    best = fitted_efficiency(throughput_ratios(advised), ADVISED)
-    print(f"llm-analysis's efficiency: {ADVISED:g} as advised, {best:g} fitted to these runs", file=sys.stderr)
-    theirs = (advised, score(runs.both, LlmAnalysis(efficiency=best).predict))
-    there_are = score(runs.all)
-    return [
-        row(f"{who}: {figure.name}", figure, ours, peers, of=figure.runs(there_are))
-        for (who, figures), peers in zip(_FIGURES.items(), theirs, strict=True)
-        for figure in figures
-        if f"{who}: {figure.name}" in wanted
-    ]
+        print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
+    ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    if who == "llm-analysis fitted":
+        best = fitted_efficiency(throughput_ratios(theirs), ADVISED)
+        print(f"{who}: efficiency {best:g}", file=sys.stderr)
+        theirs = score(runs.both, LlmAnalysis(efficiency=best).predict)
+    return ours, theirs
+
+
+def counted(file: CaseFile) -> CaseFile:
+    """The dense bf16 and fp16 runs of a file, no duplicate among them."""
+    cases = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
+    return CaseFile(cases=cases, skipped=())
 
 
 def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
-    """Of the dense bf16 and fp16 runs of a file, no duplicate among them, those that the peer can express."""
-    every = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
+    """Of the runs that are counted, those that the peer can express."""
+    every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
     return SameRuns(
         both=CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=()),
-        all=CaseFile(cases=every, skipped=()),
         left_out=Counter(why for why in reasons.values() if why),
     )
 
