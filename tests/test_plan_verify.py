@@ -19,6 +19,7 @@ GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidde
 LARGE = ParallelConfig(pp=2, dp_replicate=4, dp_shard=256, tp=8, sequence_parallel=True)  # 16,384 ranks
 MIDDLE = ParallelConfig(pp=3, dp_shard=8)
 LOOPED = ParallelConfig(pp=2, dp_shard=8, virtual_stages=2)
+ZERO_1 = ParallelConfig(pp=2, dp_shard=64, tp=2, sharding="SHARD_OPTIMIZER", sequence_parallel=True)
 LAYOUTS = {
     "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
     "sharded, the last, recomputed": (LLAMA, replace(LARGE, recompute="full", microbatch_size=2), "bf16", 4, 1),
@@ -36,6 +37,13 @@ LAYOUTS = {
     "the second halves put off, their blocks whole": (LLAMA, replace(MIDDLE, schedule="zb_h1"), "bf16", 6, 2),
     "one stage after the other": (LLAMA, replace(LOOPED, schedule="looped_bfs"), "bf16", 4, 0),
     "on a V": (LLAMA, replace(LOOPED, schedule="dualpipe_v"), "bf16", 4, 1),
+    "gradients of later stages on their way": (
+        replace(GPT, layers=24, hidden=1536, ffn_hidden=6144),
+        replace(ZERO_1, virtual_stages=3, schedule="interleaved_zb", recompute="full", microbatch_size=2),
+        "bf16",
+        2,
+        0,
+    ),
     "replicas alone": (LLAMA, ParallelConfig(dp_replicate=4, sharding="_HYBRID_SHARD_ZERO2"), "bf16", 1, 0),
     "dropout": (replace(GPT, dropout=0.1), ParallelConfig(dp_shard=8, tp=2), "bf16", 2, 0),
 }

@@ -42,7 +42,7 @@ class Around(NamedTuple):
     activations: float
     logits: float
     gathered: float
-    waiting: float  # between stages
+    waiting: float  # between stages, and the last buckets of those that are done, where gradients are sent whole
     own_gradients: float
 
 
@@ -56,6 +56,8 @@ class Moments:
         self._logits = [kind.logits for kind in kinds]
         self._gathered = [rank.gathered_by_forward(kind) for kind in kinds] + [rank.astray(kind) for kind in kinds]
         self._gradients = [rank.whole_gradients(kind) for kind in kinds] + list(map(rank.reduced_gradients, kinds))
+        sends = rank.whole and rank.layout.dp > 1
+        self._sent = [sent_by(rank.job, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
         self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches  # of the batch, and its labels
 
     def fullest(self) -> Moment:
@@ -63,7 +65,9 @@ class Moments:
         differ in that alone the fullest is enough."""
         kinds = len(self._logits)
         alive = map(add, self._activations, self._logits)
-        each = (*alive, *self._activations[kinds:], *self._gathered, *self._gradients, self.rank.sizes.b)
+        done = map(add, self._gradients[kinds:], self._sent)
+        gradients = (*self._gradients[:kinds], *done)
+        each = (*alive, *self._activations[kinds:], *self._gathered, *gradients, self.rank.sizes.b)
 
         def held(state: State) -> float:
             return sum(map(mul, state.counts, each))
@@ -92,7 +96,7 @@ class Moments:
             activations=sum(map(mul, counts, self._activations)) - takes * stage.kept + self._ids,
             logits=sum(map(mul, counts, self._logits)) - takes * stage.logits,
             gathered=sum(map(mul, counts[2 * kinds :], self._gathered)) - gathered[state.had],
-            waiting=state.waiting * rank.sizes.b,
+            waiting=state.waiting * rank.sizes.b + sum(map(mul, state.of("done"), self._sent)),
             own_gradients=own,
         )
 
@@ -305,14 +309,10 @@ class Moments:
     # The last backward where gradients are sent whole.
 
     def _sending(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
-        """Buckets of whole gradients, those of stages that are done still being on their way."""
+        """Buckets of whole gradients."""
         rank = self.rank
         if rank.layout.dp == 1:
             return
-        done = sum(
-            count * sent_by(rank.job, kind.part)[-1].bytes
-            for count, kind in zip(state.of("done"), rank.kinds, strict=True)
-        )
         splits = state.kind is Kind.WEIGHT
         for sent in sent_by(rank.job, stage.part):
             at = sent.before - 1
@@ -326,7 +326,7 @@ class Moments:
                 around.activations + (0.0 if splits else rank.kept_by_blocks(stage, sent.before)),
                 around.logits,
                 around.waiting,
-                sent.bytes + done + at_work,
+                sent.bytes + at_work,
             )
 
     # The second half of a backward.
