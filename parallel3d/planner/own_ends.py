@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_work import Tape, Weights, Work
+from parallel3d.planner.own_work import Tape, Weights, Work, input_backward
 from parallel3d.planner.parameters import vocabulary_rows
 
 CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
@@ -114,12 +114,7 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
     tape = Tape()
     table = s.item * s.table
     if s.chunk is None:
-        if s.gathers:
-            tape.make(s.w)
-        tape.make(s.w)
-        if s.gathers:
-            tape.touch(s.copies * s.w + s.b)
-            tape.make(s.b, s.copies * s.w)
+        input_backward(tape, gathers=s.gathers, whole=s.w, own=s.b, copies=s.copies)
         if weights == "kept":
             tape.make(table)
         elif weights == "dropped":

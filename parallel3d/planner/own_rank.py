@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
+from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.job import Job
 from parallel3d.planner.own_ends import EndSizes
 from parallel3d.planner.own_states import Walk
@@ -230,7 +231,7 @@ class Rank:
         bare = Stage(part, first, _unit(self.job.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
         kept = self.kept_by_blocks(bare, part.layers)
         kept += part.embedding * (ends.kept_by_embedding + sizes.mask) + part.head * ends.kept_by_head
-        if self.layout.schedule in ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"):
+        if self.layout.schedule in WHOLE_INSTEAD:
             put_off = sum(put_off_bytes(sizes, self.recompute(first + i)) for i in range(part.layers))
             put_off += part.head * (ends.w + ends.logits if ends.chunk is None else 0)
         return Stage(part, first, bare.ends, kept, float(part.head * ends.logits), put_off)

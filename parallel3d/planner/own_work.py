@@ -231,14 +231,20 @@ def _row_backward(tape: Tape, s: BlockSizes, features: int, kept: int, weight: i
             tape.drop(s.w)
 
 
+def input_backward(tape: Tape, *, gathers: bool, whole: int, own: int, copies: int) -> None:
+    """Of the input of a column-parallel product, `own` bytes here and `whole` over tp: gathered again where it lies
+    along the sequence, then its gradient, which is summed and cut."""
+    if gathers:
+        tape.make(whole)
+    tape.make(whole)
+    if gathers:
+        tape.touch(copies * whole + own)
+        tape.make(own, copies * whole)
+
+
 def _columns_backward(tape: Tape, s: BlockSizes, grads: list[int], kinds: list[int], weights: Weights) -> None:
     """Of products of one input: their outputs' `grads`, of weights of `kinds` of bytes."""
-    if s.gathers:
-        tape.make(s.w)
-    tape.make(s.w)
-    if s.gathers:
-        tape.touch(s.copies * s.w + s.b)
-        tape.make(s.b, s.copies * s.w)
+    input_backward(tape, gathers=s.gathers, whole=s.w, own=s.b, copies=s.copies)
     for weight in kinds:
         _weight(tape, weight, weights)
     if weights != "later":
