@@ -93,6 +93,10 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--measure"], "needs a CUDA device"),
         (["optimizer.name=muon"], "the memory model knows the states of adamw and sgd"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
+        (
+            ["optimizer.step_in_backward=true", "train.grad_clip=null", "parallel.pp=1", "parallel.microbatch_size=8"],
+            "knows steps after the backward",
+        ),
         (["parallel.prefetch=2"], "knows what torch gathers ahead by itself"),
         (["model.layers=zero"], "model.layers"),
     ],
