@@ -124,7 +124,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
     """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size 1."""
-    return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    stacked = parts.unflatten(0, (axis.size, len(parts) // axis.size))  # no -1, which an empty one leaves open
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
