@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -180,9 +179,7 @@ def test_it_answers_without_torch_or_omegaconf() -> None:
         f"status = main('{SMALL}'.split())\n"
         "sys.exit(status or bool({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )
-    begin = time.perf_counter()
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
-    assert time.perf_counter() - begin < 5  # 0.1 s on a machine that does nothing else
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import built
+from work import lines_run
 
 from parallel3d.config import ScheduleName
 from parallel3d.errors import ScheduleError
@@ -166,16 +165,21 @@ def test_a_measured_timeline_counts_from_its_first_action() -> None:
     assert Timeline(name="empty", ranks=2, stages=2, spans=()).bubble_fraction == 0
 
 
-def test_a_hundred_thousand_actions_take_less_than_a_second() -> None:
-    schedule = build_schedule("1f1b", pp=16, microbatches=3125, check=False)
-    begin = time.process_time()
-    assert len(simulate(schedule, Costs.uniform(16)).spans) == 100_000
-    assert time.process_time() - begin < 1
+@pytest.mark.parametrize(("name", "virtual_stages"), [("1f1b", 1), ("interleaved_1f1b", 4)])
+def test_the_work_is_in_proportion_to_the_actions(name: ScheduleName, virtual_stages: int) -> None:
+    def lines_an_action(pp: int, microbatches: int) -> float:
+        schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
+        costs = Costs.uniform(schedule.stages)
+        return lines_run(lambda: simulate(schedule, costs)) / sum(map(len, schedule.ranks))
+
+    few = lines_an_action(4, 16)
+    assert few < 50
+    assert lines_an_action(4, 256) < few  # what is done once a rank or a stage is shared by more
+    assert lines_an_action(16, 64) < 1.1 * few
 
 
-def test_half_a_million_actions_take_less_than_five_seconds() -> None:
+def test_half_a_million_actions() -> None:
     schedule = build_schedule("interleaved_1f1b", pp=64, microbatches=1024, virtual_stages=4, check=False)
-    begin = time.process_time()
     simulated = simulate(schedule, Costs.uniform(256))
+    assert len(simulated.spans) == 524_288
     assert simulated.bubble_fraction == pytest.approx(63 / (4 * 1024 + 63))
-    assert time.process_time() - begin < 5
