@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.own_ends import CHUNK_BYTES
 from parallel3d.tools.plan import main
 from parallel3d.tools.plan_verify import verify
+from parallel3d.tools.plan_verify_chunks import Chunks
 from parallel3d.training import loss
 
 LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
@@ -111,3 +114,20 @@ def test_a_bad_input_is_one_line_and_status_2(
 
 def test_the_model_chunks_the_loss_where_the_trainer_does() -> None:
     assert (loss.CHUNK_BYTES, loss.LARGE_BYTES) == (CHUNK_BYTES, 2 * CHUNK_BYTES)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(7, 3), (8, 4), (5, 4), (3, 8), (1, 1)])
+def test_parts_made_on_demand_are_those_that_fully_shard_makes(rows: int, ranks: int) -> None:
+    for dim, parameter in enumerate((torch.arange(rows * 2).view(rows, 2), torch.arange(rows * 2).view(2, rows))):
+        eager = _fsdp_common._chunk_with_empty(parameter, ranks, dim)
+        on_demand = Chunks(parameter, ranks, dim)
+        assert all(torch.equal(on_demand[rank], eager[rank]) for rank in range(ranks))
+        assert on_demand[0].data_ptr() == parameter.data_ptr()
+
+
+def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds() -> None:
+    parallel = ParallelConfig(dp_shard=16_384, sharding="SHARD_GRAD_OP", reduce="microbatch")
+    train = TrainConfig(steps=1, global_batch_size=16_384, seq_len=1024, precision="bf16")
+    found = verify(Recipe(model=replace(LLAMA, layers=1), parallel=parallel, train=train), 16_383)
+    assert abs(found.difference) < 0.02
+    assert found.parameters == found.dry.parameter_count == 0

@@ -30,6 +30,7 @@ from parallel3d.pipeline.links import LoneLinks
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.tools.plan_verify_chunks import chunks_on_demand
 from parallel3d.tools.plan_verify_ledger import Ledger, Snapshot
 from parallel3d.training.trainer import Trainer
 
@@ -125,6 +126,7 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         mesh = build_mesh(recipe.parallel, "cpu")
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
+        modes.enter_context(chunks_on_demand())
         if fused_norm:
             modes.enter_context(gpu_kernels())
         trainer = Trainer(
