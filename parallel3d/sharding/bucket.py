@@ -94,6 +94,14 @@ class Bucket:
         if self._split:
             self._packing = Packing([whole.gradient.shape for whole in wholes], axes.shard.size)
 
+    def show(self, whole: Whole) -> None:
+        """Puts the gradient where the optimizer reads it."""
+        whole.local.grad = whole.own_gradient
+
+    def when_complete(self, whole: Whole, act: Callable[[], None]) -> None:
+        """See `Part.when_complete`. Raises RuntimeError where gradients are kept until they are cleared."""
+        raise RuntimeError("gradients are kept until clear_gradients(): call shard() with step_in_backward=True")
+
     def clear(self) -> None:
         self.memory.zero_()
 

@@ -39,6 +39,9 @@ class TransientBucket(Bucket):
             whole.parameter.register_post_accumulate_grad_hook(partial(self._take, whole))
         self._free()
 
+    def show(self, whole: Whole) -> None:
+        """There is a gradient only while `when_complete` hands it over."""
+
     def when_complete(self, whole: Whole, act: Callable[[], None]) -> None:
         """Lets each step call `act` when `whole.local.grad` is the sum over the data ranks; it is gone afterwards."""
         self._takers[id(whole)] = act
@@ -55,7 +58,7 @@ class TransientBucket(Bucket):
         if not self._has_memory:
             return
         for whole in self.wholes:
-            whole.local.grad = whole.own_gradient
+            super().show(whole)
             self._takers[id(whole)]()
             whole.local.grad = None
         self._free()

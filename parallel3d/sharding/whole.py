@@ -38,8 +38,7 @@ class WholePart:
         self.repeated_over = frozenset({"dp_replicate"} if self._split else {"dp_replicate", "dp_shard"})
 
     def refresh(self) -> None:
-        if not isinstance(self._bucket, TransientBucket):  # which alone knows when there is a gradient
-            self.local.grad = self._whole.own_gradient
+        self._bucket.show(self._whole)
 
     def distributed(self, local: Tensor) -> Tensor:
         if not self._split:
@@ -54,8 +53,6 @@ class WholePart:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def when_complete(self, act: Callable[[], None]) -> None:
-        if not isinstance(self._bucket, TransientBucket):
-            raise RuntimeError("gradients are kept until clear_gradients(): call shard() with step_in_backward=True")
         self._bucket.when_complete(self._whole, act)
 
     @torch.no_grad()
