@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +61,26 @@ class OwnParameter:
         tensor = getattr(self.module, self.attribute)
         assert isinstance(tensor, Tensor)
         return tensor
+
+    @property
+    def local(self) -> nn.Parameter:
+        """What the optimizer steps, a plain tensor: the parameter, or where it computes in fewer bits its master copy;
+        of what is split over dp_shard this rank's rows. `local.grad` is its gradient."""
+        return self.part.local
+
+    def refresh(self) -> None:
+        """Points `local` and its gradient at where the backward has put them."""
+        self.part.refresh()
+
+    def distributed(self, local: Tensor) -> Tensor:
+        """`local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the axes
+        that split this parameter's part, or itself where none does."""
+        return self.part.distributed(local)
+
+    def copies(self, axes: Mapping[str, Axis]) -> int:
+        """Ranks of this pipeline stage that have the same part."""
+        over = self.part.repeated_over | ({"tp"} if self.spec.dim is None else set())
+        return math.prod(axes[name].size for name in over)
 
 
 @dataclass(frozen=True)

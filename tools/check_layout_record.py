@@ -24,9 +24,9 @@ from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
+from parallel3d.parallelize import OwnParameter
 from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
 from parallel3d.torch_private import is_in_backward
-from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
@@ -38,29 +38,29 @@ def record_recipe(recipe: Recipe) -> Record:
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     record = Record()
-    tensors = [(p.own.name, p.distributed(p.local.detach())) for p in trainer.parameters]
+    tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
     record.initial = collect(tensors)
     jitter(tensors, recipe.train.seed)
     for data in trainer.data:
         data.publish()
     record.start = collect(tensors)
-    record.split = _merged({p.own.name: p.own.spec.dim for p in trainer.parameters})
+    record.split = _merged({p.name: p.spec.dim for p in trainer.parameters})
     record.tied = sorted(trainer.tied)
     loader = random_loader(recipe, rank)
     for step in range(recipe.train.steps):
         with activations_of([stage.module for stage in trainer.stages]) as activations:
             gradients: list[tuple[str, Tensor | None]] = []
             result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradient, gradients))
-        parameters = collect((p.own.name, p.distributed(p.local.detach())) for p in trainer.parameters)
+        parameters = collect((p.name, p.distributed(p.local.detach())) for p in trainer.parameters)
         seen = gathered(joined(activations))
         record.steps.append(StepRecord(result.loss, result.grad_norm, seen, collect(gradients), parameters))
     return record
 
 
-def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: LocalParameter) -> None:
+def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: OwnParameter) -> None:
     """As it is between the norm and the clipping; a copy, because it is scaled next, or dropped."""
     grad = parameter.local.grad
-    kept.append((parameter.own.name, None if grad is None else parameter.distributed(grad.clone())))
+    kept.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
 
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:

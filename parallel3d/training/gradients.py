@@ -5,13 +5,11 @@ All of it works on plain tensors, this rank's part of each parameter, which are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.layers.collectives import all_reduce
@@ -20,49 +18,18 @@ from parallel3d.parallelize import OwnParameter
 from parallel3d.torch_private import norms
 
 
-@dataclass(frozen=True)
-class LocalParameter:
-    """This rank's part of a parameter as a plain tensor that shares its memory."""
-
-    own: OwnParameter
-
-    @property
-    def local(self) -> nn.Parameter:
-        """What the optimizer steps: the parameter, or where it computes in fewer bits its master copy; of what is split
-        over dp_shard this rank's rows. `local.grad` is its gradient."""
-        return self.own.part.local
-
-    def refresh(self) -> None:
-        """Points `local` and its gradient at where the backward has put them."""
-        self.own.part.refresh()
-
-    def distributed(self, local: Tensor) -> Tensor:
-        """`local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the axes
-        that split this parameter's part, or itself where none does."""
-        return self.own.part.distributed(local)
-
-    def copies(self, axes: Mapping[str, Axis]) -> int:
-        """Ranks of this pipeline stage that have the same part."""
-        over = self.own.part.repeated_over | ({"tp"} if self.own.spec.dim is None else set())
-        return math.prod(axes[name].size for name in over)
-
-
-def local_parameters(parameters: Sequence[OwnParameter]) -> list[LocalParameter]:
-    return [LocalParameter(own) for own in parameters]
-
-
 class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
+        self, parameters: Sequence[OwnParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
     ) -> None:
         """`tied`: the names of the parameters that the model uses twice; `ends`: the pipeline ranks that hold the first
         and the last stage."""
         self._tp = Axis.of(mesh["tp"])
-        self._partial = [p for p in parameters if p.own.spec.partial_gradient and self._tp.size > 1]
+        self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
         self._ends = _pipeline_ends(mesh["pp"], ends) if tied else None
-        self._tied = [p for p in parameters if p.own.name in tied] if self._ends else []
+        self._tied = [p for p in parameters if p.name in tied] if self._ends else []
         # Where both ends are one rank, as in a V, it has the weight twice; a single stage has it once.
         is_one_rank = ends[0] == ends[1]
         self._pairs = [pair for name in tied if len(pair := _named(parameters, name)) == 2] if is_one_rank else []
@@ -81,12 +48,12 @@ class GradientSync:
             _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
 
 
-def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
+def squared_norm(parameters: Sequence[OwnParameter], axes: Mapping[str, Axis]) -> Tensor:
     """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
     squared norm, each parameter counted once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
-        if not parameter.own.is_copy:
+        if not parameter.is_copy:
             by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
     shares = [_sum_of_squares(gradients) / copies for copies, gradients in by_copies.items()]
     return sum(shares, torch.zeros((), dtype=torch.float64))
@@ -105,14 +72,14 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(each)).double().square()
 
 
-def _gradient(parameter: LocalParameter) -> Tensor:
+def _gradient(parameter: OwnParameter) -> Tensor:
     gradient = parameter.local.grad
-    assert gradient is not None, f"{parameter.own.name} has no gradient"
+    assert gradient is not None, f"{parameter.name} has no gradient"
     return gradient
 
 
-def _named(parameters: Sequence[LocalParameter], name: str) -> list[LocalParameter]:
-    return [parameter for parameter in parameters if parameter.own.name == name]
+def _named(parameters: Sequence[OwnParameter], name: str) -> list[OwnParameter]:
+    return [parameter for parameter in parameters if parameter.name == name]
 
 
 def _pipeline_ends(pp: DeviceMesh, ends: tuple[int, int]) -> dist.ProcessGroup | None:

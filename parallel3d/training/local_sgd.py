@@ -6,7 +6,7 @@ replicas go on. With outer rate 1 and no momentum it is plain averaging (local S
 With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
 Everything here works on this rank's plain parts of the parameters, so that tp, pp and dp_shard inside a replica are
-none of its business: the outer parameters and their momentum are cut as `LocalParameter.local` is.
+none of its business: the outer parameters and their momentum are cut as `OwnParameter.local` is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from parallel3d.config import LocalSgdConfig
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.training.gradients import LocalParameter, sum_over_mesh
+from parallel3d.parallelize import OwnParameter
+from parallel3d.training.gradients import sum_over_mesh
 from parallel3d.training.local_sgd_schedule import SyncSchedule
 from parallel3d.training.local_sgd_transport import CODECS, MeanOverReplicas
 
@@ -33,7 +34,7 @@ BUCKET_ELEMENTS = 2**24  # of parameters that are sent in one go: 64 MiB of floa
 class OuterParameter:
     """What all replicas hold alike of one parameter: float32, of the shape of this rank's part."""
 
-    def __init__(self, inner: LocalParameter) -> None:
+    def __init__(self, inner: OwnParameter) -> None:
         self.inner = inner
         self.value = inner.local.detach().float().clone()
         self.mean: Tensor | None = None  # of the pseudo-gradients, where it has arrived before it is due
@@ -55,7 +56,7 @@ class LocalSgd:
 
     def __init__(
         self,
-        parameters: Sequence[LocalParameter],
+        parameters: Sequence[OwnParameter],
         config: LocalSgdConfig,
         *,
         replicas: Axis,
@@ -74,7 +75,7 @@ class LocalSgd:
         self.parameters = [OuterParameter(parameter) for parameter in parameters]
         self._fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
         for outer in self.parameters:
-            self._fragments[self.schedule.fragment_of(outer.inner.own.name)].append(outer)
+            self._fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
         self.optimizer = _outer_optimizer([outer.value for outer in self.parameters], config)
         self._on_their_way: dict[int, list[_Sent]] = {}  # by fragment; empty where all of it has arrived
         self._same = set(range(config.fragments))  # fragments of which the replicas now have the outer parameters

@@ -109,7 +109,7 @@ def after_loading(local_sgd: LocalSgd, saved: SavedReplicas | None) -> None:
         momentum = local_sgd.optimizer.state[outer.value].get("momentum_buffer")
         if momentum is not None and (saved is None or not saved.has_momentum):
             momentum.zero_()
-        twin = first.setdefault(outer.inner.own.name, outer)
+        twin = first.setdefault(outer.inner.name, outer)
         if twin is not outer:  # a tied weight that this rank has twice is in the checkpoint once
             outer.value.copy_(twin.value)
             if momentum is not None:
@@ -150,5 +150,5 @@ def _by_name(kind: str, pairs: list[tuple[OuterParameter, Tensor]]) -> Tensors:
     """As the tensors that all ranks of a replica hold together; the first one of each name."""
     tensors: Tensors = {}
     for outer, tensor in pairs:
-        tensors.setdefault(f"{kind}.{outer.inner.own.name}", outer.inner.distributed(tensor))
+        tensors.setdefault(f"{kind}.{outer.inner.name}", outer.inner.distributed(tensor))
     return tensors

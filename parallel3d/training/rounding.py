@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallel3d.parallelize import OwnParameter
 from parallel3d.torch_private import offsets_of
-from parallel3d.training.gradients import LocalParameter
 
 WIDE_ELEMENTS = 2**26  # of the parameters that are float32 at a time, counted over all ranks
 
 
 @torch.no_grad()
 def step_in_float32(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], *, seed: int, step: int
+    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], *, seed: int, step: int
 ) -> None:
     """`optimizer.step()` for bf16 parameters, computed in float32 and rounded stochastically, and so are those of its
     states that are bf16. A few parameters are widened at a time, so that the memory for it is small. `parameters` are
@@ -45,7 +45,7 @@ def step_in_float32(
         optimizer.step()
         for parameter in group:
             local = parameter.local
-            key = f"{seed}/{step}/{parameter.own.name}"
+            key = f"{seed}/{step}/{parameter.name}"
             for name in widened[local]:
                 state = optimizer.state[local][name]
                 optimizer.state[local][name] = round_stochastically(state, noise(parameter, f"{key}/{name}"))
@@ -60,7 +60,7 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     return (x.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
-def noise(parameter: LocalParameter, key: str) -> Tensor:
+def noise(parameter: OwnParameter, key: str) -> Tensor:
     """int32, uniform from 0 to 2^16 - 1, of the shape of this rank's part: the part of a global tensor of noise."""
     local = parameter.local.data
     sums = torch.zeros((), dtype=torch.int32, device=local.device)
@@ -72,7 +72,7 @@ def noise(parameter: LocalParameter, key: str) -> Tensor:
     return _hash(sums).bitwise_and_(0xFFFF)
 
 
-def _offsets(parameter: LocalParameter) -> list[int]:
+def _offsets(parameter: OwnParameter) -> list[int]:
     """Where this rank's part begins in the global tensor, for each dim."""
     tensor = parameter.distributed(parameter.local.data)
     if not isinstance(tensor, DTensor) or not parameter.local.numel():
@@ -93,12 +93,12 @@ def _narrow_states(optimizer: torch.optim.Optimizer, local: Tensor) -> list[str]
     return [name for name, state in optimizer.state[local].items() if state.dtype == torch.bfloat16]
 
 
-def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:
+def _groups(parameters: Sequence[OwnParameter]) -> Iterator[list[OwnParameter]]:
     """Cut alike on all ranks: an optimizer may speak with the others in its step."""
-    group: list[LocalParameter] = []
+    group: list[OwnParameter] = []
     elements = 0
     for parameter in parameters:
-        elements += math.prod(parameter.own.spec.shape)
+        elements += math.prod(parameter.spec.shape)
         group.append(parameter)
         if elements >= WIDE_ELEMENTS:
             yield group

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
-from parallel3d.training.gradients import LocalParameter
+from parallel3d.parallelize import OwnParameter
 from parallel3d.training.local_sgd_state import (
     SavedReplicas,
     after_loading,
@@ -90,11 +90,11 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
         )
 
 
-def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
+def tensors_of(parameters: Sequence[OwnParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
     """Name -> tensor that shares the memory of the model's and the optimizer's. A tied parameter is there once."""
     state: dict[str, Tensor] = {}
     for parameter in parameters:
-        name = parameter.own.name
+        name = parameter.name
         if f"model.{name}" in state:  # a V has both ends of the pipeline, and a tied weight twice, alike
             continue
         state[f"model.{name}"] = parameter.distributed(parameter.local.detach())
@@ -103,11 +103,11 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) 
 
 
 @torch.no_grad()
-def _copy_to_twins(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> None:
+def _copy_to_twins(parameters: Sequence[OwnParameter], optimizer: LocalOptimizer) -> None:
     """What was loaded into the first of two parameters of one name, into the second."""
-    first: dict[str, LocalParameter] = {}
+    first: dict[str, OwnParameter] = {}
     for parameter in parameters:
-        twin = first.setdefault(parameter.own.name, parameter)
+        twin = first.setdefault(parameter.name, parameter)
         if twin is not parameter:
             parameter.local.copy_(twin.local)
             for kind, state in optimizer.state[parameter.local].items():

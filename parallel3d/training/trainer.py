@@ -22,7 +22,7 @@ from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.recorder import Recorder
 from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.training.gradients import GradientSync, local_parameters, sum_over_mesh
+from parallel3d.training.gradients import GradientSync, sum_over_mesh
 from parallel3d.training.learning_rate import learning_rate
 from parallel3d.training.local_sgd import LocalSgd
 from parallel3d.training.loss import MeanLoss
@@ -93,7 +93,7 @@ class Trainer:
         self.stages = parts.stages
         self.data = parts.data
         self.loss.take_over(stage.module for stage in parts.stages)
-        self.parameters = local_parameters(parts.parameters)
+        self.parameters = parts.parameters
         self.tied = parts.tied
         self.optimizer = build_optimizer(
             self.parameters, recipe.optimizer, mesh, each=recipe.optimizer.step_in_backward

@@ -247,7 +247,7 @@ def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], flo
     numels = [[outer.value.numel() for outer in fragment] for fragment in fragments]
     formula = sum(sent_bytes(fragment, CODECS[local.transport], 2) for fragment in numels)
     train(trainer, 2)
-    tied = next(p.local.detach() for p in trainer.parameters if p.own.name == "embed.weight")
+    tied = next(p.local.detach() for p in trainer.parameters if p.name == "embed.weight")
     everyone = [torch.empty_like(tied) for _ in range(4)]
     dist.all_gather(everyone, tied)
     loss = trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(50))

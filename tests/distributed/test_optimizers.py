@@ -23,10 +23,10 @@ from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Reci
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
+from parallel3d.parallelize import OwnParameter
 from parallel3d.tools.plain_llama import PlainLlama
 from parallel3d.tools.plain_optimizer import plain_optimizers
 from parallel3d.tools.plain_stack import PlainStack
-from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.optimizers.build import is_hidden_matrix
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
@@ -79,15 +79,15 @@ def one_step(recipe: Recipe) -> dict[str, float]:
     plain = PlainLlama(recipe.model)
     parameters = dict(plain.named_parameters())
 
-    def take_gradient(p: LocalParameter) -> None:
+    def take_gradient(p: OwnParameter) -> None:
         assert p.local.grad is not None
-        parameters[p.own.name].data = whole(p.distributed(p.local.detach()))
-        parameters[p.own.name].grad = whole(p.distributed(p.local.grad))
+        parameters[p.name].data = whole(p.distributed(p.local.detach()))
+        parameters[p.name].grad = whole(p.distributed(p.local.grad))
 
     trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradient)
     for optimizer in plain_optimizers(plain, recipe.optimizer):
         optimizer.step()
-    after = {p.own.name: whole(p.distributed(p.local.detach())) for p in trainer.parameters}
+    after = {p.name: whole(p.distributed(p.local.detach())) for p in trainer.parameters}
     return {name: (value - parameters[name].detach()).abs().max().item() for name, value in after.items()}
 
 
@@ -130,7 +130,7 @@ def sent_elements(parallel: ParallelConfig) -> tuple[list[int], int]:
     trainer = make_trainer(recipe_of("muon", GROUPED, parallel))
     with patch.object(dist, "all_to_all_single", counting):
         train(trainer, 1)
-    shapes = [p.own.spec.shape for p in trainer.parameters if is_hidden_matrix(p)]
+    shapes = [p.spec.shape for p in trainer.parameters if is_hidden_matrix(p)]
     return counted, sum(math.prod(shape) for shape in shapes)
 
 

@@ -204,8 +204,8 @@ def noise_as_whole(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
     trainer = make_trainer(recipe_of("bf16_pure", parallel))
     whole = {}
     for p in trainer.parameters:
-        global_ = p.distributed(noise(p, f"7/{p.own.name}"))
-        whole[p.own.name] = global_.full_tensor() if isinstance(global_, DTensor) else global_
+        global_ = p.distributed(noise(p, f"7/{p.name}"))
+        whole[p.name] = global_.full_tensor() if isinstance(global_, DTensor) else global_
     return whole
 
 
@@ -229,7 +229,7 @@ def replicas_alike(parallel: ParallelConfig) -> None:
             bits = tensor.contiguous().view(torch.int16).int()
             other = bits.clone()
             dist.broadcast(other, group=trainer.mesh["dp_replicate"].get_group(), group_src=0)
-            assert torch.equal(bits, other), f"{p.own.name} differs between replicas"
+            assert torch.equal(bits, other), f"{p.name} differs between replicas"
 
 
 def test_replicas_round_alike(world: Callable) -> None:
@@ -274,7 +274,7 @@ def small_updates(stochastic: bool) -> tuple[float, float]:
         rounding = stochastic and precision == "bf16_pure"
         optimizer = replace(recipe.optimizer, lr=2e-6, stochastic_rounding=rounding)
         trainer = make_trainer(replace(recipe, optimizer=optimizer))
-        (weight,) = [p.local for p in trainer.parameters if p.own.name == "embed.weight"]
+        (weight,) = [p.local for p in trainer.parameters if p.name == "embed.weight"]
         before = weight.detach().double().clone()
         train(trainer, 20)
         moved.append(weight.detach().double() - before)

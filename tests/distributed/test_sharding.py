@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
+from parallel3d.parallelize import OwnParameter
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes
 from parallel3d.sharding.wire import CollectiveCounter
-from parallel3d.training.gradients import LocalParameter
 from parallel3d.training.trainer import Trainer
 from tests.distributed.layouts import GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_parity import Curve, assert_same, label, referee_curve
@@ -40,7 +40,7 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     loader = make_loader(trainer.recipe, dist.get_rank())
     measured: list[Held] = []
 
-    def measure(parameter: LocalParameter) -> None:
+    def measure(parameter: OwnParameter) -> None:
         if parameter is trainer.parameters[-1]:  # all gradients are there, from the first one on
             measured.append(_held(trainer))
 
@@ -85,7 +85,7 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
     stages = []
     for stage in trainer.stages:
         inside = {id(module) for module in stage.module.modules()}
-        owned = [p.own for p in trainer.parameters if id(p.own.module) in inside]
+        owned = [p for p in trainer.parameters if id(p.module) in inside]
         shapes = [(o.name, tuple(o.spec.local_part(torch.empty(o.spec.shape, device="meta"), tp).shape)) for o in owned]
         blocks = [shape for name, shape in shapes if name.startswith("layers.")]
         stages.append(([shape for name, shape in shapes if not name.startswith("layers.")], blocks))
@@ -94,9 +94,9 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
 
 def _held(trainer: Trainer) -> Held:
     """What there is in memory: whole storages, each once."""
-    parameters = [p.own.tensor for p in trainer.parameters] + [p.local for p in trainer.parameters]
-    gradients = [p.own.tensor.grad for p in trainer.parameters] + [p.local.grad for p in trainer.parameters]
-    gradients += [getattr(p.own.tensor, "main_grad", None) for p in trainer.parameters]
+    parameters = [p.tensor for p in trainer.parameters] + [p.local for p in trainer.parameters]
+    gradients = [p.tensor.grad for p in trainer.parameters] + [p.local.grad for p in trainer.parameters]
+    gradients += [getattr(p.tensor, "main_grad", None) for p in trainer.parameters]
     states = [v for state in trainer.optimizer.state.values() for name, v in state.items() if name != "step"]
     return Held(parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.training.gradients import LocalParameter
+from parallel3d.parallelize import OwnParameter
 from parallel3d.training.optimizers.narrow import apply
 from parallel3d.training.optimizers.split import Split, Sums, rounds
 
@@ -27,7 +27,7 @@ _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
 class _Stepping:
     """A parameter on its way through a step."""
 
-    parameter: LocalParameter
+    parameter: OwnParameter
     group: dict[str, Any]
     state: dict[str, Tensor]
     gradient: Tensor  # float32
@@ -41,7 +41,7 @@ class _Stepping:
 
 
 class Adafactor(torch.optim.Optimizer):
-    """`groups` as torch's, with "parameters" (LocalParameter) beside "params". States, all float32: "step"; of a vector
+    """`groups` as torch's, with "parameters" (OwnParameter) beside "params". States, all float32: "step"; of a vector
     "variance"; else "row_var" [..., rows, 1] and "col_var" [..., 1, columns]."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, beta2_decay: float, update_clip: float) -> None:
@@ -57,7 +57,7 @@ class Adafactor(torch.optim.Optimizer):
         for some in rounds(pairs, lambda pair: self._splits[pair[0].local].part_elements):
             _step([self._begin(parameter, group) for parameter, group in some])
 
-    def _begin(self, parameter: LocalParameter, group: dict[str, Any]) -> _Stepping:
+    def _begin(self, parameter: OwnParameter, group: dict[str, Any]) -> _Stepping:
         local = parameter.local
         assert local.grad is not None
         state = self.state[local]
@@ -100,7 +100,7 @@ def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor 
     if row_sum is None or col_sum is None:
         state["variance"].lerp_(each.gradient.square(), each.decay)
         return state["variance"]
-    *_, rows, columns = each.parameter.own.spec.shape
+    *_, rows, columns = each.parameter.spec.shape
     state["row_var"].lerp_(row_sum.div_(columns), each.decay)
     state["col_var"].lerp_(col_sum.div_(rows), each.decay)
     return sums.add(state["row_var"].sum(dim=-2, keepdim=True), each.split.along(each.gradient.ndim - 2))
@@ -109,14 +109,14 @@ def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor 
 def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
     """The gradient over the root of its estimated second moment."""
     if each.gradient.ndim > 1:
-        mean = row_sum.div_(each.parameter.own.spec.shape[-2]).clamp_(min=_EPSILON)
+        mean = row_sum.div_(each.parameter.spec.shape[-2]).clamp_(min=_EPSILON)
         moment = (each.state["row_var"] @ each.state["col_var"]).div_(mean)
     else:
         moment = each.state["variance"].clone()
     return moment.clamp_(min=_EPSILON**2).rsqrt_().mul_(each.gradient)
 
 
-def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
+def start_states(parameter: OwnParameter) -> dict[str, Tensor]:
     """Those that torch's Adafactor has of a parameter, before its first step."""
     local = parameter.local
     zeros = torch.zeros_like(local, dtype=torch.float32)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.training.gradients import LocalParameter
+from parallel3d.parallelize import OwnParameter
 from parallel3d.training.optimizers.split import Box, box_of
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
@@ -43,7 +43,7 @@ class StageGroup:
         assert isinstance(group, dist.ProcessGroup)
         return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group)
 
-    def boxes(self, matrices: Sequence[LocalParameter]) -> list[list[Box]]:
+    def boxes(self, matrices: Sequence[OwnParameter]) -> list[list[Box]]:
         """Of each rank, its part of each matrix. Every rank calls it; sends 32 bytes a matrix."""
         mine = [box_of(matrix) for matrix in matrices]
         if self.group is None or not matrices:

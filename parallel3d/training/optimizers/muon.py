@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.training.gradients import LocalParameter
+from parallel3d.parallelize import OwnParameter
 from parallel3d.training.optimizers.matrices import Exchange, StageGroup
 from parallel3d.training.optimizers.narrow import apply
 from parallel3d.training.optimizers.split import Split, rounds
@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Sequence[LocalParameter],
+        matrices: Sequence[OwnParameter],
         mesh: DeviceMesh,
         *,
         lr: float,
@@ -66,10 +66,10 @@ class Muon(torch.optim.Optimizer):
             wholes = [orthogonalize(whole, self._ns_steps) for whole in exchange.gather(parts)]
             for matrix, update in zip(matrices, exchange.scatter(wholes, like), strict=True):
                 parameter = self._matrices[matrix]
-                rate = group["lr"] * adjustment(self._lr_adjust, parameter.own.spec.shape)
+                rate = group["lr"] * adjustment(self._lr_adjust, parameter.spec.shape)
                 apply(parameter.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
 
-    def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
+    def _momentum(self, matrix: OwnParameter, momentum: float) -> Tensor:
         """What is to be made orthogonal, of this rank's part; the buffer moves on."""
         local = matrix.local
         assert local.grad is not None
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
     def _exchange_of(self, matrices: tuple[int, ...]) -> Exchange:
         if matrices not in self._exchanges:
             boxes = [[of_rank[matrix] for matrix in matrices] for of_rank in self._boxes]
-            shapes = [self._matrices[matrix].own.spec.shape for matrix in matrices]
+            shapes = [self._matrices[matrix].spec.shape for matrix in matrices]
             self._exchanges[matrices] = Exchange.of(self._stage, boxes, shapes)
         return self._exchanges[matrices]
 

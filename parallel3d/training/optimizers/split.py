@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
+from parallel3d.parallelize import OwnParameter
 from parallel3d.torch_private import offsets_of
-from parallel3d.training.gradients import LocalParameter
 
 ROUND_ELEMENTS = 2**25
 
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
 
-def box_of(matrix: LocalParameter) -> Box:
+def box_of(matrix: OwnParameter) -> Box:
     """Where this rank's part of a matrix lies in the whole; of no elements where the rank has none."""
     rows, columns = matrix.local.shape
     tensor = matrix.distributed(matrix.local.detach())
@@ -57,7 +57,7 @@ class Split:
     dims: dict[str, int]  # which dim each splits
 
     @classmethod
-    def of(cls, parameter: LocalParameter) -> Split:
+    def of(cls, parameter: OwnParameter) -> Split:
         axes, dims = {}, {}
         tensor = parameter.distributed(parameter.local.detach())
         if isinstance(tensor, DTensor):
@@ -67,7 +67,7 @@ class Split:
                 axis = Axis.of(tensor.device_mesh[name])
                 if axis.size > 1 and not placement.is_replicate():
                     axes[name], dims[name] = axis, placement.dim  # type: ignore[attr-defined]  # a shard's
-        return cls(math.prod(parameter.own.spec.shape), axes, dims)
+        return cls(math.prod(parameter.spec.shape), axes, dims)
 
     @property
     def part_elements(self) -> float:
@@ -79,7 +79,7 @@ class Split:
         return {name: axis for name, axis in self.axes.items() if self.dims[name] == dim}
 
 
-def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
+def without_dim(parameter: OwnParameter, dim: int, local: Tensor) -> Tensor:
     """A statistic of a parameter over `dim` (not negative), of which `local` [..., 1, ...] is this rank's part, as the
     tensor that all ranks hold together: split as the parameter is, but for that dim."""
     tensor = parameter.distributed(parameter.local.detach())
