@@ -1,25 +1,21 @@
 """What a run is: the sections of a recipe as frozen dataclasses, and the way from a YAML file to them.
 
 `load_recipe` reads a file, lays `key=value` overrides over it, and checks the whole before any process starts.
-Nothing here imports torch, and no other module imports OmegaConf.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, Literal
 
 from parallel3d.batch_sizes import BatchSizes
 from parallel3d.errors import ConfigError
-from parallel3d.not_offered import why_no_key, why_no_value
-from parallel3d.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
+from parallel3d.schema import Schema
+from parallel3d.settings import Setting, dump_yaml, read_settings
 from parallel3d.sharding.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
 from parallel3d.validation import refuse, validate
 
@@ -308,18 +304,15 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
     numbers, since the file gave them for another model. Raises `ConfigError`, a line for each problem.
     """
-    keys = {key.name: key for key in _keys()}
+    schema = Schema.of(Recipe)
     said = read_settings(path)
-    refuse([_unknown(setting, keys) for setting in said if not _is_known(setting, keys)])
-    asked = [_override(text, keys) for text in overrides]
+    refuse(schema.unknown(said))
+    asked = [schema.override(text) for text in overrides]
     final = {setting.key: setting for setting in _with_card(said, asked, cards)}
-    refuse([fault for setting in final.values() if setting.key in keys for fault in keys[setting.key].faults(setting)])
-    refuse(_missing(keys, final, cards))
-    tree: dict[str, Any] = {}
-    for name in keys.keys() & final.keys():
-        section, _, leaf = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[leaf] = final[name].value
-    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), tree))
+    refuse(schema.faults(final.values()))
+    some = " or ".join(sorted(cards, key=len)[:3])
+    refuse(schema.missing(final, hints={"model": f", or pick a shape card, such as model.name = {some}"}))
+    recipe = schema.build(final)
     assert isinstance(recipe, Recipe)
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
@@ -339,105 +332,6 @@ def _with_lists(value: Any) -> Any:
     return [_with_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A leaf of the recipe: its dotted name, the type of its value, and its default (MISSING: required)."""
-
-    name: str
-    hint: Any
-    default: Any
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        """The hint's alternatives: `int | None` is (int, NoneType), any other hint is alone."""
-        return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
-
-    def faults(self, setting: Setting) -> Iterator[str]:
-        """What is wrong with the type of a value, in one line or none."""
-        value = setting.value
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            yield f"{setting}: a recipe does not read variables; write the value itself"
-        elif any(number != number or abs(number) == float("inf") for number in _floats(value)):
-            yield f"{setting}: must be {self.wanted()}, and finite"
-        elif not self._accepts(value) and (why := why_no_value(self.name, value)) is not None:
-            yield f"{setting}: {why}"
-        elif not self._accepts(value):
-            yield f"{setting}: must be {self.wanted()}{_yaml_trap(value, self.hint)}"
-
-    def wanted(self) -> str:
-        """The rule in words, with a value that would do."""
-        words = " or ".join(_describe(choice) for choice in self.choices)
-        is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
-        if is_listed or self.default in (MISSING, None):
-            return words
-        return f"{words}, such as {shown(list(self.default) if isinstance(self.default, tuple) else self.default)}"
-
-    def _accepts(self, value: object) -> bool:
-        # OmegaConf takes anything for text and any number for a bool; a person who writes so has mistaken the key.
-        if str in self.choices and not isinstance(value, str | None):
-            return False
-        if bool in self.choices and not isinstance(value, self.choices):
-            return False
-        section, _, leaf = self.name.rpartition(".")
-        try:
-            OmegaConf.merge(OmegaConf.structured(_SECTIONS[section] if section else Recipe), {leaf: value})
-        except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
-            return False
-        return True
-
-
-_SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)}
-
-
-def _keys() -> Iterator[_Key]:
-    for section, owner in (*_SECTIONS.items(), ("", Recipe)):
-        hints = get_type_hints(owner)
-        for leaf in fields(owner):
-            if leaf.name not in _SECTIONS:
-                yield _Key(f"{section}.{leaf.name}".lstrip("."), hints[leaf.name], leaf.default)
-
-
-def _is_known(setting: Setting, keys: Mapping[str, _Key]) -> bool:
-    is_empty_section = setting.key in _SECTIONS and setting.value is None  # all of its keys commented out
-    return setting.key in keys or is_empty_section
-
-
-def _unknown(setting: Setting, keys: Mapping[str, _Key]) -> str:
-    """The error of a key that is none, with the nearest one that is."""
-    if setting.key in _SECTIONS:
-        example = next(key for key in keys if key.startswith(setting.key + "."))
-        return f"{setting}: a section, not a value; set its keys, such as {example}"
-    section, _, leaf = setting.key.rpartition(".")
-    by_leaf = {name.rpartition(".")[2]: name for name in keys}
-    mine = [name for name in keys if name.startswith(section + ".")] if section in _SECTIONS else []
-    near = (
-        get_close_matches(setting.key, mine, 1, cutoff=0.8)
-        or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
-        or get_close_matches(setting.key, keys, 1, cutoff=0.6)
-    )
-    why = why_no_key(leaf)
-    if why is not None:
-        advice = why
-    elif near:
-        advice = f"did you mean {near[0]}?"
-    else:
-        advice = f"known are {', '.join(mine or [*(f'{name}.*' for name in _SECTIONS), 'run_dir'])}"
-    return f"{setting.key} ({setting.origin}): unknown key; {advice}"
-
-
-def _override(text: str, keys: Mapping[str, _Key]) -> Setting:
-    name, equals, value = text.partition("=")
-    name = name.strip()
-    if not equals or not name:
-        raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
-    key = keys.get(name)
-    if key is None:
-        raise ConfigError(_unknown(Setting(key=name, value=value, origin=COMMAND_LINE), keys))
-    # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
-    is_verbatim = str in key.choices and not value.startswith(("'", '"')) and value != "null"
-    return Setting(key=name, value=value if is_verbatim else parse_value(value, name), origin=COMMAND_LINE)
-
-
 def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]) -> Iterator[Setting]:
     """All settings, later ones winning: the card stands just below the layer that names it."""
     for layer, overruled in ((said, asked), (asked, [])):
@@ -449,43 +343,3 @@ def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Pa
                 raise ConfigError(f"{named}: no such shape card; try {' or '.join(near)}")
             yield from read_settings(card, under="model")
         yield from layer
-
-
-def _missing(keys: Mapping[str, _Key], final: Mapping[str, Setting], cards: Mapping[str, Path]) -> list[str]:
-    """A line for each section whose required keys are not all given."""
-    problems = []
-    for section in _SECTIONS:
-        required = [name for name, key in keys.items() if name.startswith(f"{section}.") and key.default is MISSING]
-        names = [name for name in required if name not in final]
-        if names:
-            some = " or ".join(sorted(cards, key=len)[:3])
-            card = f", or pick a shape card, such as model.name = {some}" if section == "model" else ""
-            problems.append(f"{', '.join(names)}: required and not given; set {'them' if names[1:] else 'it'}{card}")
-    return problems
-
-
-def _describe(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) is tuple:
-        return "a list of whole numbers" if ... in get_args(hint) else f"a list of {len(get_args(hint))} numbers"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
-    return words[hint]
-
-
-def _yaml_trap(value: object, hint: Any) -> str:
-    """Why a value is not what its writer saw."""
-    if isinstance(value, bool) and hint is not bool:
-        words = "yes or on as true" if value else "no or off as false"
-        return f" (YAML reads a bare {words}: quote it if you mean the word)"
-    if isinstance(value, float) and value.is_integer() and hint is int:
-        return f"; write {int(value)}"
-    if not isinstance(value, str | list | None) and (hint is str or str in get_args(hint)):
-        return f"; quote it: '{shown(value)}'"
-    return ""
-
-
-def _floats(value: object) -> Iterator[float]:
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, float):
-            yield item
