@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": Command("parallel3d.tools.plan_verify", "one rank trained dry, its memory beside the model's"),
     "timeline": Command("parallel3d.tools.plan_timeline", "simulate and draw a pipeline schedule"),
     "limits": Command("parallel3d.tools.plan_limits", "the smallest cluster, the longest sequence, the largest model"),
+    "sweep": Command("parallel3d.tools.plan_sweep", "clusters of several sizes, and the cheapest that is done in time"),
     "score": Command("parallel3d.tools.plan_score", "predict measured runs, and how far off that is"),
     "calibrate": Command("parallel3d.tools.plan_calibrate", "measure this machine, for plans of what runs on it"),
     "hardware": Command("parallel3d.tools.plan_hardware", "the devices known, and the figures and sources of one"),

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from parallel3d.config import ParallelConfig
 from parallel3d.planner.advice import RunLength, reasons, run_length
 from parallel3d.planner.priced import planned_shape, strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
-from parallel3d.planner.report_text import bar, layout_text, memory_text, money, si, time_text, wrapped
+from parallel3d.planner.report_text import bar, layout_columns, layout_text, memory_text, money, si, time_text, wrapped
 from parallel3d.planner.shapes import total_parameters
 
 _GIB = 2**30
@@ -110,7 +109,7 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
 def _row(plan: Plan, found: Strategy, sizes: bool) -> str:
     total, usable = found.memory.total, plan.question.usable_bytes
     text = f"{found.parallel.world_size:>5}" if sizes else ""
-    text += f"{_layout_columns(found.parallel)}{total / _GIB:>7.1f} {bar(total / usable)} {total / usable:>4.0%}"
+    text += f"{layout_columns(found.parallel)}{total / _GIB:>7.1f} {bar(total / usable)} {total / usable:>4.0%}"
     text += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
     text += "" if sizes else f"{found.cost.step_time_s:>7.3g}"
     length = plan.length(found)
@@ -120,17 +119,11 @@ def _row(plan: Plan, found: Strategy, sizes: bool) -> str:
     return text
 
 
-def _layout_columns(parallel: ParallelConfig) -> str:
-    stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
-    data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
-    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{data:>10}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
-
-
 def _rejected_lines(plan: Plan) -> Iterator[str]:
     gap = " " * 5 if _sizes_differ(plan) else ""
     for each in plan.answer.rejected[:_MOST_REJECTED]:
         reason = each.reason.replace("pipeline rank", "rank").replace("most of all for", "most for")
-        yield f"  -{gap}{_layout_columns(each.parallel)}  {reason}"
+        yield f"  -{gap}{layout_columns(each.parallel)}  {reason}"
 
 
 def _sizes_differ(plan: Plan) -> bool:

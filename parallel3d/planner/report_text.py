@@ -33,6 +33,13 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(text) or "one device, nothing parallel"
 
 
+def layout_columns(parallel: ParallelConfig) -> str:
+    """Of a table: tp, pp, stages of a rank, data ranks (sharded x replicated), microbatch, recompute."""
+    stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
+    data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
+    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{data:>10}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
+
+
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
     """All pipeline ranks, or of more than `most` those that may differ: the ends, the middle, the fullest."""
     last, worst = len(ranks) - 1, max(ranks, key=lambda memory: memory.total)

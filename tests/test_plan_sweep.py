@@ -1,0 +1,77 @@
+"""`parallel3d-plan sweep`: each line is what `recommend` says of so many devices, and the cheapest in time is marked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from parallel3d.tools import plan
+from tests.test_plan_recommend import docs_page
+
+Said = pytest.CaptureFixture[str]
+ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
+DOCS = (
+    "sweep --model llama3-70b --gpu h100 --gpus 8-1024 --seq-len 8192 --global-batch 1024 --tokens 2T --max-days 60 "
+    "--price 2.5"
+)
+
+
+def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
+    assert plan.main(shlex.split(f"{arguments} --json")) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_each_size_is_what_recommend_says_of_it(capsys: Said) -> None:
+    sizes = tree(f"sweep {ASKED} --gpus 32,8,16", capsys)["sizes"]
+    assert [size["gpus"] for size in sizes] == [8, 16, 32]
+    for size in sizes:
+        alone = tree(f"recommend {ASKED} --gpus {size['gpus']}", capsys)
+        assert size["strategy"] == alone["strategies"][0]
+        assert size["none"] is None
+
+
+def test_a_size_without_an_answer_says_why_and_stops_no_other(capsys: Said) -> None:
+    sizes = tree(f"sweep {ASKED} --gpus 1,16,131 --fix recompute=none", capsys)["sizes"]
+    assert [size["strategy"] is None for size in sizes] == [True, False, True]
+    assert "GiB are missing in the leanest layout" in sizes[0]["none"]
+    assert "131" in sizes[2]["none"]
+
+
+def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
+    asked = f"sweep {ASKED} --gpus 8-64 --tokens 300B --price 2"
+    sizes = tree(asked, capsys)["sizes"]
+    days = {size["gpus"]: size["strategy"]["run"]["days"] for size in sizes}
+    hours = {size["gpus"]: size["strategy"]["run"]["gpu_hours"] for size in sizes}
+    assert list(days) == [8, 16, 32, 64] and days[8] > days[16] > days[32] > days[64]
+    assert tree(f"{asked} --max-days {1.01 * days[8]}", capsys)["chosen"] == min(hours, key=lambda gpus: hours[gpus])
+    assert tree(f"{asked} --max-days {1.01 * days[64]}", capsys)["chosen"] == 64
+    assert tree(f"{asked} --max-days {0.99 * days[64]}", capsys, status=3)["chosen"] is None
+
+
+def test_the_page_marks_it(capsys: Said) -> None:
+    assert plan.main(shlex.split(DOCS)) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    (marked,) = [line for line in shown.splitlines() if line.startswith(">")]
+    assert f"in time   {int(marked[1:7])} devices: " in shown
+    assert f"$ parallel3d-plan {DOCS}\n{shown}" in docs_page(DOCS, shown, end="```")
+
+
+@pytest.mark.parametrize(
+    ("said", "rule"),
+    [
+        ("--gpus 16,x", "must be numbers of devices, such as 16,24,32 or 64-1024"),
+        ("--gpus 64-16", "must begin with the smaller number, such as 64-1024"),
+        ("--gpus 0-16", "must be numbers of devices"),
+        ("--gpus 16 --max-days 3", "--max-days 3: of how many tokens? add --tokens 1T"),
+        ("", "--gpus"),
+    ],
+)
+def test_a_bad_input_is_one_line_and_status_2(said: str, rule: str, capsys: Said) -> None:
+    assert plan.main(shlex.split(f"sweep {ASKED} {said}")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and rule in line
