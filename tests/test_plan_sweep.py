@@ -1,4 +1,4 @@
-"""`parallel3d-plan sweep`: each line is what `recommend` says of so many devices, and the cheapest in time is marked."""
+"""`parallel3d-plan sweep`: each line is what `recommend` says of its size, and the cheapest in time is marked."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "sweep": Command("parallel3d.tools.plan_sweep", "clusters of several sizes, and the cheapest that is done in time"),
     "score": Command("parallel3d.tools.plan_score", "predict measured runs, and how far off that is"),
     "calibrate": Command("parallel3d.tools.plan_calibrate", "measure this machine, for plans of what runs on it"),
+    "compare": Command("parallel3d.tools.plan_compare", "a run that was made, beside the plan of its recipe"),
     "hardware": Command("parallel3d.tools.plan_hardware", "the devices known, and the figures and sources of one"),
     "models": Command("parallel3d.tools.plan_models", "the models known, and the parameters of one"),
 }

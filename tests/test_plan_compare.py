@@ -1,0 +1,109 @@
+"""`parallel3d-plan compare`: a run's own figures beside the plan of its recipe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, to_yaml
+from parallel3d.planner.memory import worst_rank
+from parallel3d.planner.priced import strategy
+from parallel3d.planner.question import Question
+from parallel3d.planner.shapes import from_config
+from parallel3d.tools import plan
+from parallel3d.tools.plan_compare import compare
+from parallel3d.tools.plan_devices import find_cluster
+from parallel3d.training.metrics import MetricsFile, StepMetrics
+
+Said = pytest.CaptureFixture[str]
+RECIPE = Recipe(
+    model=ModelConfig(layers=4, hidden=512, heads=8, ffn_hidden=1536, vocab=4096),
+    parallel=ParallelConfig(pp=2, dp_shard=2, tp=2),
+    train=TrainConfig(steps=60, global_batch_size=16, seq_len=1024, precision="bf16"),
+)
+LINE = StepMetrics(
+    step=0,
+    loss=2.0,
+    lr=1e-3,
+    grad_norm=1.0,
+    tokens=0,
+    step_time_s=0.0,
+    tokens_per_s=0.0,
+    tokens_per_s_per_device=0.0,
+    mfu=None,
+    peak_memory_bytes=1 << 30,
+)
+
+
+def run_of(folder: Path, times: list[float], recipe: Recipe = RECIPE) -> Path:
+    """A run that logged every ten steps."""
+    (folder / "config.yaml").write_text(to_yaml(recipe))
+    metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=0)
+    for at, seconds in enumerate(times):
+        metrics.write(replace(LINE, step=10 * at + 1, step_time_s=seconds))
+    return folder
+
+
+def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: Path) -> None:
+    cluster = find_cluster("a100")
+    found = compare(run_of(tmp_path, [9.0, 0.2, 0.1, 0.4, 0.3, 0.2]), cluster)
+    assert (found.measured.lines, found.measured.step_time_s) == (5, 0.2)
+    asked = Question(
+        shape=from_config(RECIPE.model), cluster=cluster, gpus=8, seq_len=1024, global_batch_size=16, precision="bf16"
+    )
+    planned = strategy(asked, RECIPE.parallel)
+    assert found.figures["step_time_s"] == (pytest.approx(planned.cost.step_time_s), 0.2)
+    assert found.figures["tokens_per_s_per_device"][1] == pytest.approx(16 * 1024 / 8 / 0.2)
+    predicted, measured = found.figures["peak_allocated_gib"]
+    assert measured == 1.0
+    assert predicted < worst_rank(found.job).total / 2**30 - 0.5  # CUDA's context is not the allocator's
+
+
+def test_steps_of_a_growing_batch_do_not_count(tmp_path: Path) -> None:
+    grows = replace(RECIPE.train, batch_warmup_start=4, batch_warmup_increment=4, batch_warmup_steps=25)
+    run = run_of(tmp_path, [9.0, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5], replace(RECIPE, train=grows))
+    assert compare(run, find_cluster("a100")).measured.lines == 3
+    assert compare(run, find_cluster("a100")).measured.step_time_s == 0.5
+
+
+def test_the_page_of_a_run_on_a_cpu(tmp_path: Path, capsys: Said) -> None:
+    run = run_of(tmp_path, [9.0, 2.0, 2.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "st')  # the run is still going
+    assert plan.main(["compare", str(run), "--gpu", "cpu"]) == 0
+    page = capsys.readouterr().out
+    assert "the median of 2 lines" in page and "not compared" in page and "GiB" not in page
+    assert plan.main(["compare", str(run), "--gpu", "cpu", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    figure = tree["figures"]["step_time_s"]
+    assert figure["measured"] == 2.0
+    assert figure["error_pct"] == pytest.approx(100 * (figure["predicted"] / 2.0 - 1), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("times", "arguments", "status", "rule"),
+    [
+        ([9.0, 0.1], "--gpu h1000", 2, "h1000"),
+        ([9.0, 0.1], "", 2, "one of the two; try --gpu h100"),
+        ([9.0, 0.1], "--gpu h100 --hardware mine.yaml", 2, "one of the two"),
+        ([9.0], "--gpu h100", 65, "has too few lines"),
+    ],
+)
+def test_a_bad_input_is_one_line(
+    times: list[float], arguments: str, status: int, rule: str, tmp_path: Path, capsys: Said
+) -> None:
+    assert plan.main(["compare", str(run_of(tmp_path, times)), *arguments.split()]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and rule in line
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:
+    assert plan.main(["compare", str(tmp_path), "--gpu", "h100"]) == 2
+    assert "no run's folder, it has no config.yaml" in capsys.readouterr().err
+    run = run_of(tmp_path, [])
+    (run / "metrics.jsonl").write_text('{"step": 1}\n[]\n')
+    assert plan.main(["compare", str(run), "--gpu", "h100"]) == 65
+    assert "not the metrics of a run" in capsys.readouterr().err
