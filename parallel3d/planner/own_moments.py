@@ -6,6 +6,7 @@ shrinks by the same from one to the next: the first and the last ones are looked
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from operator import add, mul
 from typing import Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.own_buckets import sent_by
 from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
 from parallel3d.planner.own_rank import Rank, Stage, Unit
-from parallel3d.planner.own_states import State, fullest_states
+from parallel3d.planner.own_states import State, fullest_states, received_into
 from parallel3d.planner.own_work import Weights, backward_work, forward_work, weights_work
 
 What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
@@ -62,7 +63,7 @@ class Moments:
         ]
         sends = rank.whole and rank.layout.dp > 1
         self._sent = [sent_by(rank.job, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
-        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches  # of the batch, and its labels
+        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches + rank.angles  # of the batch, and its labels
 
     def fullest(self) -> Moment:
         """Of all actions. What an action makes for itself does not depend on what others hold, so that of states that
@@ -77,7 +78,8 @@ class Moments:
             return sum(map(mul, state.counts, each))
 
         fullest = (max(some, key=held) if len(some) > 1 else some[0] for some in fullest_states(self.rank.walk))
-        return max((moment for state in fullest for moment in self.of(state)), key=total)
+        moments = (moment for state in fullest for moment in self.of(state))
+        return max(chain(moments, self.at_the_end()), key=total)
 
     def of(self, state: State) -> Iterator[Moment]:
         stage = self.rank.stages[state.stage]
@@ -320,7 +322,8 @@ class Moments:
         if rank.layout.dp == 1:
             return
         splits = state.kind is Kind.WEIGHT
-        for sent in sent_by(rank.job, stage.part):
+        buckets = sent_by(rank.job, stage.part)
+        for sent in buckets[:-1] if stage.part.embedding else buckets:
             at = sent.before - 1
             at_work = 0.0
             if at >= 0 and not splits:
@@ -334,6 +337,16 @@ class Moments:
                 around.waiting,
                 sent.bytes + at_work,
             )
+
+    def at_the_end(self) -> Iterator[Moment]:
+        """The bucket with what no block holds is sent when all is done."""
+        rank = self.rank
+        for stage in rank.stages if rank.whole and rank.layout.dp > 1 else ():
+            if stage.part.embedding:
+                sent = sent_by(rank.job, stage.part)[-1].bytes
+                others = sum(self._sent[rank.kinds.index(each)] for each in rank.stages if each is not stage)
+                received = received_into(rank.walk) * rank.sizes.b
+                yield Moment("last backward", 0.0, self._ids, 0.0, received, others + sent)
 
     # The second half of a backward.
 
@@ -361,8 +374,10 @@ class Moments:
             return
         after = held._replace(activations=around.activations - stage.put_off)
         whole = around.gradients + rank.sum_bytes * (stage.blocks * rank.block.numel + stage.ends.numel)
-        if not state.has_gradients and rank.sum_bytes != rank.item:
-            yield after._replace(gradients=whole, temporary=table or rank.sizes.w_down)
+        if not state.has_gradients and rank.sum_bytes != rank.item:  # the head's is widened first
+            narrow = (rank.sum_bytes - rank.item) * stage.blocks * rank.sizes.products / rank.item
+            last = rank.sizes.w_down if stage.blocks else 0.0
+            yield after._replace(gradients=whole, temporary=max(last, table - narrow))
         if state.is_last:
             unit = rank.block if stage.blocks else stage.ends  # which is freed first
             freed = rank.block_gathered if stage.blocks else rank.ends_gathered(stage)

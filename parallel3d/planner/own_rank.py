@@ -176,6 +176,12 @@ class Rank:
         is_wider = self.sharded and self.layout.reduce_bytes != self.item
         return "kept" if not has_gradients or is_wider or self.reduces_each else "in place"
 
+    @property
+    def angles(self) -> float:
+        """Of rotary positions, which all blocks read."""
+        is_rotary = self.job.shape.positions == "rope" and any(stage.blocks for stage in self.stages)
+        return 2.0 * self.item * self.job.seq_len * self.job.shape.head_dim * is_rotary
+
     # Second halves of backwards.
 
     def put_off_table(self, stage: Stage) -> int:

@@ -100,13 +100,22 @@ def fullest_states(walk: Walk) -> tuple[tuple[State, ...], ...]:
 
 def states(walk: Walk) -> Iterator[State]:
     """Before each action of the rank, in order."""
+    yield from _walker(walk).states()
+
+
+@lru_cache(maxsize=8192)
+def received_into(walk: Walk) -> int:
+    """Tensors that the rank has at last to receive others into."""
+    return _walker(walk).received()
+
+
+def _walker(walk: Walk) -> _Walker:
     name = cast(ScheduleName, walk.schedule)
     count = enough_microbatches(name, walk.pp, walk.microbatches)
     actions = rank_actions(name, pp=walk.pp, rank=walk.rank, microbatches=count, virtual_stages=walk.virtual_stages)
     holders = placement(name, pp=walk.pp, virtual_stages=walk.virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == walk.rank]
-    traffic = Traffic(holders, walk.rank, actions, keeps_gradients=walk.keeps_gradients)
-    yield from _Walker(walk, actions, own, traffic).states()
+    return _Walker(walk, actions, own, Traffic(holders, walk.rank, actions, keeps_gradients=walk.keeps_gradients))
 
 
 def enough_microbatches(name: ScheduleName, pp: int, microbatches: int) -> int:
@@ -145,6 +154,12 @@ class _Walker:
             yield State(action.kind, at, self._had[at], *has, is_last, counts)
             self._do(action, at, walk.alike[at], is_last)
             traffic.give(action)
+
+    def received(self) -> int:
+        for action in self._actions:
+            self._traffic.take(action)
+            self._traffic.give(action)
+        return self._traffic.received
 
     def _do(self, action: Action, at: int, kind: int, is_last: bool) -> None:
         if action.kind is Kind.FORWARD:

@@ -38,6 +38,11 @@ class Traffic:
         """Beside the inputs of forwards that are alive, and of the one that begins, and what second halves wait for."""
         return self._pool - self._inputs - self._put_off + self._sent.total() + self._handed_over + self._taken
 
+    @property
+    def received(self) -> int:
+        """Memory that there is to receive into."""
+        return self._pool
+
     def take(self, action: Action) -> None:
         """What an action takes of another stage."""
         source = self._giver(action)

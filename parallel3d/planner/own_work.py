@@ -198,7 +198,9 @@ def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_
         if not keeps:
             tape.drop(s.f)
     if is_replay and not s.mask:
-        tape.touch(s.w)
+        tape.make(s.w)
+        tape.touch(s.gathers * (s.copies * s.w + s.b))
+        tape.drop(s.w)
         return
     _row_forward(tape, s)
     _dropout_forward(tape, s)
