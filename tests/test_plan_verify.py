@@ -65,6 +65,13 @@ LAYOUTS = {
         1,
         1,
     ),
+    "and its parameters freed before": (
+        LLAMA,
+        ParallelConfig(pp=2, dp_shard=512, schedule="zb_h1", gather="microbatch"),
+        "fp32",
+        1,
+        1,
+    ),
     "reduced for each microbatch behind a head": (
         replace(LLAMA, hidden=4096, heads=32, ffn_hidden=14336),
         ParallelConfig(pp=2, dp_shard=8, reduce="microbatch", recompute="selective"),

@@ -165,6 +165,9 @@ class Moments:
             arriving = 0.0 if is_first else rank.sizes.b
             work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
+            if at == 0 and not self._is_gathered(state):  # its own parameters arrive, and no others
+                begins = self._in_backward(state, stage, around, at, at + 1, arriving + of_head)
+                yield begins._replace(buffers=begins.buffers + rank.arriving - rank.astray(stage))
             if rank.sharded and weights == "kept" and (sends or at == 0):
                 yield self._block_done(state, stage, around, at, of_head)
         if stage.part.embedding:
@@ -208,7 +211,7 @@ class Moments:
         held = rank.kept_by_blocks(stage, kept)
         held += part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
-            held += (stage.blocks - kept) * stage.put_off / part.layers
+            held += (stage.blocks - kept) * rank.put_off_by_block + (not head) * rank.put_off_by_head(stage)
             if rank.walk.keeps_gradients and kept < stage.blocks and not part.head:
                 held -= rank.sizes.b  # the gradient that was taken, which waits already
         return Moment(
@@ -379,8 +382,9 @@ class Moments:
             last = rank.sizes.w_down if stage.blocks else 0.0
             yield after._replace(gradients=whole, temporary=max(last, table - narrow))
         if state.is_last:
-            unit = rank.block if stage.blocks else stage.ends  # which is freed first
+            unit = rank.block if stage.blocks else stage.ends  # which is freed first, where it is gathered
             freed = rank.block_gathered if stage.blocks else rank.ends_gathered(stage)
+            freed *= self._is_gathered(state)
             reducing = self._reducing(unit, 0.0, rank.sum_bytes * unit.numel)
             yield after._replace(gradients=whole, buffers=after.buffers - freed, temporary=reducing)
 
