@@ -10,7 +10,7 @@ from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.planner.own_moments import Moments, total
 from parallel3d.planner.own_rank import Rank
 from parallel3d.planner.own_states import Walk, fullest_states, states
-from parallel3d.planner.own_work import BlockSizes, backward_work, forward_work, put_off_bytes
+from parallel3d.planner.own_work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work
 from parallel3d.tools.plan_verify import job_of_recipe
 from parallel3d.tools.plan_verify_layouts import random_layouts
 
@@ -40,6 +40,16 @@ def test_the_first_half_of_a_backward_leaves_each_products_two_factors() -> None
     assert put_off_bytes(sizes, "none") == (b + a + 2 * g) + (a + b) + (b + 2 * f) + (f + b)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("block", [replace(BLOCK, sequence_parallel=True), replace(BLOCK, gated=False, tp=1)])
+def test_the_second_half_of_a_backward_uses_up_what_the_first_has_put_off(
+    block: BlockActivations, recompute: BlockRecompute
+) -> None:
+    sizes = BlockSizes.of(block, kv_weight=1024 * 256 // block.tp, biases=False)
+    for weights, made in (("dropped", 0), ("in place", 0), ("kept", sizes.products)):
+        assert weights_work(sizes, weights).left == made - put_off_bytes(sizes, recompute)  # type: ignore[arg-type]
+
+
 def test_one_forward_one_backward_fills_up_to_its_place() -> None:
     walk = Walk(schedule="1f1b", pp=4, rank=1, microbatches=8, virtual_stages=1, alike=(0,))
     alive = [state.of("alive")[0] for state in states(walk)]
@@ -52,5 +62,6 @@ def test_no_state_that_is_left_out_holds_more() -> None:
     """Against every action of the schedule, in layouts of every kind."""
     for recipe, rank in random_layouts(24, seed=10):
         moments = Moments(Rank(job_of_recipe(recipe), rank))
-        of_all = max(total(moment) for state in states(moments.rank.walk) for moment in moments.of(state))
+        of_each = (moment for state in states(moments.rank.walk) for moment in moments.of(state))
+        of_all = max(map(total, (*of_each, *moments.at_the_end())))
         assert total(moments.fullest()) == pytest.approx(of_all, rel=1e-9), recipe.parallel

@@ -79,7 +79,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         return Pending(lambda: _sum([part[axis.rank] for part in finish()]))
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
-    return Pending(lambda: _after(work, out))
+    return Pending(lambda: _after(work, out, stacked))
 
 
 def start_gather_sequence(x: Tensor, axis: Axis) -> Pending:
@@ -143,7 +143,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _after(work: dist.Work | None, x: Tensor) -> Tensor:
+def _after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
+    """`sent`: what must live until then."""
     if work is not None:
         work.wait()
     return x

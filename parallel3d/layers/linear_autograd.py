@@ -84,7 +84,9 @@ class ColumnParallelProduct(Function):
             grad_x.addmm_(grad, weight)
         grad_x = grad_x.view(*grads[0].shape[:-1], -1)
         travelling = (start_reduce_scatter_sequence if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
+        del grad_x  # what travels is a copy, but for batches of one sequence
         x = gathered.wait().flatten(0, -2)
+        del gathered  # likewise
         # Copied parts send their gradients here, and of two collectives under way the first has to end first.
         arrived = travelling.wait() if any(ctx.rows) else None
         given = []

@@ -204,9 +204,10 @@ class Execution:
 
     def _backward_weights(self, action: Action) -> None:
         stage, _, microbatch = action
+        works = self._weights.pop((stage, microbatch))[::-1]
         with torch.no_grad():
-            for work in self._weights.pop((stage, microbatch)):
-                work()
+            while works:  # each goes with what it has multiplied
+                works.pop()()
         self._stages[stage].after_weights(action in self._schedule.last_backwards)
 
 

@@ -123,7 +123,7 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.drop(s.logits)
             tape.drop(s.w if s.gathers else 0)
         if s.gathers:
-            tape.drop(s.w, s.copies * s.w)
+            tape.drop(s.w)
     else:
         tape.make(s.w)
         if not has_total:
@@ -133,7 +133,7 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.touch((2 * s.item + 4) * logits)
             tape.touch(2 * s.item * logits + table)
         else:
-            tape.touch(2 * s.item * logits)
+            tape.touch(s.item * logits)
         if not has_total and s.item < 4:  # rounded to what the head computes in
             tape.make(table)
             tape.drop(4 * s.table)

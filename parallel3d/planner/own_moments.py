@@ -6,6 +6,7 @@ shrinks by the same from one to the next: the first and the last ones are looked
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from operator import add, mul
 from typing import Literal, NamedTuple
 
@@ -13,8 +14,8 @@ from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.own_buckets import sent_by
 from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
 from parallel3d.planner.own_rank import Rank, Stage, Unit
-from parallel3d.planner.own_states import State, fullest_states
-from parallel3d.planner.own_work import Weights, backward_work, forward_work
+from parallel3d.planner.own_states import State, fullest_states, received_into
+from parallel3d.planner.own_work import Weights, backward_work, forward_work, weights_work
 
 What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
 
@@ -55,10 +56,14 @@ class Moments:
         self._activations = [kind.kept for kind in kinds] + [kind.put_off for kind in kinds]
         self._logits = [kind.logits for kind in kinds]
         self._gathered = [rank.gathered_by_forward(kind) for kind in kinds] + [rank.astray(kind) for kind in kinds]
-        self._gradients = [rank.whole_gradients(kind) for kind in kinds] + list(map(rank.reduced_gradients, kinds))
+        self._gradients = [
+            *map(rank.whole_gradients, kinds),
+            *map(rank.reduced_gradients, kinds),
+            *map(rank.half_gradients, kinds),
+        ]
         sends = rank.whole and rank.layout.dp > 1
         self._sent = [sent_by(rank.job, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
-        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches  # of the batch, and its labels
+        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches + rank.angles  # of the batch, and its labels
 
     def fullest(self) -> Moment:
         """Of all actions. What an action makes for itself does not depend on what others hold, so that of states that
@@ -66,14 +71,15 @@ class Moments:
         kinds = len(self._logits)
         alive = map(add, self._activations, self._logits)
         done = map(add, self._gradients[kinds:], self._sent)
-        gradients = (*self._gradients[:kinds], *done)
+        gradients = (*self._gradients[:kinds], *done, *self._gradients[2 * kinds :])
         each = (*alive, *self._activations[kinds:], *self._gathered, *gradients, self.rank.sizes.b)
 
         def held(state: State) -> float:
             return sum(map(mul, state.counts, each))
 
         fullest = (max(some, key=held) if len(some) > 1 else some[0] for some in fullest_states(self.rank.walk))
-        return max((moment for state in fullest for moment in self.of(state)), key=total)
+        moments = (moment for state in fullest for moment in self.of(state))
+        return max(chain(moments, self.at_the_end()), key=total)
 
     def of(self, state: State) -> Iterator[Moment]:
         stage = self.rank.stages[state.stage]
@@ -87,7 +93,7 @@ class Moments:
 
     def _around(self, state: State, stage: Stage) -> Around:
         rank = self.rank
-        own = rank.whole_gradients(stage) if state.has_gradients else 0.0
+        own = rank.whole_gradients(stage) if state.has_gradients else state.has_half * rank.half_gradients(stage)
         gathered = {"nothing": 0.0, "forward": rank.gathered_by_forward(stage), "backward": rank.astray(stage)}
         takes = state.kind in (Kind.BACKWARD, Kind.INPUT)
         counts, kinds = state.counts, len(self._logits)
@@ -141,12 +147,13 @@ class Moments:
         rank, ends, blocks = self.rank, self.rank.ends, stage.blocks
         if rank.whole and state.is_last:
             yield from self._sending(state, stage, around)
-        made: Weights = rank.weights(has_gradients=state.has_gradients)
-        weights: Weights = "later" if state.kind is Kind.INPUT else made
+        made = rank.weights(has_gradients=state.has_half)  # of what is not put off
+        weights = "later" if state.kind is Kind.INPUT else rank.weights(has_gradients=state.has_gradients)
         of_head = 0.0  # the gradient of the head's weight, which waits until the stage is done
         if stage.part.head:
-            yield from self._head(state, stage, around, weights)
-            of_head = rank.item * ends.table if weights == "kept" else 0.0
+            of_table = weights if ends.chunk is None else made
+            yield from self._head(state, stage, around, of_table)
+            of_head = rank.item * ends.table if of_table == "kept" else 0.0
         if rank.sharded and stage.ends.numel and state.had == "backward":  # the ends are gathered again
             begins = self._in_backward(state, stage, around, blocks - 1, blocks, 0.0, head=stage.part.head)
             ahead = rank.block_gathered + rank.arriving if stage.part.head else 0.0
@@ -158,12 +165,15 @@ class Moments:
             arriving = 0.0 if is_first else rank.sizes.b
             work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
+            if at == 0 and not self._is_gathered(state):  # its own parameters arrive, and no others
+                begins = self._in_backward(state, stage, around, at, at + 1, arriving + of_head)
+                yield begins._replace(buffers=begins.buffers + rank.arriving - rank.astray(stage))
             if rank.sharded and weights == "kept" and (sends or at == 0):
                 yield self._block_done(state, stage, around, at, of_head)
         if stage.part.embedding:
             work = embedding_backward(ends, made)
             yield self._in_backward(state, stage, around, -1, 0, rank.sizes.b + work.peak + of_head)
-        if rank.sharded and stage.ends.numel and state.kind is Kind.BACKWARD:
+        if rank.sharded and stage.ends.numel:
             of_embedding = rank.item * ends.table if stage.part.embedding and made == "kept" else 0.0
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
@@ -175,15 +185,14 @@ class Moments:
     def _head(self, state: State, stage: Stage, around: Around, weights: Weights) -> Iterator[Moment]:
         """The loss, then the head: all of the stage's blocks wait."""
         rank, ends, all_ = self.rank, self.rank.ends, stage.blocks
-        put_off = 0.0
         if ends.chunk is None:
             loss = self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
             ahead = 0.0 if self._is_gathered(state) or not stage.blocks else rank.arriving  # only when the head begins
             yield loss._replace(buffers=loss.buffers - ahead)
-        has_total = state.has_gradients and rank.sum_bytes == 4 and not rank.reduces_each
-        has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_gradients)
+        has_total = state.has_half and rank.sum_bytes == 4 and not rank.reduces_each
+        has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_half)
         work = head_backward(ends, weights, has_total=has_total)
-        yield self._in_backward(state, stage, around, all_, all_, work.peak + put_off, head=True)
+        yield self._in_backward(state, stage, around, all_, all_, work.peak, head=True)
 
     def _in_backward(
         self,
@@ -202,7 +211,9 @@ class Moments:
         held = rank.kept_by_blocks(stage, kept)
         held += part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
-            held += (stage.blocks - kept) * stage.put_off / part.layers
+            held += (stage.blocks - kept) * rank.put_off_by_block + (not head) * rank.put_off_by_head(stage)
+            if rank.walk.keeps_gradients and kept < stage.blocks and not part.head:
+                held -= rank.sizes.b  # the gradient that was taken, which waits already
         return Moment(
             self._what(state),
             around.gradients + self._own_gradients(state, stage, around, at),
@@ -244,16 +255,16 @@ class Moments:
         rank, ends = self.rank, stage.ends
         base = self._in_backward(state, stage, around, -1, 0, 0.0)
         freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
-        if state.is_last or rank.reduces_each:
+        if (state.is_last and state.kind is Kind.BACKWARD) or rank.reduces_each:
             is_whole = state.has_gradients and not rank.reduces_each
             new, whole = (0.0, rank.sum_bytes * ends.numel) if is_whole else (own, 0.0)
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
                 temporary=self._reducing(ends, new, whole),
             )
-        wide = rank.sum_bytes * ends.numel if not state.has_gradients and rank.sum_bytes != rank.item else 0.0
-        last = rank.item * rank.ends.table if wide else own
-        return base._replace(buffers=base.buffers - freed, temporary=wide + last)
+        if not state.has_half and rank.sum_bytes != rank.item:
+            own = rank.widened(stage, is_split=state.kind is Kind.INPUT)
+        return base._replace(buffers=base.buffers - freed, temporary=own)
 
     def _own_gradients(self, state: State, stage: Stage, around: Around, at: int) -> float:
         """Whole or reduced ones of the stage, block `at` being at work."""
@@ -262,23 +273,23 @@ class Moments:
         if rank.whole or state.kind is Kind.INPUT:
             return around.own_gradients
         if rank.alone:
-            return around.own_gradients if state.has_gradients else rank.master * block.numel * later
+            return around.own_gradients + (0.0 if state.has_gradients else rank.master * block.numel * later)
         if rank.reduces_each:
-            own = around.own_gradients
-            if own:
-                last = stage.ends if stage.ends.numel else block
-                own -= rank.layout.reduce_bytes * last.padded * (at < stage.blocks - 1)
-            return own if state.has_gradients else rank.master * block.shard * later
+            waits = around.own_gradients - rank.sent_last(stage)  # what was sent is counted as on its way
+            return waits if state.has_gradients else rank.master * block.shard * later
         if state.is_last:
             reduced = rank.master * block.shard * later
             return around.own_gradients - state.has_gradients * rank.sum_bytes * block.numel * later + reduced
-        return around.own_gradients if state.has_gradients else rank.sum_bytes * block.numel * later
+        return around.own_gradients + (0.0 if state.has_gradients else rank.sum_bytes * block.numel * later)
 
     def _on_its_way(self, state: State, stage: Stage, at: int) -> float:
-        """What the block before (in the order of a backward) has sent, until the next one sends."""
+        """What the block before (in the order of a backward) has sent, until the next one sends; before the first, what
+        the last backward has sent."""
         rank = self.rank
         sends = rank.sharded and state.kind is Kind.BACKWARD and (state.is_last or rank.reduces_each)
-        return rank.layout.reduce_bytes * rank.block.padded if sends and at < stage.blocks - 1 else 0.0
+        if at < stage.blocks - 1:
+            return rank.layout.reduce_bytes * rank.block.padded if sends else 0.0
+        return rank.sent_last(stage) if state.has_gradients else 0.0
 
     def _frees(self, state: State) -> bool:
         """Whether this backward frees parameters as it goes."""
@@ -314,7 +325,8 @@ class Moments:
         if rank.layout.dp == 1:
             return
         splits = state.kind is Kind.WEIGHT
-        for sent in sent_by(rank.job, stage.part):
+        buckets = sent_by(rank.job, stage.part)
+        for sent in buckets[:-1] if stage.part.embedding else buckets:
             at = sent.before - 1
             at_work = 0.0
             if at >= 0 and not splits:
@@ -329,17 +341,21 @@ class Moments:
                 sent.bytes + at_work,
             )
 
+    def at_the_end(self) -> Iterator[Moment]:
+        """The bucket with what no block holds is sent when all is done."""
+        rank = self.rank
+        for stage in rank.stages if rank.whole and rank.layout.dp > 1 else ():
+            if stage.part.embedding:
+                sent = sent_by(rank.job, stage.part)[-1].bytes
+                others = sum(self._sent[rank.kinds.index(each)] for each in rank.stages if each is not stage)
+                received = received_into(rank.walk) * rank.sizes.b
+                yield Moment("last backward", 0.0, self._ids, 0.0, received, others + sent)
+
     # The second half of a backward.
 
     def _second_half(self, state: State, stage: Stage, around: Around) -> Iterator[Moment]:
-        rank, s, ends = self.rank, self.rank.sizes, self.rank.ends
+        rank = self.rank
         weights = rank.weights(has_gradients=state.has_gradients)
-        table = rank.item * ends.table * stage.part.head
-        made = 0.0
-        if weights == "kept":
-            made = stage.blocks * s.products + table
-        elif weights == "dropped":
-            made = max(s.w_up * (stage.blocks > 0), table)
         gathered = {"nothing": 0.0, "forward": rank.gathered_by_forward(stage), "backward": rank.astray(stage)}
         held = Moment(
             self._what(state),
@@ -347,21 +363,30 @@ class Moments:
             around.activations,
             around.logits,
             around.gathered + around.waiting + gathered[state.had],
-            made,
+            0.0,
         )
-        yield held
+        table = rank.item * rank.put_off_table(stage)
+        yield held._replace(temporary=0.0 if weights == "in place" else table)
+        made, each = (table, rank.sizes.products) if weights == "kept" else (0.0, 0.0)
+        peak, left = weights_work(rank.sizes, weights).peak, around.activations - rank.put_off_by_head(stage)
+        for done in (0, stage.blocks - 1) if stage.blocks else ():
+            yield held._replace(activations=left - done * rank.put_off_by_block, temporary=made + done * each + peak)
         if rank.whole and state.is_last:
             yield from self._sending(state, stage, around._replace(activations=around.activations - stage.put_off))
         if not rank.sharded:
             return
         after = held._replace(activations=around.activations - stage.put_off)
-        numel = stage.blocks * rank.block.numel + stage.ends.numel
-        whole = around.gradients + rank.sum_bytes * numel
-        if not state.has_gradients and rank.sum_bytes != rank.item:
-            yield after._replace(gradients=whole, temporary=table or s.w_down)
+        whole = around.gradients + rank.sum_bytes * (stage.blocks * rank.block.numel + stage.ends.numel)
+        if not state.has_gradients and rank.sum_bytes != rank.item:  # the head's is widened first
+            narrow = (rank.sum_bytes - rank.item) * stage.blocks * rank.sizes.products / rank.item
+            last = rank.sizes.w_down if stage.blocks else 0.0
+            yield after._replace(gradients=whole, temporary=max(last, table - narrow))
         if state.is_last:
-            unit = rank.block if stage.blocks else stage.ends
-            yield after._replace(gradients=whole, temporary=self._reducing(unit, 0.0, rank.sum_bytes * unit.numel))
+            unit = rank.block if stage.blocks else stage.ends  # which is freed first, where it is gathered
+            freed = rank.block_gathered if stage.blocks else rank.ends_gathered(stage)
+            freed *= self._is_gathered(state)
+            reducing = self._reducing(unit, 0.0, rank.sum_bytes * unit.numel)
+            yield after._replace(gradients=whole, buffers=after.buffers - freed, temporary=reducing)
 
     def _what(self, state: State) -> What:
         if state.is_last:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
@@ -95,6 +96,7 @@ class Rank:
             virtual_stages=layout.virtual_stages,
             alike=tuple(kinds[stage] for stage in self.stages),
             frees_each=self.sharded and layout.gather == "microbatch",
+            keeps_gradients=not self.sizes.gathers and not self.sizes.mask,
         )
 
     @cached_property
@@ -134,9 +136,18 @@ class Rank:
             return 0.0
         if not self.reduces_each:
             return self.sum_bytes * numel
-        last = stage.ends if stage.ends.numel else self.block  # whose reduction is not waited for
         each = self.layout.reduce_bytes if self.layout.dp > self.layout.dp_shard else self.master
-        return each * self.shard_of(stage) + self.layout.reduce_bytes * last.padded
+        return each * self.shard_of(stage) + self.sent_last(stage)
+
+    def sent_last(self, stage: Stage) -> float:
+        """What a backward has sent at its end, which is not waited for."""
+        last = stage.ends if stage.ends.numel else self.block
+        return self.layout.reduce_bytes * last.padded if self.reduces_each else 0.0
+
+    def half_gradients(self, stage: Stage) -> float:
+        """Once the stage has had first halves of backwards: of what is no product."""
+        others = stage.blocks * (self.block.numel - self.sizes.products // self.item)
+        return 0.0 if self.whole else self.sum_bytes * (others + stage.ends.numel - self.put_off_table(stage))
 
     def reduced_gradients(self, stage: Stage) -> float:
         """Once it has had its last."""
@@ -164,6 +175,36 @@ class Rank:
             return "dropped" if self.item < self.master else "in place"
         is_wider = self.sharded and self.layout.reduce_bytes != self.item
         return "kept" if not has_gradients or is_wider or self.reduces_each else "in place"
+
+    @property
+    def angles(self) -> float:
+        """Of rotary positions, which all blocks read."""
+        is_rotary = self.job.shape.positions == "rope" and any(stage.blocks for stage in self.stages)
+        return 2.0 * self.item * self.job.seq_len * self.job.shape.head_dim * is_rotary
+
+    # Second halves of backwards.
+
+    def put_off_table(self, stage: Stage) -> int:
+        """Numbers of the head's gradient, where it waits for the second half."""
+        return self.ends.table * (stage.part.head and self.ends.chunk is None)
+
+    def widened(self, stage: Stage, *, is_split: bool) -> float:
+        """The most while gradients of what no block holds are widened one after the other; `is_split`: in the first
+        half of a backward."""
+        tables = end_tables(self.job.shape, stage.part, self.layout.tp)
+        tables = tables[: len(tables) - (is_split and self.put_off_table(stage) > 0)]
+        narrow = [self.item * table.numel for table in tables]
+        wide = accumulate(self.sum_bytes * table.numel for table in tables)
+        return max((sum(narrow[at:]) + each for at, each in enumerate(wide)), default=0.0)
+
+    def put_off_by_head(self, stage: Stage) -> int:
+        """What that gradient is made of."""
+        return (self.ends.w + self.ends.logits) * (stage.part.head and self.ends.chunk is None)
+
+    @cached_property
+    def put_off_by_block(self) -> float:
+        """However it is recomputed."""
+        return put_off_bytes(self.sizes, "none")
 
     # Gathered parameters.
 
@@ -232,8 +273,7 @@ class Rank:
         kept = self.kept_by_blocks(bare, part.layers)
         kept += part.embedding * (ends.kept_by_embedding + sizes.mask) + part.head * ends.kept_by_head
         if self.layout.schedule in WHOLE_INSTEAD:
-            put_off = sum(put_off_bytes(sizes, self.recompute(first + i)) for i in range(part.layers))
-            put_off += part.head * (ends.w + ends.logits if ends.chunk is None else 0)
+            put_off = part.layers * self.put_off_by_block + self.put_off_by_head(bare)
         return Stage(part, first, bare.ends, kept, float(part.head * ends.logits), put_off)
 
 

@@ -34,6 +34,7 @@ class State(NamedTuple):
         after_backward    and those where it was a backward, not the last
         whole             stages that have had a backward, not the last
         done              and those whose gradients are complete
+        halved            stages that have had first halves of backwards alone
         waiting           (one number) activations and gradients between stages, beside the inputs of what is alive
     """
 
@@ -41,6 +42,7 @@ class State(NamedTuple):
     stage: int  # of the rank's own, from 0
     had: Had
     has_gradients: bool  # of its weights
+    has_half: bool  # or what a first half gives
     is_last: bool  # its gradients are complete when it ends
     counts: Counts
 
@@ -54,13 +56,14 @@ class State(NamedTuple):
         return self.counts[at : at + kinds]
 
 
-Tally = Literal["alive", "put_off", "after_forward", "after_backward", "whole", "done"]
+Tally = Literal["alive", "put_off", "after_forward", "after_backward", "whole", "done", "halved"]
 TALLIES: tuple[Tally, ...] = get_args(Tally)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`frees_each`: parameters are freed after each backward, so that it matters what came last."""
+    """`frees_each`: parameters are freed after each backward, so that it matters what came last. `keeps_gradients`:
+    the second half of a backward needs the gradient that the first has taken."""
 
     schedule: str
     pp: int
@@ -69,6 +72,7 @@ class Walk:
     virtual_stages: int
     alike: tuple[int, ...]  # kind of each of the rank's stages
     frees_each: bool = False
+    keeps_gradients: bool = False
 
 
 @lru_cache(maxsize=8192)
@@ -96,12 +100,22 @@ def fullest_states(walk: Walk) -> tuple[tuple[State, ...], ...]:
 
 def states(walk: Walk) -> Iterator[State]:
     """Before each action of the rank, in order."""
+    yield from _walker(walk).states()
+
+
+@lru_cache(maxsize=8192)
+def received_into(walk: Walk) -> int:
+    """Tensors that the rank has at last to receive others into."""
+    return _walker(walk).received()
+
+
+def _walker(walk: Walk) -> _Walker:
     name = cast(ScheduleName, walk.schedule)
     count = enough_microbatches(name, walk.pp, walk.microbatches)
     actions = rank_actions(name, pp=walk.pp, rank=walk.rank, microbatches=count, virtual_stages=walk.virtual_stages)
     holders = placement(name, pp=walk.pp, virtual_stages=walk.virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == walk.rank]
-    yield from _Walker(walk, actions, own, Traffic(holders, walk.rank, actions)).states()
+    return _Walker(walk, actions, own, Traffic(holders, walk.rank, actions, keeps_gradients=walk.keeps_gradients))
 
 
 def enough_microbatches(name: ScheduleName, pp: int, microbatches: int) -> int:
@@ -126,7 +140,7 @@ class _Walker:
         self._kinds = max(walk.alike, default=0) + 1
         self._counts = [0] * (self._kinds * len(TALLIES))
         self._had: list[Had] = ["nothing"] * len(own)
-        self._has_gradients = [False] * len(own)
+        self._has_gradients, self._has_half = [False] * len(own), [False] * len(own)
         ends = {action.stage: action for action in actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         self._lasts = set(ends.values())
 
@@ -136,9 +150,16 @@ class _Walker:
             at, is_last = self._place[action.stage], action in self._lasts
             traffic.take(action)
             counts = (*self._counts, traffic.waiting)
-            yield State(action.kind, at, self._had[at], self._has_gradients[at], is_last, counts)
+            has = self._has_gradients[at], self._has_half[at]
+            yield State(action.kind, at, self._had[at], *has, is_last, counts)
             self._do(action, at, walk.alike[at], is_last)
             traffic.give(action)
+
+    def received(self) -> int:
+        for action in self._actions:
+            self._traffic.take(action)
+            self._traffic.give(action)
+        return self._traffic.received
 
     def _do(self, action: Action, at: int, kind: int, is_last: bool) -> None:
         if action.kind is Kind.FORWARD:
@@ -152,8 +173,12 @@ class _Walker:
             self._see(at, kind, "backward" if self._walk.frees_each else "forward")
         if action.kind is Kind.INPUT:
             self._add("put_off", kind, 1)
+            if not self._has_half[at]:
+                self._has_half[at] = True
+                self._add("halved", kind, 1)
         elif not self._has_gradients[at]:
-            self._has_gradients[at] = True
+            self._add("halved", kind, -self._has_half[at])
+            self._has_gradients[at] = self._has_half[at] = True
             self._add("whole", kind, 1)
         if is_last:
             self._add("whole", kind, -1)

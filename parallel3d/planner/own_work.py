@@ -122,9 +122,10 @@ def backward_work(sizes: BlockSizes, recompute: BlockRecompute, weights: Weights
     """From the gradient of its output, which is there, to that of its input, in the place of the other. `left` is less
     than nothing by what the forward has kept, and has the weights' gradients where they are kept."""
     tape, s = Tape(), sizes
-    if recompute == "full":
+    is_replay = recompute == "full"
+    if is_replay:
         _forward(tape, s, keeps=True, keeps_softmax=True, is_replay=True)
-    _mlp_backward(tape, s, weights)
+    _mlp_backward(tape, s, weights, is_replay=is_replay)
     _norm_backward(tape, s, weights)
     if s.mask:
         _dropout_backward(tape, s)
@@ -138,7 +139,7 @@ def backward_work(sizes: BlockSizes, recompute: BlockRecompute, weights: Weights
     tape.drop(s.a, s.a, 2 * s.g, s.softmax)  # the gradient of the output; q, k and v
     tape.drop(s.a if again or weights != "later" else 0)
     tape.touch(2 * s.a)  # turned back
-    _columns_backward(tape, s, [s.a, s.g, s.g], [s.wq, s.wk, s.wk], weights)
+    _columns_backward(tape, s, [s.a, s.g, s.g], [s.wq, s.wk, s.wk], weights, is_replay=is_replay)
     _norm_backward(tape, s, weights)
     return Work(tape.peak, tape.now)
 
@@ -147,6 +148,27 @@ def put_off_bytes(sizes: BlockSizes, recompute: BlockRecompute) -> float:
     """What is left of a block between the two halves of its backward."""
     kept = sizes.b if recompute == "full" else sizes.kept - (sizes.softmax if recompute == "selective" else 0)
     return backward_work(sizes, recompute, "later").left + kept
+
+
+@lru_cache(maxsize=4096)
+def weights_work(sizes: BlockSizes, weights: Weights) -> Work:
+    """The second half of a backward, from what the first has put off: each product's gradient is made, and what it was
+    made of goes."""
+    tape, s = Tape(), sizes
+    along = s.w if s.gathers else s.b
+    _weight(tape, s.w_down, weights)
+    tape.drop(s.f, along)
+    for _ in range(1 + s.is_gated):
+        _weight(tape, s.w_up, weights)
+        tape.drop(s.f)
+    tape.drop(along)
+    _weight(tape, s.wo, weights)
+    tape.drop(s.a, along)
+    for weight, grad in ((s.wq, s.a), (s.wk, s.g), (s.wk, s.g)):
+        _weight(tape, weight, weights)
+        tape.drop(grad)
+    tape.drop(along)
+    return Work(tape.peak, tape.now)
 
 
 def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_replay: bool = False) -> None:
@@ -176,7 +198,9 @@ def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_
         if not keeps:
             tape.drop(s.f)
     if is_replay and not s.mask:
-        tape.touch(s.w)
+        tape.make(s.w)
+        tape.touch(s.gathers * (s.copies * s.w + s.b))
+        tape.drop(s.w)
         return
     _row_forward(tape, s)
     _dropout_forward(tape, s)
@@ -189,7 +213,7 @@ def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_
         tape.drop(norm + s.b, (2 + s.is_gated) * s.f, s.b, s.mask)
 
 
-def _mlp_backward(tape: Tape, s: BlockSizes, weights: Weights) -> None:
+def _mlp_backward(tape: Tape, s: BlockSizes, weights: Weights, *, is_replay: bool) -> None:
     if s.mask:
         _dropout_backward(tape, s)
     _row_backward(tape, s, s.f, s.f, s.w_down, weights)
@@ -200,11 +224,11 @@ def _mlp_backward(tape: Tape, s: BlockSizes, weights: Weights) -> None:
         tape.drop(s.f, 2 * s.f)  # of the product, and the factors
         tape.make(s.f)
         tape.drop(s.f, s.f)
-        _columns_backward(tape, s, [s.f, s.f], [s.w_up, s.w_up], weights)
+        _columns_backward(tape, s, [s.f, s.f], [s.w_up, s.w_up], weights, is_replay=is_replay)
     else:
         tape.make(s.f)
         tape.drop(s.f, s.f)
-        _columns_backward(tape, s, [s.f], [s.w_up], weights)
+        _columns_backward(tape, s, [s.f], [s.w_up], weights, is_replay=is_replay)
 
 
 def _row_forward(tape: Tape, s: BlockSizes) -> None:
@@ -238,23 +262,29 @@ def input_backward(tape: Tape, *, gathers: bool, whole: int, own: int, copies: i
         tape.make(whole)
     tape.make(whole)
     if gathers:
-        tape.touch(copies * whole + own)
-        tape.make(own, copies * whole)
+        tape.make(copies * whole, own)
+        tape.drop(copies * whole)  # what is sent is a copy
+        tape.touch(copies * whole)  # and what has arrived is put in order
 
 
-def _columns_backward(tape: Tape, s: BlockSizes, grads: list[int], kinds: list[int], weights: Weights) -> None:
-    """Of products of one input: their outputs' `grads`, of weights of `kinds` of bytes."""
+def _columns_backward(
+    tape: Tape, s: BlockSizes, grads: list[int], kinds: list[int], weights: Weights, *, is_replay: bool
+) -> None:
+    """Of products of one input: their outputs' `grads`, of weights of `kinds` of bytes. What was made again for this
+    backward goes as soon as it has been gathered; what the forward has kept, when the products are done."""
     input_backward(tape, gathers=s.gathers, whole=s.w, own=s.b, copies=s.copies)
+    early = s.b if is_replay and s.gathers else 0  # the norm's output
+    tape.drop(early)
     for weight in kinds:
         _weight(tape, weight, weights)
     if weights != "later":
-        tape.drop(s.b, *grads)  # the norm's output
+        tape.drop(s.b - early, *grads)
         if s.gathers:
             tape.drop(s.w)
     elif s.gathers:
-        tape.drop(s.b)  # and keeps it gathered
+        tape.drop(s.b - early)  # and keeps it gathered
     if s.gathers:
-        tape.drop(s.w, s.copies * s.w)
+        tape.drop(s.w)
 
 
 def _weight(tape: Tape, weight: int, weights: Weights) -> None:
