@@ -58,11 +58,15 @@ def _engine(f: Fields) -> Engine:
     notes, framework = f.text("notes"), f.text("framework")
     core = "transformer-impl" in notes or "core" in framework.lower()
     early = not new_device and not core
-    engine = engine_of(framework, compiled=bool(f.stated("train", "compile")), early=early)
+    year = max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))), default=0)
+    engine = engine_of(framework, compiled=bool(f.stated("train", "compile")), early=early, year=year)
     if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
-    if "attention backend unfused" in notes:
+    if "attention backend unfused" in notes or "transformer-impl local" in notes:
         engine = replace(engine, attention="softmax")
+    dropout = re.search(r"dropout (\d*\.\d+)", notes)
+    if dropout:
+        engine = replace(engine, dropout=float(dropout.group(1)) > 0)
     engine = in_precision(engine, _precision(f))
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
         engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)

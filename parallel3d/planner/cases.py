@@ -7,6 +7,7 @@ from the defaults in `case_job`; `filled` says which were.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,5 +140,6 @@ def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last
         return "device", rank
     allocated, reserved = note.find("allocated"), note.find("reserved")
     if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
-        return "allocated", rank
+        is_first = re.search(r"after 1 iteration\b", note) and not case.job.engine.moments_at_start
+        return "allocated in the first step" if is_first else "allocated", rank
     return "reserved", rank
