@@ -81,6 +81,7 @@ _FIGURES = {  # by the peer, and what is assumed for it; memory does not depend 
     "llm-analysis fitted": THROUGHPUT,
     "Calculon as is": (*THROUGHPUT, *MEMORY),
     "Calculon approximated": (*THROUGHPUT, *MEMORY),
+    "Megatron-LM's estimate": MEMORY,
 }
 
 
@@ -109,9 +110,12 @@ def _peer(who: str) -> Peer:
     """Raises ConfigError where it is not installed."""
     from parallel3d.tools.calculon_peer import Calculon
     from parallel3d.tools.llm_analysis_peer import LlmAnalysis
+    from parallel3d.tools.megatron_memory_peer import MegatronMemory
 
     if who.startswith("Calculon"):
         return Calculon(approximate=who == "Calculon approximated")
+    if who.startswith("Megatron-LM"):
+        return MegatronMemory()
     return LlmAnalysis(efficiency=ADVISED)
 
 
