@@ -1,10 +1,10 @@
 """Megatron-LM's own estimate of memory (megatron/training/theoretical_memory_usage.py) asked about a published run: the
-same job that this project's planner is asked about, as that program's arguments. Megatron-LM is no dependency: who wants
-it clones it and puts the clone on PYTHONPATH; that one file is read, which needs neither torch nor a GPU.
+same job that this project's planner is asked about, as that program's arguments. Megatron-LM is no dependency: who
+wants it clones it and puts the clone on PYTHONPATH; that one file is read, which needs neither torch nor a GPU.
 
-It is of the first pipeline rank, allocated, and what it has no words for is left to it, not corrected: no fragmentation,
-no CUDA context, no logits of a last stage, scores of an attention never kept, and with sequence parallelism but without
-selective recompute the activations of a run without. It says nothing of time.
+It is what the first pipeline rank has allocated, and what it has no words for is left to it, not corrected: no
+fragmentation, no CUDA context, no logits on a last stage, scores of an attention never kept, activations as without
+sequence parallelism unless there is selective recompute too. It says nothing of time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel3d.planner.shapes import total_parameters
 _FILE = Path("training") / "theoretical_memory_usage.py"
 _PACKAGE = "megatron_memory"  # under which the file is loaded, because megatron.training itself needs torch and more
 _MIB, _GIB = 2.0**20, 2.0**30
-_ANY_S = 1.0  # in the place of a step's time, of which it says nothing and is asked nothing
+ANY_S = 1.0  # in the place of a step's time, of which it says nothing and is asked nothing
 
 
 class MegatronMemory:
@@ -51,7 +51,7 @@ class MegatronMemory:
             parameters=total_parameters(job.shape),
             fits=bytes_ <= job.cluster.device.memory_bytes,
             memory_gib=bytes_ / _GIB,
-            step_time_s=_ANY_S,
+            step_time_s=ANY_S,
         )
 
 
@@ -59,6 +59,11 @@ def why_not(layout: Layout) -> str:
     """What of a layout its formulas have no word for; empty where they have them all."""
     if layout.recompute not in ("none", "selective"):
         return f"recompute of blocks ({layout.recompute})"
+    return shards_why_not(layout)
+
+
+def shards_why_not(layout: Layout) -> str:
+    """Likewise of how states are sharded: Megatron-LM's distributed optimizer, or not at all."""
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
     return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
