@@ -118,3 +118,15 @@ def test_a_figure_of_the_first_iteration_is_compared_without_moments() -> None:
     }
     case = cases["bigscience-v100-meg_ds_3d_gpt2_perf_n16-ds-off"]
     assert max(r.allocated_in_first_step for r in memory_by_rank(case.job)) / 2**30 == pytest.approx(17.095, rel=1e-3)
+
+
+def test_collectives_that_a_run_cuts_into_pieces_hide_as_nemos_do() -> None:
+    tree: dict[str, Any] = {
+        "framework": "torchtitan", "model": {"layers": 16, "hidden": 4096}, "parallel": {"tp": 8},
+        "hardware": {"gpu": "H100-80GB", "gpus": 8},
+    }  # fmt: skip
+
+    def tp_s(notes: str) -> float:
+        return step_cost(build_job(Fields({**tree, "notes": notes}), HARDWARE, {})).parts.tp
+
+    assert tp_s("full AC. AsyncTP on.") == pytest.approx(0.4 * tp_s("full AC."))

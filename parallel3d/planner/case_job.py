@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel3d.planner.case_fields import Fields
 from parallel3d.planner.engine import Engine
-from parallel3d.planner.engines import engine_of, in_precision
+from parallel3d.planner.engines import NEMO, engine_of, in_precision
 from parallel3d.planner.hardware import Cluster, load_cluster, with_links
 from parallel3d.planner.job import Job, Layout, RecomputeKind
 from parallel3d.planner.shapes import FeedForward, ModelShape, Positions
@@ -64,6 +64,8 @@ def _engine(f: Fields) -> Engine:
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
     if "attention backend unfused" in notes or "transformer-impl local" in notes:
         engine = replace(engine, attention="softmax")
+    if re.search(r"async[ -]?tp(?: on\b|;)", notes.lower()):  # in pieces beside the matmuls, as NeMo's userbuffers
+        engine = replace(engine, tp_hidden=max(engine.tp_hidden, NEMO.tp_hidden))
     dropout = re.search(r"dropout (\d*\.\d+)", notes)
     if dropout:
         engine = replace(engine, dropout=float(dropout.group(1)) > 0)

@@ -107,9 +107,9 @@ INTERNEVO = Engine(
     loss_passes=20.0,
     fused_weight_gradient=False,
     reduce_bytes=2.0,
-    gradients_hidden=0.4,
+    gradients_hidden=0.2,
     gathers_hidden=0.5,
-    broadcast_s=2.5e-3,
+    broadcast_s=4e-3,
     # internlm/solver/optimizer/hybrid_zero_optim.py, `_step`: gradients in bf16, at the step flat and in float32 too
     # (2 + 4), and the two temporaries of an AdamW that is not fused (8).
     gradient_bytes=2.0,
