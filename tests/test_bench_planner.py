@@ -6,17 +6,20 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from parallel3d.errors import ConfigError
 from parallel3d.planner.cases import Case, CaseFile, read_cases
 from parallel3d.planner.job import Layout
 from parallel3d.planner.score import Prediction, predict_case, prediction, score
-from parallel3d.tools import bench, calculon_peer
+from parallel3d.tools import bench, calculon_peer, mbridge_memory_peer, megatron_memory_peer
 from parallel3d.tools.bench_planner import (
     CASES,
     MEMORY,
     THROUGHPUT,
+    both_scores,
     fitted_efficiency,
     row,
     same_runs,
@@ -24,6 +27,11 @@ from parallel3d.tools.bench_planner import (
 )
 from parallel3d.tools.llm_analysis_peer import LlmAnalysis, why_not
 from parallel3d.tools.plan_score import HARDWARE
+
+
+def listed(folder: str) -> set[str]:
+    """What a folder of the path holds."""
+    return {path.name for path in Path(folder).glob("*")} if Path(folder).is_dir() else set()
 
 
 @dataclass(frozen=True)
@@ -111,12 +119,41 @@ def test_calculon_shards_the_optimizer_alone() -> None:
     assert "(op)" in calculon_peer.why_not(Layout(recompute="op"))
 
 
+def test_estimates_for_megatron_know_its_distributed_optimizer_alone(published: CaseFile) -> None:
+    assert not megatron_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, recompute="selective"))
+    assert "gradients" in megatron_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, gradient_shards=8))
+    assert "(full)" in megatron_memory_peer.why_not(Layout(recompute="full"))
+    job = published.cases[0].job
+    assert not mbridge_memory_peer.why_not(replace(job, layout=Layout(dp=8, recompute="full")))
+    assert "(op)" in mbridge_memory_peer.why_not(replace(job, layout=Layout(recompute="op")))
+    assert "unlike" in mbridge_memory_peer.why_not(replace(job, layout=Layout(pp=5, microbatches=5)))
+
+
+def test_a_case_that_a_peer_cannot_answer_after_all_is_an_error(published: CaseFile) -> None:
+    """Or it would be judged by fewer runs than ours."""
+
+    class Refuses(StandIn):
+        def predict(self, case: Case) -> Prediction:
+            raise ValueError("no such layout")
+
+    with pytest.raises(ConfigError, match="Someone: megatron-sc21-t1-1.7b: cannot be priced"):
+        both_scores("Someone", Refuses(), CaseFile(cases=published.cases[:2], skipped=()))
+
+
 def test_without_the_peer_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "llm_analysis", None)
     monkeypatch.setitem(sys.modules, "calculon", None)
-    for case, advice in (("llm-analysis", "pip install llm-analysis"), ("Calculon", "git clone")):
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if "megatron" not in listed(folder)])
+    for case, advice in (
+        ("llm-analysis", "pip install llm-analysis"),
+        ("Calculon", "git clone"),
+        ("Megatron-LM", "NVIDIA/Megatron-LM"),
+        ("mbridge", "ISEEKYAN/mbridge"),
+    ):
         assert bench.main(["planner", "--case", case]) == 2
         said = capsys.readouterr().err
         assert advice in said and said.count("\n") == 1
@@ -148,3 +185,29 @@ def test_calculon_meets_the_runs_that_it_was_validated_with(published: CaseFile)
     said = score(CaseFile(cases=cases, skipped=()), calculon.predict)
     assert said.throughput.cases == 4 and said.throughput.worst is not None
     assert said.throughput.worst < 10
+
+
+def on_the_path(file: str) -> bool:
+    return any((Path(folder) / file).is_file() for folder in sys.path)
+
+
+@pytest.mark.skipif(
+    not on_the_path("megatron/training/theoretical_memory_usage.py"), reason="Megatron-LM is not on the path"
+)
+def test_megatrons_estimate_is_told_the_whole_job(published: CaseFile) -> None:
+    case = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8")
+    said = megatron_memory_peer.MegatronMemory().predict(case)
+    states = (6 + 12 / 8) * said.parameters  # bf16 weights, float32 gradients, and the rest over 8 ranks
+    tokens, hidden = 2 * 2048, 4096
+    blocks = 32 * tokens * hidden * (10 + 24)
+    ends = tokens * (8 + hidden) + 2 * tokens * (hidden + case.job.rank_vocab)
+    assert said.memory_gib * 2**30 == pytest.approx(states + 1.05 * (blocks + ends), rel=0.01)
+
+
+@pytest.mark.skipif(not on_the_path("memory_estimator/estimate_013.py"), reason="mbridge is not on the path")
+@pytest.mark.filterwarnings("ignore")
+def test_mbridges_estimate_is_told_the_whole_job(published: CaseFile) -> None:
+    case = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8")
+    said = mbridge_memory_peer.MbridgeMemory().predict(case)
+    assert said.parameters == pytest.approx(predict_case(case).parameters, rel=1e-4)
+    assert said.memory_gib > (6 + 12 / 8) * said.parameters / 2**30

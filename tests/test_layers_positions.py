@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel3d.layers import attention, scores
 from parallel3d.layers.mask import documents_from_cu_seqlens, own_mask, same_document
 from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
 from parallel3d.layers.rotary import RotaryEmbedding
@@ -63,3 +64,24 @@ def test_a_window_counts_the_query_itself() -> None:
     assert own_mask(4, 4, causal=False, window=None, device=torch.device("cpu")) is None
     last = own_mask(2, 4, causal=True, window=None, device=torch.device("cpu"))
     assert last is not None and last.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_a_window_that_hides_nothing_takes_the_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[torch.Tensor | None] = []
+
+    def recorded(q: torch.Tensor, *rest: torch.Tensor | None, **how: object) -> torch.Tensor:
+        masks.append(rest[-1])
+        return scores.attend(q, *rest, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attend", recorded)
+    x = torch.randn(2, 6, 8)
+    outputs = []
+    for window in (None, 6, 5):
+        torch.manual_seed(0)
+        layer = attention.ParallelAttention(8, 2, 2, window=window)
+        for weights in layer.parameters():
+            torch.nn.init.normal_(weights)
+        outputs.append(layer(x))
+    assert [mask is None for mask in masks] == [True, True, False]
+    assert torch.equal(outputs[0], outputs[1]) and not torch.allclose(outputs[0][:, 5], outputs[2][:, 5])
+    torch.testing.assert_close(outputs[0][:, :5], outputs[2][:, :5])

@@ -52,13 +52,18 @@ def test_a_hardware_file_that_misses_a_key_says_which(tmp_path: Path) -> None:
 
 
 def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
-    inside, across = axis_group(a100, 8, 1), axis_group(a100, 8, 8)
+    inside, across = axis_group(a100, 8, 1, world=64), axis_group(a100, 8, 8, world=64)
     assert (inside.nodes, across.nodes) == (1, 8)
     assert all_gather_s(a100, across, 1e9) > 5 * all_gather_s(a100, inside, 1e9)
 
 
+def test_a_group_whose_ranks_a_node_is_no_multiple_of_crosses_nodes_unless_there_is_but_one(a100: Cluster) -> None:
+    assert axis_group(a100, 3, 1, world=3).nodes == 1
+    assert axis_group(a100, 3, 1, world=24).nodes > 1
+
+
 def test_a_small_all_reduce_goes_by_a_tree(a100: Cluster) -> None:
-    group = axis_group(a100, 1024, 8)
+    group = axis_group(a100, 1024, 8, world=8192)
     assert all_reduce_s(a100, group, 1e3) < 0.1 * 2 * all_gather_s(a100, group, 1e3)
 
 

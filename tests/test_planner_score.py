@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.case_job import network_gb_per_s
-from parallel3d.planner.cases import flops_definition, read_cases
-from parallel3d.planner.score import Score
+from parallel3d.planner.cases import Case, flops_definition, read_cases
+from parallel3d.planner.score import Prediction, Score, predict_case, score
 from parallel3d.tools import plan_score
 
 CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
@@ -74,12 +76,105 @@ def test_definitions_of_flops_are_told_apart() -> None:
     assert flops_definition("") == "model"
 
 
-def test_a_case_that_cannot_be_read_is_named_and_skipped(tmp_path: Path) -> None:
-    broken = json.loads(CASES.read_text())[0]
-    broken["model"]["hidden"] = None
-    (tmp_path / "cases.json").write_text(json.dumps([broken]))
-    file = read_cases(tmp_path / "cases.json", [plan_score.HARDWARE])
-    assert not file.cases and file.skipped[0][0] == broken["id"]
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def row() -> Row:
+    """The first of the published runs: 1.7 B parameters on 32 GPUs, timed."""
+    first: Row = json.loads(CASES.read_text())[0]
+    return first
+
+
+def scored(tmp_path: Path, *rows: object) -> Score:
+    (tmp_path / "cases.json").write_text(json.dumps(rows))
+    return plan_score.score_file(tmp_path / "cases.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "why"),
+    [
+        ("model", "hidden", None, "model.hidden: is missing"),
+        ("model", "layers", -1, "model.layers = -1: must be a whole number, at least 1"),
+        ("model", "vocab", "n/a", "model.vocab = n/a: must be a whole number"),
+        ("parallel", "pp", 32, "parallel.pp = 32: must not exceed model.layers = 24"),
+        ("parallel", "tp", 3, "hardware.gpus = 32: must be a multiple of tp x pp x cp = 3"),
+        ("hardware", "gpus", 0, "hardware.gpus = 0"),
+        ("hardware", "gpu", "Abacus", "hardware.gpu = abacus: no hardware file"),
+        ("train", "micro_batch", 1.5, "train.micro_batch = 1.5"),
+    ],
+)
+def test_a_row_that_cannot_be_priced_says_why_and_the_others_are_scored(
+    tmp_path: Path, row: Row, section: str, key: str, value: object, why: str
+) -> None:
+    broken = {**row, "id": "broken", section: {**row[section], key: value}}
+    result = scored(tmp_path, broken, row, "no object")
+    assert [case.id for case in result.cases] == [row["id"]]
+    assert [name for name, _ in result.skipped] == ["broken", "row 3"]
+    assert why in result.skipped[0][1]
+
+
+@pytest.mark.parametrize("step_time_s", [None, 0.0, -1.0, float("inf"), float("nan")])
+def test_a_row_without_an_answer_is_skipped_and_says_so(row: Row, tmp_path: Path, step_time_s: float | None) -> None:
+    (tmp_path / "cases.json").write_text(json.dumps([row, {**row, "id": "odd"}]))
+
+    def fails_on_odd(case: Case) -> Prediction:
+        said = predict_case(case)
+        if case.id != "odd":
+            return said
+        if step_time_s is None:
+            raise ZeroDivisionError("division by zero")
+        return replace(said, step_time_s=step_time_s)
+
+    result = score(read_cases(tmp_path / "cases.json", [plan_score.HARDWARE]), fails_on_odd)
+    assert len(result.cases) == 1 and result.throughput.cases == 1
+    assert result.skipped[0][0] == "odd" and "cannot be priced" in result.skipped[0][1]
+
+
+def test_the_barest_row_is_priced_by_defaults_and_says_which(tmp_path: Path) -> None:
+    bare = {"model": {"layers": 24, "hidden": 2048}, "hardware": {"gpus": 8}, "measured": None, "tags": None}
+    [case] = scored(tmp_path, bare).cases
+    assert case.id == "row 1" and case.source == "unknown" and case.error_pct is None
+    assert case.predicted.parameters == pytest.approx(1.3e9, rel=0.05) and 0.2 < case.predicted.mfu < 0.7
+    assert {"hardware.gpu (default)", "parallel.tp (default)", "train.micro_batch (default)"} <= set(case.filled)
+
+
+def test_cases_may_stand_one_a_line_and_a_broken_line_is_its_own_problem(tmp_path: Path, row: Row) -> None:
+    lines = [json.dumps(row), '{"id": "cut off', json.dumps({**row, "id": "other"})]
+    (tmp_path / "cases.json").write_text("\n".join(lines))
+    result = plan_score.score_file(tmp_path / "cases.json")
+    assert [case.id for case in result.cases] == [row["id"], "other"] and result.skipped[0][0] == "row 2"
+    (tmp_path / "cases.json").write_text(json.dumps(row))
+    assert len(plan_score.score_file(tmp_path / "cases.json").cases) == 1
+
+
+@pytest.mark.parametrize("figure", ["n/a", 0, -3.5, float("nan"), [], True])
+def test_a_figure_that_is_no_number_is_not_compared_with(tmp_path: Path, row: Row, figure: object) -> None:
+    row["measured"] = {"status": "OK", "step_time_s": figure, "peak_memory_gib": 40}
+    [case] = scored(tmp_path, row).cases
+    assert case.measured.status == "ok" and set(case.errors_pct) == {"memory"}
+    assert any("measured.step_time_s (no figure" in note for note in case.filled)
+    json.dumps(scored(tmp_path, row).to_json(), allow_nan=False)
+
+
+def test_ranks_that_the_layout_leaves_are_data_parallel_whatever_a_row_says(tmp_path: Path, row: Row) -> None:
+    row["hardware"]["gpus"] = 64  # its dp is of 32
+    [case] = scored(tmp_path, row).cases
+    assert "parallel.dp (32 said, 64 left by 64 GPUs)" in case.filled
+    row["parallel"]["dp"] = 64
+    assert scored(tmp_path, row).cases[0].predicted == case.predicted
+
+
+def test_replicas_of_shards_hold_a_shard_of_the_optimizer_each(tmp_path: Path, row: Row) -> None:
+    """HSDP: 8 ways sharded within a node, 4 replicas."""
+
+    def memory_gib(**parallel: object) -> float:
+        row["parallel"] = {"tp": 1, "pp": 1, "fsdp": True, **parallel}
+        return scored(tmp_path, row).cases[0].predicted.memory_gib
+
+    whole = memory_gib(dp_shard=32)
+    assert memory_gib() == whole < memory_gib(dp_shard=8, dp_replicate=4)
+    assert memory_gib(dp_shard=8) == memory_gib(dp_shard=8, optimizer_shard=8)
 
 
 def test_a_file_that_is_no_list_of_cases_is_a_config_error(tmp_path: Path) -> None:

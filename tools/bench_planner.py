@@ -81,6 +81,8 @@ _FIGURES = {  # by the peer, and what is assumed for it; memory does not depend 
     "llm-analysis fitted": THROUGHPUT,
     "Calculon as is": (*THROUGHPUT, *MEMORY),
     "Calculon approximated": (*THROUGHPUT, *MEMORY),
+    "Megatron-LM's estimate": MEMORY,
+    "mbridge's estimator": MEMORY,
 }
 
 
@@ -101,7 +103,7 @@ def bench_planner(options: Options) -> list[Row]:
     peers = {who: _peer(who) for who in dict.fromkeys(who for who, _ in wanted.values())}
     file = read_cases(CASES, [HARDWARE])
     there_are = score(counted(file))
-    scores = {who: _both_scores(who, peer, file) for who, peer in peers.items()}
+    scores = {who: both_scores(who, peer, file) for who, peer in peers.items()}
     return [row(name, figure, *scores[who], of=figure.runs(there_are)) for name, (who, figure) in wanted.items()]
 
 
@@ -109,13 +111,19 @@ def _peer(who: str) -> Peer:
     """Raises ConfigError where it is not installed."""
     from parallel3d.tools.calculon_peer import Calculon
     from parallel3d.tools.llm_analysis_peer import LlmAnalysis
+    from parallel3d.tools.mbridge_memory_peer import MbridgeMemory
+    from parallel3d.tools.megatron_memory_peer import MegatronMemory
 
     if who.startswith("Calculon"):
         return Calculon(approximate=who == "Calculon approximated")
+    if who.startswith("Megatron-LM"):
+        return MegatronMemory()
+    if who.startswith("mbridge"):
+        return MbridgeMemory()
     return LlmAnalysis(efficiency=ADVISED)
 
 
-def _both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
+def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     """Ours and the peer's, over the runs that it can express."""
     from parallel3d.tools.llm_analysis_peer import LlmAnalysis
 
@@ -123,6 +131,8 @@ def _both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     for why, number in runs.left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
     ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    for name, why in (*ours.skipped, *theirs.skipped):  # or the two would be judged by different runs
+        raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
     if who == "llm-analysis fitted":
         best = fitted_efficiency(throughput_ratios(theirs), ADVISED)
         print(f"{who}: efficiency {best:g}", file=sys.stderr)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from parallel3d.planner.case_fields import Fields
 from parallel3d.planner.engine import Engine
-from parallel3d.planner.engines import engine_of, in_precision
+from parallel3d.planner.engines import NEMO, engine_of, in_precision
 from parallel3d.planner.hardware import Cluster, load_cluster, with_links
 from parallel3d.planner.job import Job, Layout, RecomputeKind
 from parallel3d.planner.shapes import FeedForward, ModelShape, Positions
@@ -36,76 +35,64 @@ _OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}  # others are taken as 1F1B
 
 
-class Fields:
-    """A case's sections, with null fields filled from `inferred` and defaults, and a note of each that was."""
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.tree = tree
-        self.filled: list[str] = []
-
-    def get(self, section: str, key: str, default: Any) -> Any:
-        value = self.tree[section].get(key)
-        if value is not None:
-            return value
-        inferred = self.tree.get("inferred", {}).get(key)
-        self.filled.append(f"{section}.{key} ({'inferred' if inferred is not None else 'default'})")
-        return default if inferred is None else inferred
-
-    def number(self, section: str, key: str, default: int) -> int:
-        value = self.get(section, key, default)
-        if isinstance(value, str):  # "about 128000"
-            found = re.search(r"\d[\d,]*", value)
-            return int(found.group().replace(",", "")) if found else default
-        return int(value)
-
-
 def build_job(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Job:
     """The job of a case. `clusters`: those already read, by hardware file."""
-    tree = fields.tree
-    engine = _engine(tree)
-    shape = _shape(tree, fields)
-    layout = _layout(tree, fields, shape, engine)
+    engine = _engine(fields)
+    shape = _shape(fields)
+    layout = _layout(fields, shape, engine)
     return Job(
         shape=shape,
-        cluster=_cluster(tree, fields, hardware, clusters),
+        cluster=_cluster(fields, hardware, clusters),
         layout=layout,
         engine=engine,
         seq_len=fields.number("model", "seq_len", 2048),
-        precision=_precision(tree),
-        stage_layers=_stage_layers(tree, shape, layout),
+        precision=_precision(fields),
+        stage_layers=_stage_layers(fields, shape, layout),
     )
 
 
-def _engine(tree: Mapping[str, Any]) -> Engine:
-    new_device = any(name in str(tree["hardware"].get("gpu")) for name in ("H100", "H200", "H800", "B200"))
+def _engine(f: Fields) -> Engine:
+    gpu = str(f.stated("hardware", "gpu")).upper()
+    new_device = any(name in gpu for name in ("H100", "H200", "H800", "B200"))
     # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
-    core = "transformer-impl" in str(tree.get("notes")) or "core" in str(tree["framework"]).lower()
+    notes, framework = f.text("notes"), f.text("framework")
+    core = "transformer-impl" in notes or "core" in framework.lower()
     early = not new_device and not core
-    engine = engine_of(str(tree["framework"]), compiled=bool(tree["train"].get("compile")), early=early)
-    notes = str(tree.get("notes") or "")
+    year = max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))), default=0)
+    engine = engine_of(framework, compiled=bool(f.stated("train", "compile")), early=early, year=year)
     if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
-    if "attention backend unfused" in notes:
+    if "attention backend unfused" in notes or "transformer-impl local" in notes:
         engine = replace(engine, attention="softmax")
-    engine = in_precision(engine, _precision(tree))
+    if re.search(r"async[ -]?tp(?: on\b|;)", notes.lower()):  # in pieces beside the matmuls, as NeMo's userbuffers
+        engine = replace(engine, tp_hidden=max(engine.tp_hidden, NEMO.tp_hidden))
+    dropout = re.search(r"dropout (\d*\.\d+)", notes)
+    if dropout:
+        engine = replace(engine, dropout=float(dropout.group(1)) > 0)
+    engine = in_precision(engine, _precision(f))
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
         engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
     return engine
 
 
-def _precision(tree: Mapping[str, Any]) -> str:
-    text = str(tree["train"].get("precision") or "").lower()
-    if tree["train"].get("fp8"):
+def is_float8(f: Fields) -> bool:
+    return bool(f.stated("train", "fp8")) or "fp8" in str(f.stated("train", "precision") or "").lower()
+
+
+def _precision(f: Fields) -> str:
+    if is_float8(f):
         return "fp8"
-    return "fp16" if "fp16" in text and "bf16" not in text or "V100" in str(tree["hardware"].get("gpu")) else "bf16"
+    text = str(f.stated("train", "precision") or "").lower()
+    return "fp16" if "fp16" in text and "bf16" not in text or "V100" in str(f.stated("hardware", "gpu")) else "bf16"
 
 
-def _shape(tree: Mapping[str, Any], f: Fields) -> ModelShape:
-    model = tree["model"]
+def _shape(f: Fields) -> ModelShape:
     kind = str(f.get("model", "ffn_kind", "gelu")).lower()
     feed_forward: FeedForward = "swiglu" if "glu" in kind else "relu2" if "relu" in kind else "gelu"
-    hidden = int(model["hidden"])
+    hidden = f.number("model", "hidden")
     heads = f.number("model", "heads", max(1, hidden // 128))
+    if hidden < heads:
+        raise ValueError(f"model.heads = {heads}: must not exceed model.hidden = {hidden}")
     position = str(f.get("model", "positional", "learned" if feed_forward == "gelu" else "rope")).lower()
     positions: Positions = (
         "learned"
@@ -118,37 +105,37 @@ def _shape(tree: Mapping[str, Any], f: Fields) -> ModelShape:
     )
     gpt = feed_forward == "gelu"
     return ModelShape(
-        name=str(model["name"]),
-        layers=int(model["layers"]),
+        name=str(f.stated("model", "name") or "unnamed"),
+        layers=f.number("model", "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=f.number("model", "kv_heads", heads),
+        kv_heads=min(heads, f.number("model", "kv_heads", heads)),
         ffn_hidden=f.number("model", "ffn_hidden", 4 * hidden),
         vocab=f.number("model", "vocab", _DEFAULT_VOCAB),
         feed_forward=feed_forward,
         positions=positions,
         position_rows=f.number("model", "seq_len", 2048) if positions == "learned" else 0,
-        tied_embeddings=bool(f.get("model", "tied_embeddings", gpt)),
+        tied_embeddings=f.flag("model", "tied_embeddings", gpt),
         biases=gpt,
         layer_norm=feed_forward != "swiglu",
         embedding_norm=positions == "alibi",
     )
 
 
-def _layout(tree: Mapping[str, Any], f: Fields, shape: ModelShape, engine: Engine) -> Layout:
-    parallel = tree["parallel"]
-    tp, pp = f.number("parallel", "tp", 1), f.number("parallel", "pp", 1)
-    cp = f.number("parallel", "cp", 1)
-    gpus = int(tree["hardware"]["gpus"])
-    dp = f.number("parallel", "dp", max(1, gpus // (tp * pp * cp)))
+def _layout(f: Fields, shape: ModelShape, engine: Engine) -> Layout:
+    tp, pp, cp, dp = _ways(f, shape)
     microbatch = f.number("train", "micro_batch", 1)
     batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
-    zero = f.number("parallel", "zero_stage", 3 if parallel.get("fsdp") or (parallel.get("dp_shard") or 1) > 1 else 1)
+    shards = f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
+    sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
+    zero = f.number("parallel", "zero_stage", 3 if sharded else 1, least=0)
     everyone = dp * cp
-    optimizer = min(everyone, max(1, f.number("parallel", "optimizer_shard", everyone if zero >= 1 else 1)))
+    # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
+    spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else everyone
+    optimizer = min(everyone, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
     schedule = str(f.get("parallel", "schedule", engine.default_schedule)).lower()
     interleaved = schedule.startswith("interleaved")
-    virtual = max(1, f.number("parallel", "vpp", _virtual_stages(shape.layers, pp) if interleaved else 1))
+    virtual = max(1, f.number("parallel", "vpp", _virtual_stages(shape.layers, pp) if interleaved else 1, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
     return Layout(
@@ -163,10 +150,26 @@ def _layout(tree: Mapping[str, Any], f: Fields, shape: ModelShape, engine: Engin
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,
-        sequence_parallel=bool(f.get("parallel", "sequence_parallel", engine.default_sequence_parallel)),
+        sequence_parallel=f.flag("parallel", "sequence_parallel", engine.default_sequence_parallel),
         recompute=_recompute(f, engine),
         recompute_share=0.5,
     )
+
+
+def _ways(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
+    """tp, pp, cp and dp, whose product is the number of GPUs: where a case's dp is not what the others leave, what they
+    leave is taken, and noted."""
+    tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
+    if pp > shape.layers:
+        raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
+    stated = f.stated("parallel", "dp")
+    gpus = f.number("hardware", "gpus", tp * pp * cp * f.number("parallel", "dp", 1) if stated is not None else None)
+    if gpus % (tp * pp * cp):
+        raise ValueError(f"hardware.gpus = {gpus}: must be a multiple of tp x pp x cp = {tp * pp * cp}")
+    left = gpus // (tp * pp * cp)
+    if f.number("parallel", "dp", left) != left:
+        f.note("parallel", "dp", f"{stated} said, {left} left by {gpus} GPUs")
+    return tp, pp, cp, left
 
 
 def _virtual_stages(layers: int, pp: int) -> int:
@@ -186,15 +189,15 @@ def _recompute(f: Fields, engine: Engine) -> RecomputeKind:
     return "none"
 
 
-def _stage_layers(tree: Mapping[str, Any], shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+def _stage_layers(f: Fields, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
     """Where the notes say so: the first and the last stage one layer less, two of every stage's share in all."""
-    if "one layer less" not in str(tree.get("notes", "")) or layout.stages < 2 or (shape.layers + 2) % layout.stages:
+    if "one layer less" not in f.text("notes") or layout.stages < 2 or (shape.layers + 2) % layout.stages:
         return ()
     each = (shape.layers + 2) // layout.stages
     return (each - 1, *[each] * (layout.stages - 2), each - 1)
 
 
-def _cluster(tree: Mapping[str, Any], f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
+def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
     name = next((file for part, file in _DEVICES if part in gpu), None)
     if name is None:
@@ -205,8 +208,8 @@ def _cluster(tree: Mapping[str, Any], f: Fields, hardware: list[Path], clusters:
     if name not in clusters:
         clusters[name] = load_cluster(name, hardware)
     per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
-    stated = network_gb_per_s(str(tree["hardware"].get("inter_bw") or ""), per_node)
-    links = re.search(r"(\d+) inter-gpu connects", str(tree["hardware"].get("intra_bw") or "").lower())
+    stated = network_gb_per_s(str(f.stated("hardware", "inter_bw") or ""), per_node)
+    links = re.search(r"(\d+) inter-gpu connects", str(f.stated("hardware", "intra_bw") or "").lower())
     return with_links(
         clusters[name],
         network_gb_per_s=stated,

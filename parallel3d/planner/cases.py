@@ -7,16 +7,18 @@ from the defaults in `case_job`; `filled` says which were.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.case_job import Fields, build_job
+from parallel3d.planner.case_fields import Fields
+from parallel3d.planner.case_job import build_job, is_float8
 from parallel3d.planner.flops import FlopsDefinition
 from parallel3d.planner.hardware import Cluster
-from parallel3d.planner.job import Job, Layout
+from parallel3d.planner.job import Job
 from parallel3d.planner.memory import MemoryKind
 
 
@@ -45,51 +47,74 @@ class CaseFile:
 
 
 def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
-    """The cases of a file. Raises ConfigError where it is none. A case that misses what no default can fill is
-    skipped, and said so."""
-    try:
-        trees = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
-    if not isinstance(trees, list):
-        raise ConfigError(f"{path}: must be a list of cases")
+    """The cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that misses
+    what no default can fill, or says what cannot be, is skipped, and said so."""
     clusters: dict[str, Cluster] = {}
     cases: list[Case] = []
     skipped: list[tuple[str, str]] = []
-    for number, tree in enumerate(trees):
+    for number, tree in enumerate(_trees(path), start=1):
+        name = tree.get("id") if isinstance(tree, dict) else None
+        name = f"row {number}" if name is None else str(name)
         try:
-            cases.append(_case(tree, hardware, clusters))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as problem:
-            name = tree.get("id", number) if isinstance(tree, dict) else number
-            skipped.append((str(name), f"{type(problem).__name__}: {problem}"))
+            cases.append(_case(name, tree, hardware, clusters))
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+            skipped.append((name, str(problem)))
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
 
 
-def _case(tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
+def _trees(path: Path) -> list[Any]:
+    """A line that is no JSON among lines that are becomes its own text, which no case is."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: cannot be read ({problem})") from problem
+    try:
+        trees = json.loads(text)
+    except ValueError as problem:
+        lines = [_line(line) for line in text.splitlines() if line.strip()]
+        if not any(isinstance(line, dict) for line in lines):
+            raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+        return lines
+    if isinstance(trees, dict) and "model" in trees:
+        return [trees]
+    if not isinstance(trees, list):
+        raise ConfigError(f"{path}: must be a list of cases, or a case a line")
+    return trees
+
+
+def _line(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
     fields = Fields(tree)
     job = build_job(fields, hardware, clusters)
+    measured = fields.measured()
     return Case(
-        id=str(tree["id"]),
-        source=str(tree["source_key"]),
+        id=name,
+        source=fields.text("source_key") or "unknown",
         job=job,
-        measured=tree["measured"],
-        tier=str(tree.get("tier", "A")),
-        tags=tuple(tree.get("tags", ())),
-        definition=flops_definition(str(tree["measured"].get("tflops_definition") or "")),
-        apart=_apart(tree, job.layout),
-        filled=tuple(fields.filled),
-        stated_parameters_b=tree["model"].get("params_b"),
+        measured=measured,
+        tier=fields.text("tier") or "A",
+        tags=tuple(str(tag) for tag in tree.get("tags") or ()),
+        definition=flops_definition(str(measured.get("tflops_definition") or "")),
+        apart=_apart(fields, job),
+        filled=tuple(dict.fromkeys(fields.filled)),
+        stated_parameters_b=fields.stated("model", "params_b"),
     )
 
 
-def _apart(tree: Mapping[str, Any], layout: Layout) -> str:
-    if tree["train"].get("fp8"):
+def _apart(fields: Fields, job: Job) -> str:
+    if is_float8(fields):
         return "float8"
-    if layout.cp > 1:
+    if job.layout.cp > 1:
         return "context parallel"
-    if (tree["parallel"].get("ep") or 1) > 1:
+    if fields.number("parallel", "ep", 1) > 1:
         return "expert parallel"
-    return "one layer" if tree["model"]["layers"] == 1 else ""
+    return "one layer" if job.shape.layers == 1 else ""
 
 
 def flops_definition(text: str) -> FlopsDefinition:
@@ -115,5 +140,6 @@ def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last
         return "device", rank
     allocated, reserved = note.find("allocated"), note.find("reserved")
     if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
-        return "allocated", rank
+        is_first = re.search(r"after 1 iteration\b", note) and not case.job.engine.moments_at_start
+        return "allocated in the first step" if is_first else "allocated", rank
     return "reserved", rank

@@ -26,10 +26,12 @@ class Group:
         return -(-self.size // self.per_node)
 
 
-def axis_group(cluster: Cluster, size: int, stride: int) -> Group:
-    """`size` ranks, `stride` apart. Where a node is no multiple of such a group, some groups lie across two nodes, and
-    the slowest of them counts."""
+def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
+    """`size` ranks, `stride` apart, of `world`. Where a node is no multiple of such a group, some groups lie across two
+    nodes, and the slowest of them counts; unless all ranks are on one."""
     node = cluster.gpus_per_node
+    if world <= node:
+        return Group(size=size, per_node=size)
     span = size * stride
     per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
     return Group(size=size, per_node=max(1, per_node), span=-(-span // node))

@@ -255,11 +255,12 @@ def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:
 
 
 def _tied_embeddings_s(job: Job) -> float:
-    """The two copies of a tied table, on the first and the last stage, sum their gradients."""
+    """The two copies of a tied table, on the first and the last stage, sum their gradients: a ring of two, each sends
+    one half to be summed and then the other, summed."""
     if not job.shape.tied_embeddings or job.layout.pp == 1:
         return 0.0
-    bytes_ = job.shape.vocab * job.shape.hidden / job.layout.tp * job.engine.gradient_bytes
-    return 2 * send_s(job.cluster, bytes_, nodes=-(-job.layout.world_size // job.cluster.gpus_per_node))
+    bytes_ = job.shape.vocab * job.shape.hidden / job.layout.tp * job.engine.reduce_bytes
+    return 2 * send_s(job.cluster, bytes_ / 2, nodes=-(-job.layout.world_size // job.cluster.gpus_per_node))
 
 
 def _parts(job: Job, pipeline: _Pipeline, data_s: float, optimizer_s: float) -> TimeParts:

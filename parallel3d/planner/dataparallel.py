@@ -23,10 +23,14 @@ def reduced_once_s(job: Job, rank_parameters: int, backward_s: float) -> float:
         reduce_s += all_reduce_s(cluster, outer, gradients / shards, one_ring=engine.one_ring)
         gather_s = all_gather_s(cluster, inner, rank_parameters * engine.gather_bytes, one_ring=engine.one_ring)
         gather_s += shards * engine.broadcast_s
+        # Each slice is a view and a copy of its own, and so it is where gradients are reduced.
+        slices = shards * engine.cut_tensors * max(part.layers for part in job.ranks)
+        host_s = 4 * slices * cluster.device.launch_s
     else:
         reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=engine.one_ring), 0.0
+        host_s = 0.0
     shown = max(0.1 * reduce_s, reduce_s - backward_s) if engine.sends_in_last_backward else reduce_s
-    return shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden)
+    return shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden) + host_s
 
 
 def sharded_s(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:

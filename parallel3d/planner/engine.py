@@ -39,6 +39,7 @@ class Engine:
     prefetch: float = 1.0  # share of the compute that sharded parameters' traffic can hide behind
     tp_speed: float = 1.0  # of tp collectives: copies around them, no fusion
     broadcast_s: float = 0.0  # ZeRO-1 that broadcasts shard after shard: seconds for each
+    cut_tensors: int = 0  # ZeRO-1 that cuts every tensor over all ranks, slice by slice: tensors of a block
     reduces_each_microbatch: bool = True  # FSDP: gathers and reduces for every microbatch
     always_sharded: bool = False  # computes with a gathered 16-bit copy of float32 parameters, on one data rank too
     action_s: float = 0.0  # between two actions of a pipeline rank
@@ -52,7 +53,7 @@ class Engine:
     fp16_reduce_bytes: float | None = None  # where fp16 and bf16 differ
     gather_bytes: float = 2.0  # of a parameter on the wire
     # activations
-    fused_mlp: bool = False  # the activation's output is not kept beside its input
+    fused_mlp: bool = False  # silu(gate) of SwiGLU is not kept beside gate, up and their product
     cuts_by_cost: bool = False  # stages get as many layers as make them equally dear, head included
     embedding_slots: bool = False  # embedding and head count as a layer each when stages are cut
     gathers_logits: bool = False  # the loss is computed on the whole vocabulary by every tp rank
@@ -61,6 +62,7 @@ class Engine:
     norm_extra_bytes: float = 0.0  # per element of [tokens, hidden]: float32 copies of unfused norms
     rope_copies: float = 0.0  # rotated q and k kept beside what was rotated
     step_bytes: float = 0.0  # temporaries of the optimizer's step, per parameter of its shard
+    moments_at_start: bool = False  # a step with gradients of zero before the first makes the optimizer's states
     cache_bytes: float = 0.3e9  # reserved for nothing: cuBLAS workspaces, freed blocks of other sizes
     context_bytes: float = 1.2e9  # CUDA context, cuBLAS and NCCL buffers: outside the allocator
     fragmentation: float = 0.04  # of the allocated bytes: reserved and not allocated

@@ -31,6 +31,7 @@ MEGATRON_DEEPSPEED = replace(
     name="megatron-deepspeed",
     blocking=True,  # CUDA_LAUNCH_BLOCKING=1, bigscience chronicles-prequel
     embedding_slots=True,
+    moments_at_start=True,  # deepspeed/runtime/fp16/*.py, `initialize_optimizer_states`
     gradient_bytes=6.0,  # bf16 ones and DeepSpeed's float32 sum
     fp16_gradient_bytes=2.0,
     fragmentation=0.25,
@@ -49,6 +50,8 @@ MEGATRON_CORE = Engine(
     gradients_hidden=0.9,
     gathers_hidden=0.9,
     p2p_hidden=0.5,
+    fused_mlp=True,  # megatron/core/fusions/fused_bias_swiglu.py
+    logit_bytes=6.0,  # 16 bits, and float32 worked on in place (megatron/core/tensor_parallel/cross_entropy.py)
     default_schedule="interleaved_1f1b",
     default_sequence_parallel=True,
 )
@@ -68,6 +71,10 @@ TORCHTITAN = Engine(
 TORCHTITAN_COMPILED = replace(
     TORCHTITAN, name="torchtitan-compiled", norm_extra_bytes=0.0, elementwise=1.2, loss_passes=16.0
 )
+# Since 2025 the loss is compiled too (torchtitan/components/loss.py): logits and their gradient in 16 bits alone.
+TORCHTITAN_COMPILED_2025 = replace(
+    TORCHTITAN_COMPILED, name="torchtitan-compiled-2025", loss_passes=8.0, logit_bytes=4.0
+)
 COMPOSER = Engine(
     name="composer-fsdp",
     elementwise=2.0,
@@ -84,6 +91,7 @@ MAXTEXT = replace(
 )
 NANOTRON = Engine(
     name="nanotron",
+    cut_tensors=6,  # src/nanotron/optim/zero.py, `_all_gather_params`; likewise where gradients are reduced
     gradient_bytes=6.0,
     norm_extra_bytes=12.0,
     rope_copies=2.0,
@@ -97,9 +105,15 @@ INTERNEVO = Engine(
     elementwise=2.2,
     attention_speed=0.7,  # FlashAttention 1
     loss_passes=20.0,
-    gradients_hidden=0.7,
+    fused_weight_gradient=False,
+    reduce_bytes=2.0,
+    gradients_hidden=0.2,
     gathers_hidden=0.5,
-    broadcast_s=2.5e-3,
+    broadcast_s=4e-3,
+    # internlm/solver/optimizer/hybrid_zero_optim.py, `_step`: gradients in bf16, at the step flat and in float32 too
+    # (2 + 4), and the two temporaries of an AdamW that is not fused (8).
+    gradient_bytes=2.0,
+    step_bytes=14.0,
 )
 ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble")  # a fork of Megatron-LM, its fused softmax kept
 SCALING = Engine(
@@ -137,7 +151,8 @@ _BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
 )
 
 
-ENGINES = {engine.name: engine for engine in (PARALLEL3D, MEGATRON_2021, *(engine for _, engine in _BY_FRAMEWORK))}
+_BY_DATE = (MEGATRON_2021, TORCHTITAN_COMPILED, TORCHTITAN_COMPILED_2025)
+ENGINES = {engine.name: engine for engine in (PARALLEL3D, *_BY_DATE, *(engine for _, engine in _BY_FRAMEWORK))}
 
 
 def named_engine(name: str) -> Engine:
@@ -147,12 +162,15 @@ def named_engine(name: str) -> Engine:
     return ENGINES[name]
 
 
-def engine_of(framework: str, *, compiled: bool, early: bool) -> Engine:
-    """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023)."""
+def engine_of(framework: str, *, compiled: bool, early: bool, year: int) -> Engine:
+    """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the run, as
+    far as its source says, else 0."""
     text = framework.lower()
     for part, engine in _BY_FRAMEWORK:
         if part in text:
-            return TORCHTITAN_COMPILED if compiled and engine is TORCHTITAN else engine
+            if compiled and engine is TORCHTITAN:
+                return TORCHTITAN_COMPILED_2025 if year >= 2025 else TORCHTITAN_COMPILED
+            return engine
     if "megatron" in text:
         return MEGATRON_2021 if early else MEGATRON_CORE
     if "parallel3d" in text:

@@ -120,10 +120,13 @@ class Job:
 
     @property
     def gathers_each_microbatch(self) -> bool:
-        """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward."""
-        only_one = self.layout.pp == 1 and self.layout.microbatches == 1
+        """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward. Inside a
+        pipeline programs keep them from a stage's first microbatch to its last (torch/distributed/pipelining/stage.py,
+        `backward_maybe_with_nosync`; Llama 3, arXiv 2407.21783, section 3.3.2)."""
+        is_pipeline = self.layout.pp > 1
+        only_one = not is_pipeline and self.layout.microbatches == 1
         asked = "microbatch" in (self.layout.gather, self.layout.reduce)
-        return self.engine.reduces_each_microbatch or only_one or asked
+        return (self.engine.reduces_each_microbatch and not is_pipeline) or only_one or asked
 
     @property
     def global_batch_size(self) -> int:
@@ -162,23 +165,26 @@ class Job:
 
     @cached_property
     def tp_group(self) -> Group:
-        return axis_group(self.cluster, self.layout.tp, 1)
+        return self._group(self.layout.tp, 1)
 
     @cached_property
     def cp_group(self) -> Group:
-        return axis_group(self.cluster, self.layout.cp, self.layout.tp)
+        return self._group(self.layout.cp, self.layout.tp)
 
     @cached_property
     def dp_group(self) -> Group:
         """Ranks that hold the same parameters: data and context parallel ones."""
-        return axis_group(self.cluster, self.layout.dp * self.layout.cp, self.layout.tp)
+        return self._group(self.layout.dp * self.layout.cp, self.layout.tp)
 
     def shard_group(self, shards: int) -> Group:
-        return axis_group(self.cluster, shards, self.layout.tp)
+        return self._group(shards, self.layout.tp)
 
     def replica_group(self, shards: int) -> Group:
         """The ranks that hold the same shard."""
-        return axis_group(self.cluster, self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
+        return self._group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
+
+    def _group(self, size: int, stride: int) -> Group:
+        return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 
 @lru_cache(maxsize=4096)

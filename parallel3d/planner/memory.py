@@ -14,7 +14,8 @@ from parallel3d.planner.own_memory import least_held as least_held_of_own
 from parallel3d.planner.own_memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
-MemoryKind = Literal["allocated", "reserved", "device"]
+MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
+_MOMENTS = 2 / 3  # of Adam's states with a float32 copy of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,19 @@ class RankMemory:
         at_work = self.activations + self.logits + self.buffers + self.temporary
         return states + at_work + self.fragmentation + self.context
 
+    @property
+    def allocated_in_first_step(self) -> float:
+        """Of `allocated`, as long as the optimizer has not made its moments: they come after the backward's peak."""
+        states = self.parameters + self.gradients + self.optimizer
+        return max(states, self.allocated - self.optimizer * _MOMENTS)
+
     def of_kind(self, kind: MemoryKind) -> float:
-        return {"allocated": self.allocated, "reserved": self.reserved, "device": self.total}[kind]
+        return {
+            "allocated": self.allocated,
+            "allocated in the first step": self.allocated_in_first_step,
+            "reserved": self.reserved,
+            "device": self.total,
+        }[kind]
 
 
 def memory_by_rank(job: Job) -> list[RankMemory]:

@@ -88,7 +88,10 @@ def notes_on(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope_scaling ({kind}) of config.json is left out: recipes have no key for it, and rotate by rope_theta"
     window = sliding_window(config)
     if window:
-        yield f"sliding_window {window} of config.json is model.window of the recipe; times are of whole attention"
+        yield (
+            f"sliding_window {window} of config.json is model.window of the recipe; times and memory are of whole "
+            "attention: a longer seq_len needs a mask, which saves nothing and costs the fastest kernel"
+        )
 
 
 def check_shape(shape: ModelShape, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from statistics import median
 
 from parallel3d.planner.cases import Case, CaseFile, memory_kind
@@ -96,23 +97,33 @@ class Score:
 
 
 def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -> Score:
-    """Predicts every case of a file. Totals leave out what is reported apart and duplicates. `predict`: another
-    planner's answer, scored the same way; None: this planner's."""
-    cases = file.cases
-    scored = [score_case(case, (predict or predict_case)(case)) for case in cases]
-    duplicates = {case.id for case in cases if "duplicate" in case.tags}
-    counted = [s for s in scored if not s.apart and s.id not in duplicates]
+    """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals leave out what is
+    reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's."""
+    scored: list[ScoredCase] = []
+    skipped = list(file.skipped)
+    duplicates: set[int] = set()  # by place, because nothing says that ids differ
+    for case in file.cases:
+        try:
+            predicted = _answer((predict or predict_case)(case))
+        except (ArithmeticError, LookupError, ValueError) as problem:
+            skipped.append((case.id, f"cannot be priced ({problem})"))
+            continue
+        if "duplicate" in case.tags:
+            duplicates.add(len(scored))
+        scored.append(score_case(case, predicted))
+    counted: list[ScoredCase] = []
     of_source: dict[str, list[ScoredCase]] = defaultdict(list)
     of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
-    for s in scored:
+    for place, s in enumerate(scored):
         if s.apart:
             of_reason[s.apart].append(s)
-        elif s.id not in duplicates:
+        elif place not in duplicates:
+            counted.append(s)
             of_source[s.source].append(s)
     every = _errors([s.error_pct for s in counted])
     return Score(
         cases=tuple(scored),
-        skipped=file.skipped,
+        skipped=tuple(skipped),
         median_abs_error_pct=every.median,
         worst_abs_error_pct=every.worst,
         throughput=_errors_of(counted, "throughput"),
@@ -121,6 +132,14 @@ def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -
         by_source={name: _both(group) for name, group in of_source.items()},
         apart={name: _both(group) for name, group in of_reason.items()},
     )
+
+
+def _answer(predicted: Prediction) -> Prediction:
+    """Raises ValueError where a prediction is none."""
+    for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
+        if not (isfinite(value) and value > 0):
+            raise ValueError(f"{name} = {value}")
+    return predicted
 
 
 def score_case(case: Case, predicted: Prediction) -> ScoredCase:

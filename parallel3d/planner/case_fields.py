@@ -1,0 +1,96 @@
+"""The fields of a published case: what it states, what its source lets one infer, defaults, and what was made of each.
+
+A row may miss sections, have null anywhere, or words where a number is meant. What stands for a missing field is noted
+in `filled`; a field that must be there, or says what cannot be, is a ValueError that names key, value and rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+# Of `measured`, what the planner's answers are compared with: positive, or not there.
+FIGURES = (
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "samples_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu_pct",
+    "peak_memory_gib",
+)
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")  # "about 128,000"
+_UNTRUE = ("false", "no", "0", "off", "none", "")
+
+
+class Fields:
+    """A case's sections, with null fields filled from `inferred` and defaults, and a note of each that was."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        if not isinstance(tree, Mapping):
+            raise ValueError("a case must be an object with the sections model, hardware, parallel, train, measured")
+        self.tree = tree
+        self.filled: list[str] = []
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Empty where the case has none."""
+        section = self.tree.get(name)
+        return section if isinstance(section, Mapping) else {}
+
+    def stated(self, section: str, key: str) -> Any:
+        """What the source itself says, None where it says nothing."""
+        return self.section(section).get(key)
+
+    def text(self, key: str) -> str:
+        """Of the case itself: its framework, its notes."""
+        return str(self.tree.get(key) or "")
+
+    def get(self, section: str, key: str, default: Any) -> Any:
+        value = self.stated(section, key)
+        if value is not None:
+            return value
+        inferred = self.section("inferred").get(key)
+        self.note(section, key, "inferred" if inferred is not None else "default")
+        return default if inferred is None else inferred
+
+    def note(self, section: str, key: str, why: str) -> None:
+        self.filled.append(f"{section}.{key} ({why})")
+
+    def number(self, section: str, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number. Raises ValueError where it is none, less than `least`, or missing without a default."""
+        value = self.get(section, key, default)
+        if value is None:
+            raise ValueError(f"{section}.{key}: is missing and nothing stands for it; the source's figure would do")
+        number = _number(value)
+        if number is None or number != int(number) or number < least:
+            raise ValueError(f"{section}.{key} = {value}: must be a whole number, at least {least}")
+        return int(number)
+
+    def flag(self, section: str, key: str, default: bool) -> bool:
+        value = self.get(section, key, default)
+        return value.strip().lower() not in _UNTRUE if isinstance(value, str) else bool(value)
+
+    def measured(self) -> dict[str, Any]:
+        """The section `measured` with its status in lower case ("ok" where a figure stands without one) and the
+        figures that are numbers above 0; one that is not is left out, and noted."""
+        said = dict(self.section("measured"))
+        for key in FIGURES:
+            value = said.get(key)
+            said[key] = None if value is None else _number(value)
+            if value is not None and (said[key] is None or said[key] <= 0):
+                self.note("measured", key, f"no figure: {value}")
+                said[key] = None
+        has_figure = any(said[key] is not None for key in FIGURES)
+        said["status"] = str(said.get("status") or ("ok" if has_figure else "")).strip().lower()
+        return said
+
+
+def _number(value: object) -> float | None:
+    """None where it is no finite number."""
+    if isinstance(value, str):
+        found = _NUMBER.search(value)
+        value = float(found.group().replace(",", "")) if found and "-" not in value else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        return None
+    return float(value)
