@@ -48,6 +48,19 @@ def test_memory_explains_each_line(capsys: Said) -> None:
         assert words in page
 
 
+def test_fragmentation_and_cudas_own_memory_are_the_users_to_say(capsys: Said) -> None:
+    usual, none, more = (
+        tree(f"{LAYOUT} {option}", capsys)["memory_gib"]
+        for option in ("", "--fragmentation 0 --context-memory 2GiB", "--fragmentation 8%")
+    )
+    cache = none["fragmentation"]
+    assert more["fragmentation"] - cache == pytest.approx(2 * (usual["fragmentation"] - cache), rel=1e-3)
+    assert none["context"] == 2.0
+    assert usual["total"] - none["total"] == pytest.approx(
+        usual["fragmentation"] - cache + usual["context"] - 2, rel=1e-3
+    )
+
+
 def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --seq-len 8192 --global-batch 64"
     (best, *_) = tree(f"{asked} --gpus 32", capsys)["strategies"]

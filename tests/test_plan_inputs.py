@@ -69,6 +69,8 @@ BAD_INPUTS = [
     (f"{ASKED} --why sp=maybe", "--why sequence_parallel=maybe: must be one of true, false"),
     (f"{ASKED} --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
     (f"{ASKED} --mem-fraction 1.5", "--mem-fraction: '1.5' must be a share above 0 and at most 1"),
+    (f"{ASKED} --fragmentation 120%", "--fragmentation: '120%' must be a share above 0 and at most 1"),
+    ("--model quickstart --gpu cpu --fragmentation 0", "--fragmentation: a CPU's memory has neither of the two"),
     (f"{ASKED} --tokens lots", "--tokens: 'lots' must be a number of tokens, such as 300B, 2T or 1e12"),
     (f"{ASKED} --gpu-memory 80", "--gpu-memory: '80' must be an amount of memory with its unit, such as 80GB"),
     (f"{ASKED} --price free", "--price: 'free' must be US dollars per GPU-hour"),

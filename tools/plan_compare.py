@@ -62,11 +62,6 @@ class Compared:
     measured: Measured
 
     @property
-    def allocated_bytes(self) -> float:
-        """What torch's allocator has given out at most, as predicted: neither its own rounding nor CUDA's context."""
-        return self.memory.total - self.memory.fragmentation - self.memory.context
-
-    @property
     def figures(self) -> dict[str, tuple[float, float]]:
         """Predicted and measured, by name. On a CPU what is measured of memory is the whole process, Python's too, and
         is not compared."""
@@ -78,7 +73,7 @@ class Compared:
         }
         if not self.job.on_cpu:
             figures["mfu"] = (self.cost.mfu, self.cost.mfu * self.cost.step_time_s / step_s)
-            figures["peak_allocated_gib"] = (self.allocated_bytes / _GIB, found.peak_memory_bytes / _GIB)
+            figures["peak_allocated_gib"] = (self.memory.allocated / _GIB, found.peak_memory_bytes / _GIB)
         return figures
 
 

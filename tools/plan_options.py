@@ -7,7 +7,7 @@ import argparse
 
 from parallel3d.pipeline.schedules import STAGES_PER_RANK
 from parallel3d.tools.arguments import Parser, whole
-from parallel3d.tools.plan_units import bytes_per_s, dollars, fraction, memory_bytes
+from parallel3d.tools.plan_units import bytes_per_s, dollars, fraction, memory_bytes, share
 
 SCHEDULES = tuple(STAGES_PER_RANK)
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -28,6 +28,10 @@ def add_options(parser: Parser, *, gpus: bool = True) -> None:
     where.add_argument("--network-gb-per-s", metavar="X", type=bytes_per_s, help="a device's share: 50 or 400Gbps")
     where.add_argument("--gpu-memory", metavar="X", type=memory_bytes, help="that a process can have: 80GB, 75GiB")
     where.add_argument("--mem-fraction", metavar="X", type=fraction, default=0.95, help="of it to use (0.95)")
+    where.add_argument(
+        "--fragmentation", metavar="X", type=share, help="of what comes and goes, that the allocator has beside (0.04)"
+    )
+    where.add_argument("--context-memory", metavar="X", type=memory_bytes, help="of CUDA, cuBLAS and NCCL (1.2GB)")
     where.add_argument("--price", metavar="X", type=dollars, help="US dollars for a GPU-hour")
     batch = parser.add_argument_group("the batch")
     batch.add_argument("--seq-len", metavar="N", type=whole, help="tokens of a sequence")

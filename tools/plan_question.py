@@ -9,6 +9,7 @@ from typing import Any, get_args
 from parallel3d.config import BlockRecompute, ParallelConfig, ScheduleName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.constraints import check_fixed
+from parallel3d.planner.engine import Engine
 from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
 from parallel3d.planner.question import Fixed, Question
@@ -77,7 +78,7 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        engine=in_precision(named_engine(options.engine), precision),
+        engine=_engine(options, cluster, precision),
         memory_fraction=options.mem_fraction,
     )
     if model.longest is not None and seq_len > model.longest:
@@ -133,6 +134,19 @@ def _value(option: str, name: str, text: str) -> object:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{option} {name}={text}: must be a whole number from 1 on")
     return int(text)
+
+
+def _engine(options: argparse.Namespace, cluster: Cluster, precision: str) -> Engine:
+    """The program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
+    engine = in_precision(named_engine(options.engine), precision)
+    said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
+    if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
+        raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")
+    return replace(
+        engine,
+        fragmentation=engine.fragmentation if options.fragmentation is None else options.fragmentation,
+        context_bytes=options.context_memory or engine.context_bytes,
+    )
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

@@ -43,6 +43,11 @@ def fraction(text: str) -> float:
     return share
 
 
+def share(text: str) -> float:
+    """A share from 0 on and at most 1: 0.04 or 4%."""
+    return 0.0 if text.strip() in ("0", "0.0", "0%") else fraction(text)
+
+
 def _amount(text: str, units: dict[str, float], what: str, *, said: str | None = None) -> float:
     found = _NUMBER.fullmatch(text.strip())
     unit = found[2].strip().lower() if found else ""

@@ -43,6 +43,10 @@ class Device:
     price_per_hour: float | None = None  # US dollars
     family: str = ""  # software that is older than a family runs slower on it
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.lower().startswith("cpu")
+
     def peak(self, precision: str) -> float:
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
 

@@ -116,7 +116,7 @@ class Job:
     @property
     def on_cpu(self) -> bool:
         """Whether operators are the CPU's, and no CUDA takes memory."""
-        return self.cluster.device.name.lower().startswith("cpu")
+        return self.cluster.device.is_cpu
 
     @property
     def gathers_each_microbatch(self) -> bool:
