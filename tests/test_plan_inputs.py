@@ -89,7 +89,7 @@ BAD_INPUTS = [
     (f"--model list.json {ON}", "list.json: model_type = None: must be one of gpt2"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 64: must be hidden_size / num_attention_heads = 32"),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
-    (f"--model none.json {ON}", "none.json: cannot be read as JSON"),
+    (f"--model none.json {ON}", "none.json: cannot be read (No such file or directory)"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
     (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", "--emit-launch pbs: must be one of torchrun, slurm"),
@@ -98,7 +98,7 @@ BAD_INPUTS = [
     ("memory --model llama3-8b --gpu h100 --layout tp=3 --seq-len 512 --global-batch 8", "parallel.tp = 3: must"),
     ("hardware h3000", "hardware h3000: unknown; did you mean"),
     ("models llama9", "--model llama9: unknown; did you mean"),
-    ("score none.json", "none.json: cannot be read as JSON"),
+    ("score none.json", "none.json: cannot be read (No such file or directory)"),
     (f"recomend {ASKED}", "recomend: no such command; did you mean recommend?"),
 ]  # fmt: skip
 

@@ -66,8 +66,10 @@ def _trees(path: Path) -> list[Any]:
     """A line that is no JSON among lines that are becomes its own text, which no case is."""
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem})") from problem
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases") from problem
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON, it is no text ({problem.reason})") from problem
     try:
         trees = json.loads(text)
     except ValueError as problem:
