@@ -89,7 +89,7 @@ BAD_INPUTS = [
     (f"--model list.json {ON}", "list.json: model_type = None: must be one of gpt2"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 64: must be hidden_size / num_attention_heads = 32"),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
-    (f"--model none.json {ON}", "none.json: cannot be read (No such file or directory)"),
+    (f"--model none.json {ON}", "none.json: cannot be read as JSON"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
     (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", "--emit-launch pbs: must be one of torchrun, slurm"),
