@@ -369,13 +369,17 @@ class Moments:
         yield held._replace(temporary=0.0 if weights == "in place" else table)
         made, each = (table, rank.sizes.products) if weights == "kept" else (0.0, 0.0)
         peak, left = weights_work(rank.sizes, weights).peak, around.activations - rank.put_off_by_head(stage)
+        # What the gradient was received into stays.
+        received = rank.sizes.b if rank.walk.keeps_gradients and not stage.part.head else 0
         for done in (0, stage.blocks - 1) if stage.blocks else ():
-            yield held._replace(activations=left - done * rank.put_off_by_block, temporary=made + done * each + peak)
+            waits = left - done * rank.put_off_by_block + received * (done > 0)
+            yield held._replace(activations=waits, temporary=made + done * each + peak)
+        used_up = around.activations - stage.put_off + received
         if rank.whole and state.is_last:
-            yield from self._sending(state, stage, around._replace(activations=around.activations - stage.put_off))
+            yield from self._sending(state, stage, around._replace(activations=used_up))
         if not rank.sharded:
             return
-        after = held._replace(activations=around.activations - stage.put_off)
+        after = held._replace(activations=used_up)
         whole = around.gradients + rank.sum_bytes * (stage.blocks * rank.block.numel + stage.ends.numel)
         if not state.has_gradients and rank.sum_bytes != rank.item:  # the head's is widened first
             narrow = (rank.sum_bytes - rank.item) * stage.blocks * rank.sizes.products / rank.item
