@@ -209,6 +209,9 @@ class Moments:
         blocks of this microbatch being there."""
         rank, part = self.rank, stage.part
         held = rank.kept_by_blocks(stage, kept)
+        held += rank.sizes.b * (
+            kept == 0 and not head and not part.embedding
+        )  # the stage's input, which the runtime still has
         held += part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         if state.kind is Kind.INPUT and part.layers:  # what the others have left for the second half
             held += (stage.blocks - kept) * rank.put_off_by_block + (not head) * rank.put_off_by_head(stage)
@@ -254,17 +257,18 @@ class Moments:
     def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
         rank, ends = self.rank, stage.ends
         base = self._in_backward(state, stage, around, -1, 0, 0.0)
+        arrived = 0.0 if stage.part.embedding else rank.sizes.b  # the gradient of its input
         freed = rank.ends_gathered(stage) if self._frees(state) else 0.0
         if (state.is_last and state.kind is Kind.BACKWARD) or rank.reduces_each:
             is_whole = state.has_gradients and not rank.reduces_each
             new, whole = (0.0, rank.sum_bytes * ends.numel) if is_whole else (own, 0.0)
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
-                temporary=self._reducing(ends, new, whole),
+                temporary=arrived + self._reducing(ends, new, whole),
             )
         if not state.has_half and rank.sum_bytes != rank.item:
             own = rank.widened(stage, is_split=state.kind is Kind.INPUT)
-        return base._replace(buffers=base.buffers - freed, temporary=own)
+        return base._replace(buffers=base.buffers - freed, temporary=arrived + own)
 
     def _own_gradients(self, state: State, stage: Stage, around: Around, at: int) -> float:
         """Whole or reduced ones of the stage, block `at` being at work."""
@@ -369,13 +373,17 @@ class Moments:
         yield held._replace(temporary=0.0 if weights == "in place" else table)
         made, each = (table, rank.sizes.products) if weights == "kept" else (0.0, 0.0)
         peak, left = weights_work(rank.sizes, weights).peak, around.activations - rank.put_off_by_head(stage)
+        # What the gradient was received into stays.
+        received = rank.sizes.b if rank.walk.keeps_gradients and not stage.part.head else 0
         for done in (0, stage.blocks - 1) if stage.blocks else ():
-            yield held._replace(activations=left - done * rank.put_off_by_block, temporary=made + done * each + peak)
+            waits = left - done * rank.put_off_by_block + received * (done > 0)
+            yield held._replace(activations=waits, temporary=made + done * each + peak)
+        used_up = around.activations - stage.put_off + received
         if rank.whole and state.is_last:
-            yield from self._sending(state, stage, around._replace(activations=around.activations - stage.put_off))
+            yield from self._sending(state, stage, around._replace(activations=used_up))
         if not rank.sharded:
             return
-        after = held._replace(activations=around.activations - stage.put_off)
+        after = held._replace(activations=used_up)
         whole = around.gradients + rank.sum_bytes * (stage.blocks * rank.block.numel + stage.ends.numel)
         if not state.has_gradients and rank.sum_bytes != rank.item:  # the head's is widened first
             narrow = (rank.sum_bytes - rank.item) * stage.blocks * rank.sizes.products / rank.item

@@ -64,6 +64,10 @@ class FullyShardedData:
 
     def before_backward(self, last: bool) -> None:
         """Tells of each backward whether it is the step's last. Without it, each is."""
+        self._root.unshard()  # a loss that has taken over the head's work needs its weight before torch gathers it
+        self._say(last)
+
+    def _say(self, last: bool) -> None:
         if last == self._current:  # the calls below walk the whole model
             return
         self._current = last
@@ -87,7 +91,7 @@ class FullyShardedData:
             parameter.to_accumulated_grad_if_needed()
         if not last:
             return
-        self.before_backward(True)
+        self._say(True)
         for group in reversed(groups):
             group.post_backward()
         root._root_post_backward_final_callback()
