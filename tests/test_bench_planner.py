@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.cases import Case, CaseFile, read_cases
 from parallel3d.planner.job import Layout
 from parallel3d.planner.score import Prediction, predict_case, prediction, score
-from parallel3d.tools import bench, calculon_peer, mbridge_memory_peer, megatron_memory_peer
+from parallel3d.tools import bench, calculon_peer, mbridge_memory_peer, megatron_memory_peer, primus_memory_peer
 from parallel3d.tools.bench_planner import (
     CASES,
     MEMORY,
@@ -119,14 +121,29 @@ def test_calculon_shards_the_optimizer_alone() -> None:
     assert "(op)" in calculon_peer.why_not(Layout(recompute="op"))
 
 
-def test_estimates_for_megatron_know_its_distributed_optimizer_alone(published: CaseFile) -> None:
-    assert not megatron_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, recompute="selective"))
-    assert "gradients" in megatron_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, gradient_shards=8))
-    assert "(full)" in megatron_memory_peer.why_not(Layout(recompute="full"))
-    job = published.cases[0].job
-    assert not mbridge_memory_peer.why_not(replace(job, layout=Layout(dp=8, recompute="full")))
-    assert "(op)" in mbridge_memory_peer.why_not(replace(job, layout=Layout(recompute="op")))
-    assert "unlike" in mbridge_memory_peer.why_not(replace(job, layout=Layout(pp=5, microbatches=5)))
+def test_estimates_for_megatron_know_its_distributed_optimizer_and_tiled_attention(published: CaseFile) -> None:
+    job = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8").job
+
+    def why(peer: ModuleType, **layout: Any) -> str:
+        return str(peer.why_not(replace(job, layout=Layout(**layout))))
+
+    for peer in (megatron_memory_peer, mbridge_memory_peer):
+        assert not why(peer, dp=8, optimizer_shards=8, recompute="selective")
+        assert "gradients" in why(peer, dp=8, optimizer_shards=8, gradient_shards=8)
+        assert "part of the data ranks" in why(peer, dp=8, optimizer_shards=4)
+        assert "(op)" in why(peer, recompute="op")
+        scores = replace(job, engine=replace(job.engine, attention="softmax"), layout=Layout())
+        assert "scores" in peer.why_not(scores)
+    assert "(full)" in why(megatron_memory_peer, recompute="full") and not why(mbridge_memory_peer, recompute="full")
+    assert "unlike" in why(mbridge_memory_peer, pp=7, microbatches=7)
+    ends = replace(job, layout=Layout(pp=4, microbatches=4), stage_layers=(7, 9, 9, 7))
+    assert not mbridge_memory_peer.why_not(ends)  # it has words for the first and the last
+
+
+def test_primus_has_no_word_for_operators_alone_and_shards_over_all_ranks() -> None:
+    assert not primus_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, parameter_shards=8, recompute="layer"))
+    assert "operators" in primus_memory_peer.why_not(Layout(recompute="op"))
+    assert "part of the data ranks" in primus_memory_peer.why_not(Layout(dp=8, optimizer_shards=4))
 
 
 def test_a_case_that_a_peer_cannot_answer_after_all_is_an_error(published: CaseFile) -> None:
@@ -145,14 +162,15 @@ def test_without_the_peer_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llm_analysis", None)
     monkeypatch.setitem(sys.modules, "calculon", None)
-    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("megatron", "primus")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if "megatron" not in listed(folder)])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not {"megatron", "primus"} & listed(folder)])
     for case, advice in (
         ("llm-analysis", "pip install llm-analysis"),
         ("Calculon", "git clone"),
         ("Megatron-LM", "NVIDIA/Megatron-LM"),
         ("mbridge", "ISEEKYAN/mbridge"),
+        ("Primus", "AMD-AGI/Primus"),
     ):
         assert bench.main(["planner", "--case", case]) == 2
         said = capsys.readouterr().err
@@ -211,3 +229,11 @@ def test_mbridges_estimate_is_told_the_whole_job(published: CaseFile) -> None:
     said = mbridge_memory_peer.MbridgeMemory().predict(case)
     assert said.parameters == pytest.approx(predict_case(case).parameters, rel=1e-4)
     assert said.memory_gib > (6 + 12 / 8) * said.parameters / 2**30
+
+
+@pytest.mark.skipif(not on_the_path("primus/core/projection/training_config.py"), reason="Primus is not on the path")
+def test_primus_is_told_the_whole_job(published: CaseFile) -> None:
+    case = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8")
+    said = primus_memory_peer.PrimusMemory().predict(case)
+    assert said.parameters == pytest.approx(predict_case(case).parameters, rel=0.01)
+    assert said.memory_gib > (4 + 10 / 8) * said.parameters / 2**30

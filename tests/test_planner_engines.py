@@ -65,6 +65,28 @@ def test_an_optimizer_that_is_not_fused_needs_room_for_its_temporaries() -> None
     assert rank.activations + rank.logits + rank.temporary == pytest.approx(14 * parameters)
 
 
+def test_internevo_leaves_the_rest_of_the_layers_to_the_last_stages() -> None:
+    assert [part.layers for part in job(INTERNEVO, pp=6, microbatches=6).ranks] == [5, 5, 5, 5, 6, 6]
+    assert [part.layers for part in job(MEGATRON_CORE, pp=6, microbatches=6).ranks] == [5, 5, 6, 6, 5, 5]
+
+
+def test_internevos_fsdp_makes_nothing_flat() -> None:
+    tree = {"framework": "InternEvo", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 8}}
+    engines = [build_job(Fields({**tree, "parallel": {"fsdp": on}}), HARDWARE, {}).engine for on in (True, False)]
+    assert [engine.step_bytes + engine.step_cached_bytes for engine in engines] == [12, 18]
+
+
+def test_what_the_allocator_keeps_for_nothing_gives_way_where_memory_is_short() -> None:
+    """InternEvo's float32 gradients for the norm, tensor by tensor, before one flat one: 4 bytes a parameter."""
+    tight, roomy = (job(INTERNEVO, tp=tp, recompute="full") for tp in (2, 4))
+    for work, share in ((tight, 0.0), (roomy, 1.0)):
+        [rank] = memory_by_rank(work)
+        [without] = memory_by_rank(replace(work, engine=replace(INTERNEVO, step_cached_bytes=0.0)))
+        kept = rank.fragmentation - without.fragmentation
+        assert kept == pytest.approx(share * 4 * rank.parameters / 2, rel=1e-6)
+        assert rank.allocated == pytest.approx(without.allocated)
+
+
 def test_before_the_first_step_there_are_no_moments() -> None:
     rank = RankMemory(rank=0, parameters=2, gradients=4, optimizer=12, activations=30, logits=0, buffers=0, temporary=0,
                       fragmentation=5, context=1)  # fmt: skip
@@ -108,7 +130,18 @@ def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
     tree = {"framework": "torchtitan", "source": source, "train": {"compile": True},
             "model": {"layers": 12, "hidden": 512}, "hardware": {"gpus": 8}}  # fmt: skip
     assert build_job(Fields(tree), HARDWARE, {}).engine.name == name
-    assert engine_of("torchtitan", compiled=False, early=False, year=2025).name == "torchtitan"
+    assert engine_of("torchtitan", compiled=False, early=False, year=2025, fsdp=True).name == "torchtitan"
+
+
+def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
+    """FSDP alone for PyTorch's own operators, anything with a pipeline for Megatron-Core."""
+    tree = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 64}}
+
+    def name(**parallel: object) -> str:
+        return build_job(Fields({**tree, "parallel": parallel}), HARDWARE, {}).engine.name
+
+    assert name(fsdp=True) == name(zero_stage=3) == name(zero_stage=3, tp=8) == "unknown-fsdp"
+    assert name() == name(zero_stage=1) == name(fsdp=True, pp=4) == "unknown"
 
 
 def test_a_figure_of_the_first_iteration_is_compared_without_moments() -> None:

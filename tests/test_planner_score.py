@@ -31,6 +31,14 @@ def test_throughput_and_memory_are_within_the_bars(published: Score) -> None:
     assert published.fit.accuracy is not None and published.fit.accuracy >= 95
 
 
+def test_runs_that_no_constant_was_set_on_are_within_the_bars_too() -> None:
+    elsewhere = plan_score.score_file(CASES.with_name("elsewhere.json"))
+    assert not elsewhere.skipped and elsewhere.throughput.cases == 18 and elsewhere.memory.cases == 16
+    assert elsewhere.throughput.median is not None and elsewhere.throughput.median <= 8
+    assert elsewhere.throughput.p90 is not None and elsewhere.throughput.p90 <= 25
+    assert elsewhere.memory.median is not None and elsewhere.memory.median <= 8
+
+
 def test_every_case_is_predicted(published: Score) -> None:
     assert not published.skipped
     assert all(case.predicted.step_time_s > 0 and case.predicted.memory_gib > 0 for case in published.cases)

@@ -10,7 +10,7 @@ from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.pipeline.simulate import Costs, simulate
 from parallel3d.planner.activations import live_microbatches
-from parallel3d.planner.timeline import StageTimes, closed_form_s, makespan_s, pipeline_s
+from parallel3d.planner.timeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 
@@ -73,3 +73,17 @@ def test_zero_bubble_idles_less_than_1f1b() -> None:
     times = [EVEN] * 8
     plain, split = (pipeline_s(name, 8, 16, 1, times, 0.0) for name in ("1f1b", "zb_h1"))
     assert 3 * 16 < split < plain
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 12, 64])
+def test_a_published_zero_bubble_run_is_never_faster_than_its_last_stage_allows(microbatches: int) -> None:
+    """Of 8 stages with F = B = W = 1; as our own schedule with split backwards has it where microbatches are few."""
+    times = [EVEN] * 8
+    way = 7 * 2 + microbatches * 2 + 1
+    ours = pipeline_s("zb_h1", 8, microbatches, 1, times, 0.0)
+    for double in (False, True):
+        form = split_backward_s(8, microbatches, times, 0.0, weight_s=1.0, double=double)
+        assert form == max(3 * microbatches + (0 if double else 7), way)
+        assert ours >= way
+    if microbatches <= 3:
+        assert ours == way

@@ -83,6 +83,7 @@ _FIGURES = {  # by the peer, and what is assumed for it; memory does not depend 
     "Calculon approximated": (*THROUGHPUT, *MEMORY),
     "Megatron-LM's estimate": MEMORY,
     "mbridge's estimator": MEMORY,
+    "Primus's projection": MEMORY,
 }
 
 
@@ -113,14 +114,16 @@ def _peer(who: str) -> Peer:
     from parallel3d.tools.llm_analysis_peer import LlmAnalysis
     from parallel3d.tools.mbridge_memory_peer import MbridgeMemory
     from parallel3d.tools.megatron_memory_peer import MegatronMemory
+    from parallel3d.tools.primus_memory_peer import PrimusMemory
 
-    if who.startswith("Calculon"):
-        return Calculon(approximate=who == "Calculon approximated")
-    if who.startswith("Megatron-LM"):
-        return MegatronMemory()
-    if who.startswith("mbridge"):
-        return MbridgeMemory()
-    return LlmAnalysis(efficiency=ADVISED)
+    made: dict[str, Callable[[], Peer]] = {
+        "llm-analysis": lambda: LlmAnalysis(efficiency=ADVISED),
+        "Calculon": lambda: Calculon(approximate=who == "Calculon approximated"),
+        "Megatron-LM's": MegatronMemory,
+        "mbridge's": MbridgeMemory,
+        "Primus's": PrimusMemory,
+    }
+    return made[who.split()[0]]()
 
 
 def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:

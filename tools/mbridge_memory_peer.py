@@ -5,7 +5,7 @@ Megatron-Core that the page is written for (0.13).
 
 It is what a pipeline rank has allocated, and what it has no words for is left to it, not corrected: rotary positions,
 untied tables and norms without bias whatever the model has, a full pipeline however few microbatches there are, no
-fragmentation, no CUDA context, scores of an attention never kept. It says nothing of time.
+fragmentation, no CUDA context. It says nothing of time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.cases import Case, memory_kind
 from parallel3d.planner.job import Job
 from parallel3d.planner.score import Prediction, prediction
-from parallel3d.tools.megatron_memory_peer import ANY_S, shards_why_not
+from parallel3d.tools.megatron_memory_peer import ANY_S, keeps_scores, shards_why_not
 
 # Of Megatron-LM's training program, whose names the estimator imports and, asked as the web page asks it, never uses.
 _KERNELS, _VERSION = "transformer_engine", "2.4.0"  # of the time of Megatron-Core 0.13
@@ -76,7 +76,8 @@ class MbridgeMemory:
 
     def _config_of(self, job: Job) -> Any:
         shape, layout = job.shape, job.layout
-        is_full = layout.recompute == "full"
+        is_full, layers = layout.recompute == "full", _layers(job)
+        is_even = len(set(layers)) == 1
         return self._config(
             num_layers=shape.layers,
             hidden_size=shape.hidden,
@@ -95,6 +96,8 @@ class MbridgeMemory:
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=_virtual(job),
+            num_layers_in_first_pipeline_stage=None if is_even else layers[0],
+            num_layers_in_last_pipeline_stage=None if is_even else layers[-1],
             sequence_parallel=layout.sequence_parallel and layout.tp > 1,
             context_parallel_size=layout.cp,
             expert_tensor_parallel_size=1,
@@ -108,9 +111,14 @@ def why_not(job: Job) -> str:
     """What of a job the estimator has no word for; empty where it has them all."""
     if job.layout.recompute not in ("none", "selective", "full"):
         return f"recompute of a part ({job.layout.recompute})"
-    if len(set(part.layers for part in job.stages)) > 1:
-        return "stages of unlike numbers of layers"
-    return shards_why_not(job.layout)
+    layers = _layers(job)
+    if len(set(layers)) > 1 and (len(set(layers[1:-1])) != 1 or job.layout.virtual_stages > 1):
+        return "stages of unlike numbers of layers, beside the first and the last"
+    return keeps_scores(job) or shards_why_not(job.layout)
+
+
+def _layers(job: Job) -> list[int]:
+    return [part.layers for part in job.stages]
 
 
 def _virtual(job: Job) -> int | None:

@@ -3,8 +3,8 @@ same job that this project's planner is asked about, as that program's arguments
 wants it clones it and puts the clone on PYTHONPATH; that one file is read, which needs neither torch nor a GPU.
 
 It is what the first pipeline rank has allocated, and what it has no words for is left to it, not corrected: no
-fragmentation, no CUDA context, no logits on a last stage, scores of an attention never kept, activations as without
-sequence parallelism unless there is selective recompute too. It says nothing of time.
+fragmentation, no CUDA context, no logits on a last stage, activations as without sequence parallelism unless there is
+selective recompute too. It says nothing of time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MegatronMemory:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        return why_not(case.job.layout)
+        return why_not(case.job)
 
     def predict(self, case: Case) -> Prediction:
         """What it says of the memory of a case that it can express."""
@@ -55,15 +55,21 @@ class MegatronMemory:
         )
 
 
-def why_not(layout: Layout) -> str:
-    """What of a layout its formulas have no word for; empty where they have them all."""
-    if layout.recompute not in ("none", "selective"):
-        return f"recompute of blocks ({layout.recompute})"
-    return shards_why_not(layout)
+def why_not(job: Job) -> str:
+    """What of a job its formulas have no word for; empty where they have them all."""
+    if job.layout.recompute not in ("none", "selective"):
+        return f"recompute of blocks ({job.layout.recompute})"
+    return keeps_scores(job) or shards_why_not(job.layout)
+
+
+def keeps_scores(job: Job) -> str:
+    """Neither this estimate nor mbridge's counts an attention's scores: their programs have not kept any for long."""
+    is_kept = job.engine.attention != "flash" and job.layout.recompute == "none"
+    return "an attention that keeps its scores" if is_kept else ""
 
 
 def shards_why_not(layout: Layout) -> str:
-    """Likewise of how states are sharded: Megatron-LM's distributed optimizer, or not at all."""
+    """Likewise of how states are sharded: by Megatron-LM's distributed optimizer, or not at all."""
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
     return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"

@@ -59,7 +59,9 @@ def _engine(f: Fields) -> Engine:
     core = "transformer-impl" in notes or "core" in framework.lower()
     early = not new_device and not core
     year = max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))), default=0)
-    engine = engine_of(framework, compiled=bool(f.stated("train", "compile")), early=early, year=year)
+    engine = engine_of(
+        framework, compiled=bool(f.stated("train", "compile")), early=early, year=year, fsdp=_is_plain_fsdp(f)
+    )
     if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
         engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
     if "attention backend unfused" in notes or "transformer-impl local" in notes:
@@ -73,6 +75,11 @@ def _engine(f: Fields) -> Engine:
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
         engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
     return engine
+
+
+def _is_plain_fsdp(f: Fields) -> bool:
+    is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
+    return is_sharded and f.number("parallel", "pp", 1) == 1
 
 
 def is_float8(f: Fields) -> bool:

@@ -56,12 +56,14 @@ class Engine:
     fused_mlp: bool = False  # silu(gate) of SwiGLU is not kept beside gate, up and their product
     cuts_by_cost: bool = False  # stages get as many layers as make them equally dear, head included
     embedding_slots: bool = False  # embedding and head count as a layer each when stages are cut
+    rest_last: bool = False  # layers that the stages do not divide go to the last ones, else to those in the middle
     gathers_logits: bool = False  # the loss is computed on the whole vocabulary by every tp rank
     logit_bytes: float = 8.0  # kept or at once alive per logit at the loss
     # memory outside the model
     norm_extra_bytes: float = 0.0  # per element of [tokens, hidden]: float32 copies of unfused norms
     rope_copies: float = 0.0  # rotated q and k kept beside what was rotated
     step_bytes: float = 0.0  # temporaries of the optimizer's step, per parameter of its shard
+    step_cached_bytes: float = 0.0  # likewise, freed before the peak in pieces that nothing else fits into
     moments_at_start: bool = False  # a step with gradients of zero before the first makes the optimizer's states
     cache_bytes: float = 0.3e9  # reserved for nothing: cuBLAS workspaces, freed blocks of other sizes
     context_bytes: float = 1.2e9  # CUDA context, cuBLAS and NCCL buffers: outside the allocator

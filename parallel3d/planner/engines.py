@@ -111,10 +111,15 @@ INTERNEVO = Engine(
     gathers_hidden=0.5,
     broadcast_s=4e-3,
     # internlm/solver/optimizer/hybrid_zero_optim.py, `_step`: gradients in bf16, at the step flat and in float32 too
-    # (2 + 4), and the two temporaries of an AdamW that is not fused (8).
+    # (2 + 4), and the two temporaries of an AdamW that is not fused (8); utils.py, `reduce_grads`: for the norm each
+    # gradient once more in float32.
     gradient_bytes=2.0,
     step_bytes=14.0,
+    step_cached_bytes=4.0,
+    rest_last=True,  # internlm/core/.../utils.py, `partition_uniform`
 )
+# fsdp_optimizer.py, `step`: nothing flat, and float32 gradients of the same sizes as those for the norm.
+INTERNEVO_FSDP = replace(INTERNEVO, name="internevo-fsdp", step_bytes=12.0, step_cached_bytes=0.0)
 ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble")  # a fork of Megatron-LM, its fused softmax kept
 SCALING = Engine(
     name="scaling",
@@ -128,6 +133,7 @@ SCALING = Engine(
     fragmentation=0.12,
 )  # Aleph Alpha, FlashAttention-2
 UNKNOWN = replace(MEGATRON_CORE, name="unknown")
+UNKNOWN_FSDP = replace(TORCHTITAN, name="unknown-fsdp")  # PyTorch's, hence likely its operators too
 
 # The first that is part of a case's `framework` (in lower case) decides.
 _BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
@@ -152,7 +158,9 @@ _BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
 
 
 _BY_DATE = (MEGATRON_2021, TORCHTITAN_COMPILED, TORCHTITAN_COMPILED_2025)
-ENGINES = {engine.name: engine for engine in (PARALLEL3D, *_BY_DATE, *(engine for _, engine in _BY_FRAMEWORK))}
+ENGINES = {
+    engine.name: engine for engine in (PARALLEL3D, *_BY_DATE, INTERNEVO_FSDP, *(engine for _, engine in _BY_FRAMEWORK))
+}
 
 
 def named_engine(name: str) -> Engine:
@@ -162,20 +170,20 @@ def named_engine(name: str) -> Engine:
     return ENGINES[name]
 
 
-def engine_of(framework: str, *, compiled: bool, early: bool, year: int) -> Engine:
+def engine_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: bool) -> Engine:
     """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the run, as
-    far as its source says, else 0."""
+    far as its source says, else 0. `fsdp`: it shards parameters, and has no pipeline."""
     text = framework.lower()
     for part, engine in _BY_FRAMEWORK:
         if part in text:
             if compiled and engine is TORCHTITAN:
                 return TORCHTITAN_COMPILED_2025 if year >= 2025 else TORCHTITAN_COMPILED
-            return engine
+            return INTERNEVO_FSDP if fsdp and engine is INTERNEVO else engine
     if "megatron" in text:
         return MEGATRON_2021 if early else MEGATRON_CORE
     if "parallel3d" in text:
         return PARALLEL3D
-    return UNKNOWN
+    return UNKNOWN_FSDP if fsdp else UNKNOWN
 
 
 def in_precision(engine: Engine, precision: str) -> Engine:

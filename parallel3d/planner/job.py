@@ -139,10 +139,12 @@ class Job:
     @property
     def _layers(self) -> tuple[int, ...]:
         """Layers of each stage: as its engine cuts them, this project's own by what they cost (`pipeline.balance`)."""
-        slots = self.engine.embedding_slots
-        if self.engine.cuts_by_cost and not self.stage_layers:
+        engine = self.engine
+        if engine.cuts_by_cost and not self.stage_layers:
             return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
-        return self.stage_layers or spread(self.shape.layers, self.layout.stages, embedding_slots=slots)
+        return self.stage_layers or spread(
+            self.shape.layers, self.layout.stages, embedding_slots=engine.embedding_slots, rest_last=engine.rest_last
+        )
 
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
@@ -227,14 +229,14 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def spread(layers: int, stages: int, *, embedding_slots: bool = False) -> tuple[int, ...]:
-    """Layers of each stage: even, what is left over in the middle; with
+def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last: bool = False) -> tuple[int, ...]:
+    """Layers of each stage: even, what is left over in the middle (with `rest_last` at the end); with
     `embedding_slots` the first and the last have one less."""
     slots = layers + 2 if embedding_slots and stages > 1 else layers
     each, left = divmod(slots, stages)
     middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - (stages - 1)))
     counts = [each] * stages
-    for stage in middle_first[:left]:
+    for stage in range(stages - left, stages) if rest_last else middle_first[:left]:
         counts[stage] += 1
     if slots != layers:
         counts[0] -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -158,8 +158,7 @@ def _others(job: Job, rank: int) -> RankMemory:
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
     step = engine.step_bytes * parameters / layout.optimizer_shards
     temporary = max(one_block - logits, step - activations - logits, 0.0)
-
-    return RankMemory(
+    held = RankMemory(
         rank=rank,
         parameters=engine.weight_bytes * parameters / layout.parameter_shards,
         gradients=engine.gradient_bytes * parameters / layout.gradient_shards,
@@ -171,6 +170,10 @@ def _others(job: Job, rank: int) -> RankMemory:
         fragmentation=engine.fragmentation * (activations + logits + buffers + temporary) + engine.cache_bytes,
         context=engine.context_bytes,
     )
+    # What the allocator keeps for nothing it gives back before it runs out.
+    cached = engine.step_cached_bytes * parameters / layout.optimizer_shards
+    room = max(0.0, job.cluster.device.memory_bytes - held.total)
+    return replace(held, fragmentation=held.fragmentation + min(cached, room))
 
 
 def rank_parameters(job: Job, stage: StageSlice) -> int:

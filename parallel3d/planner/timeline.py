@@ -194,9 +194,13 @@ def split_backward_s(
     pp: int, microbatches: int, times: Sequence[StageTimes], send_s: float, *, weight_s: float, double: bool
 ) -> float:
     """Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241, table 2): with the weights' gradients computed apart the
-    bubble is (p - 1)(F + B - W) in the memory of 1F1B, and (p - 1)(F + B - 2 W) in twice that, never negative."""
+    bubble is (p - 1)(F + B - W) in the memory of 1F1B, and (p - 1)(F + B - 2 W) in twice that, never negative. Where
+    microbatches are few, what no schedule goes below is more: the last stage runs every forward and every input's
+    gradient before the last of these starts its way back."""
     per_rank = [t.forward + t.backward for t in times]
     mean = sum(per_rank) / pp
     saved = 3.0 if double else 2.0  # `mean` is F + B + W
     bubble = max(0.0, (pp - 1) * (mean - saved * weight_s))
-    return microbatches * max(per_rank) + bubble + 2 * (pp - 1) * send_s
+    *others, last = [t.forward + t.input for t in times]
+    way = sum(others) + microbatches * last + times[0].weight
+    return max(microbatches * max(per_rank) + bubble, way) + 2 * (pp - 1) * send_s
