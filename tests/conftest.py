@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,10 @@ from hypothesis import settings
 # What a property takes on a busy machine says nothing of it.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+# Of tensors as small as a test's a second thread takes nothing over, and spins while it waits: on a busy machine that
+# made a reference of 1 s of processor time one of 65 s. For the tests' own process and all that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Imported once, before the workers are forked: in each of them it would take seconds.
 _PRELOAD = [
