@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -81,6 +82,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: the collections below need not look at it
     while True:
         try:
             function, args, store = pipe.recv()
@@ -96,6 +98,9 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it gives DTensors the mesh of the first job that had an equal one
+        # Trainers and meshes are in cycles, and keep their process groups, whose threads wake a hundred times a second:
+        # left to itself, an idle pool would have hundreds of them.
+        gc.collect()
         pipe.send((text, value))
 
 
