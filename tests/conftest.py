@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +20,10 @@ from hypothesis import settings
 # What a property takes on a busy machine says nothing of it.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+# Of tensors as small as a test's a second thread takes nothing over, and spins while it waits: on a busy machine that
+# made a reference of 1 s of processor time one of 65 s. For the tests' own process and all that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Imported once, before the workers are forked: in each of them it would take seconds.
 _PRELOAD = [
@@ -76,6 +82,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: the collections below need not look at it
     while True:
         try:
             function, args, store = pipe.recv()
@@ -91,6 +98,9 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it gives DTensors the mesh of the first job that had an equal one
+        # Trainers and meshes are in cycles, and keep their process groups, whose threads wake a hundred times a second:
+        # left to itself, an idle pool would have hundreds of them.
+        gc.collect()
         pipe.send((text, value))
 
 

@@ -41,7 +41,7 @@ LAYOUTS = {
     "one stage after the other": (LLAMA, replace(LOOPED, schedule="looped_bfs"), "bf16", 4, 0),
     "on a V": (LLAMA, replace(LOOPED, schedule="dualpipe_v"), "bf16", 4, 1),
     "gradients of later stages on their way": (
-        replace(GPT, layers=24, hidden=1536, ffn_hidden=6144),
+        replace(GPT, layers=12, hidden=1536, ffn_hidden=6144),
         replace(ZERO_1, virtual_stages=3, schedule="interleaved_zb", recompute="full", microbatch_size=2),
         "bf16",
         2,

@@ -22,12 +22,15 @@ from parallel3d.training.worker import training_loader
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
 
-GROUPED = ModelConfig(layers=6, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
+# A first block, one in the middle and a last one: more of them only take longer. DEEP is for pipelines of more stages.
+GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
 TIED = replace(GROUPED, tied_embeddings=True)
+DEEP = replace(GROUPED, layers=6)
+DEEP_TIED = replace(TIED, layers=6)
 DROPPED = replace(GROUPED, dropout=0.1, attention_dropout=0.1)
 GPT = ModelConfig(
     architecture="gpt",
-    layers=4,
+    layers=3,
     hidden=32,
     heads=4,
     ffn_hidden=64,

@@ -48,16 +48,18 @@ class Part(nn.Module):
 
 
 def make_parts(stages: int, seed: int = 0) -> list[Part]:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed writes down a stack for every kind of device
     return [Part(is_first=stage == 0, is_last=stage == stages - 1) for stage in range(stages)]
 
 
 def make_batch(microbatches: int, seq: int, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Inputs and labels, a microbatch each."""
-    torch.manual_seed(seed)
-    shape = (BATCH, seq)
-    inputs = [(torch.randn(*shape, D, dtype=F64), torch.randint(IDS, shape)) for _ in range(microbatches)]
-    return inputs, torch.randn(microbatches, *shape, dtype=F64)
+    draw, shape = torch.Generator().manual_seed(seed), (BATCH, seq)
+    inputs = [
+        (torch.randn(*shape, D, dtype=F64, generator=draw), torch.randint(IDS, shape, generator=draw))
+        for _ in range(microbatches)
+    ]
+    return inputs, torch.randn(microbatches, *shape, dtype=F64, generator=draw)
 
 
 def loss_fn(output: Tensor, label: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ class Pipeline:
     @classmethod
     def of(cls, schedule: Schedule) -> Pipeline:
         pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        whole = make_parts(schedule.stages)
-        own = {stage: make_parts(schedule.stages)[stage] for stage in schedule.stages_of(dist.get_rank())}
+        whole, copies = make_parts(schedule.stages), make_parts(schedule.stages)
+        own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
         return cls(whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY))
 
     def check_step(self, seq: int) -> None:

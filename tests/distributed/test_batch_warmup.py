@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.tools.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import TIED, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.layouts import DEEP_TIED, make_recipe, make_trainer, train, whole_batch
 
 STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
 RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
@@ -36,7 +37,7 @@ LAYOUTS = {
 
 
 def ramp_recipe(parallel: ParallelConfig, **train: object) -> Recipe:
-    return make_recipe(TIED, parallel, **{**RAMP, **train})
+    return make_recipe(DEEP_TIED, parallel, **{**RAMP, **train})
 
 
 def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
@@ -53,11 +54,16 @@ def whole(recipe: Recipe, step: int) -> Batch:
     return Batch(*(rearrange(x, "m b ... -> 1 (m b) ...") for x in (batch.inputs, batch.labels, batch.samples)))
 
 
+@cache
+def referee_curve() -> Curve:
+    recipe = ramp_recipe(ParallelConfig())
+    referee = PlainStack(recipe, initial_weights(Llama(DEEP_TIED, device="meta"), recipe.train.seed))
+    return [referee.train_step(whole(recipe, step)) for step in range(STEPS)]
+
+
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_every_layout_trains_through_the_rise_as_plain_torch_does(world: Callable, size: int) -> None:
-    recipe = ramp_recipe(ParallelConfig())
-    referee = PlainStack(recipe, initial_weights(Llama(TIED, device="meta"), recipe.train.seed))
-    expected = [referee.train_step(whole(recipe, step)) for step in range(STEPS)]
+    expected = referee_curve()
     for curve, tokens in world(size).run(train_each, LAYOUTS[size])[0]:
         assert curve[0] == pytest.approx(expected[0], rel=1e-6)
         assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)

@@ -14,7 +14,16 @@ from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.tools.plain_stack import PlainStack
 from parallel3d.training.update import UpdateAfterBackward
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.layouts import (
+    DEEP,
+    DEEP_TIED,
+    GROUPED,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    train,
+    whole_batch,
+)
 from tests.distributed.local_sgd_cases import Curve, PlainDiloco, recipe_of
 
 AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
@@ -31,9 +40,9 @@ def recipe_with(
 
 
 AVERAGED = [
-    (TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
-    (GROUPED, ParallelConfig(dp_replicate=2, pp=2)),
-    (TIED, ParallelConfig(dp_replicate=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
+    (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
+    (DEEP, ParallelConfig(dp_replicate=2, pp=2)),
+    (DEEP_TIED, ParallelConfig(dp_replicate=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
 ]
 
 
@@ -51,7 +60,7 @@ def synchronous_sgd(model: ModelConfig) -> Curve:
 def test_averaging_each_step_of_sgd_is_synchronous_sgd(world: Callable) -> None:
     """SGD is linear in its gradients, momentum and decay included: the mean of what the replicas make of theirs is what
     one makes of the mean. So each step's average has a referee that knows nothing of replicas."""
-    expected = {model: synchronous_sgd(model) for model in (GROUPED, TIED)}
+    expected = {model: synchronous_sgd(model) for model in (DEEP, DEEP_TIED)}
     for (model, _), curve in zip(AVERAGED, world(4).run(average, AVERAGED)[0], strict=True):
         theirs = [loss for loss, _ in expected[model]]
         assert [loss for loss, _ in curve] == pytest.approx(theirs, rel=1e-5)

@@ -13,7 +13,7 @@ import torch
 from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
 from parallel3d.training.loss import chunk_tokens
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.layouts import DEEP_TIED, GROUPED, TIED, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_parity import referee_curve
 
 STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
@@ -57,8 +57,8 @@ CASES = {
         (GROUPED, ParallelConfig(tp=2, microbatch_size=4)),
         (TIED, ParallelConfig(dp_shard=2)),
         (TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4)),
-        (TIED, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)),
-        (TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
+        (DEEP_TIED, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)),
+        (DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
     ],
     4: [
         (TIED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from parallel3d.errors import DataError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.tools.plain_stack import PlainStack
-from tests.distributed.layouts import SEQ_LEN, TIED, make_recipe, make_trainer, whole_batch
+from tests.distributed.layouts import DEEP_TIED, SEQ_LEN, make_recipe, make_trainer, whole_batch
 
 REAL = (24, 23, 24, 20, 0, 1, 0, 2)  # labels of each sequence: nearly all are in the first half, which is data rank 0's
 STEPS = 5
@@ -45,7 +46,7 @@ def share(recipe: Recipe, batch: Batch) -> Batch:
 
 def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
     """The losses of batches before training on them, of the training, and the tokens that were counted."""
-    trainer = make_trainer(make_recipe(TIED, parallel))
+    trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     evaluated, curve = [], []
     for step in range(STEPS):
         batch = share(trainer.recipe, masked(trainer.recipe, step))
@@ -71,11 +72,16 @@ LAYOUTS = {
 }
 
 
+@cache
+def referee_curve() -> Curve:
+    recipe = make_recipe(DEEP_TIED, ParallelConfig())
+    referee = PlainStack(recipe, initial_weights(Llama(DEEP_TIED, device="meta"), recipe.train.seed))
+    return [referee.train_step(masked(recipe, step)) for step in range(STEPS)]
+
+
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(world: Callable, size: int) -> None:
-    recipe = make_recipe(TIED, ParallelConfig())
-    referee = PlainStack(recipe, initial_weights(Llama(TIED, device="meta"), recipe.train.seed))
-    expected = [referee.train_step(masked(recipe, step)) for step in range(STEPS)]
+    expected = referee_curve()
     for evaluated, curve, tokens in world(size).run(train_all_masked, LAYOUTS[size])[0]:
         assert curve[0] == pytest.approx(expected[0], rel=1e-6)
         assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
@@ -85,7 +91,7 @@ def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(worl
 
 
 def train_on_nothing(parallel: ParallelConfig) -> list[str]:
-    trainer = make_trainer(make_recipe(TIED, parallel))
+    trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     before = [p.local.detach().clone() for p in trainer.parameters]
     batch = share(trainer.recipe, masked(trainer.recipe, 0))
     batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED))

@@ -22,6 +22,7 @@ from tests.distributed.test_layers_llama import ODD, ODD_1005
 
 Curve = list[tuple[float, float]]
 STEPS = 20
+DEEP_DROPPED = replace(DROPPED, layers=6)
 DROPPED_GPT = replace(GPT, dropout=0.1, attention_dropout=0.1)
 
 LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
@@ -33,7 +34,7 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
     2: [
         (DROPPED, {"tp": 2, "microbatch_size": 2}),
         (DROPPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 4, "recompute": "full"}),
-        (DROPPED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"}),
+        (DEEP_DROPPED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"}),
         (DROPPED, {"dp_shard": 2, "microbatch_size": 2}),
         (DROPPED_GPT, {"pp": 2, "schedule": "1f1b"}),
         (GPT, {"tp": 2, "sequence_parallel": True}),

@@ -142,7 +142,7 @@ def test_matrices_cross_once_each_way(world: Callable) -> None:
     ):
         ranks = world(4).run(sent_elements, parallel)
         elements = ranks[0][1]
-        assert elements == 6 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
+        assert elements == GROUPED.layers * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
         assert [sum(step) for step in zip(*(counted for counted, _ in ranks), strict=True)] == [
             elements,
             elements * replicas,

@@ -19,6 +19,8 @@ from parallel3d.models.llama import Llama
 from parallel3d.tools.plain_stack import PlainStack
 from tests.distributed.layouts import (
     BATCH,
+    DEEP,
+    DEEP_TIED,
     GROUPED,
     MANY_HEADS,
     STEPS,
@@ -72,8 +74,8 @@ LAYOUTS = {
         (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
         (GROUPED, {"pp": 2, "schedule": "gpipe"}),
         (GROUPED, {"pp": 2, "schedule": "1f1b"}),
-        (GROUPED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
-        (TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
+        (DEEP, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+        (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
         (TIED, {"pp": 2, "schedule": "1f1b", "microbatch_size": 2}),
         (GROUPED, {"dp_shard": 2}),
         (TIED, {"dp_shard": 2, "microbatch_size": 4}),
@@ -83,21 +85,21 @@ LAYOUTS = {
     4: [
         (MANY_HEADS, {"tp": 4, "microbatch_size": 8}),
         (MANY_HEADS, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True}),
-        (TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
-        (GROUPED, {"pp": 4, "schedule": "gpipe", "microbatch_size": 2}),
+        (DEEP_TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
+        (DEEP, {"pp": 4, "schedule": "gpipe", "microbatch_size": 2}),
         (GROUPED, {"dp_shard": 4}),
         (TIED, {"dp_replicate": 2, "dp_shard": 2}),
         (GROUPED, {"tp": 2, "pp": 2, "microbatch_size": 2}),
         (TIED, {"tp": 2, "pp": 2, "microbatch_size": 2, "sequence_parallel": True}),
         (GROUPED, {"tp": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
         (GROUPED, {"tp": 2, "dp_replicate": 2, "microbatch_size": 4}),
-        (TIED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+        (DEEP_TIED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
         (TIED, {"pp": 2, "dp_replicate": 2, "schedule": "gpipe"}),
     ],
     8: [
         (GROUPED, {"tp": 2, "pp": 2, "dp_shard": 2, "microbatch_size": 2}),
         (
-            TIED,
+            DEEP_TIED,
             {
                 "tp": 2,
                 "pp": 2,
@@ -133,7 +135,11 @@ def test_layout_trains_as_plain_torch_does(world: Callable, case: tuple[int, Mod
     assert_same(curves[0], referee_curve(model))
 
 
-@pytest.mark.parametrize("model", [GROUPED, TIED, MANY_HEADS], ids=["grouped", "tied", "many_heads"])
+@pytest.mark.parametrize(
+    "model",
+    [GROUPED, TIED, DEEP, DEEP_TIED, MANY_HEADS],
+    ids=["grouped", "tied", "deep", "deep_tied", "many_heads"],
+)
 def test_clipping_is_active_and_the_referee_learns(model: ModelConfig) -> None:
     curve = referee_curve(model)
     assert sum(norm > 0.5 for _, norm in curve) >= STEPS // 2
@@ -150,7 +156,7 @@ def test_clipping_is_active_and_the_referee_learns(model: ModelConfig) -> None:
     ids=["pp2", "tp2", "dp_shard2"],
 )
 def test_validation_gives_the_loss_of_training_on_the_same_batch(world: Callable, parallel: ParallelConfig) -> None:
-    for evaluated, trained in world(2).run(evaluate_layout, GROUPED, parallel):
+    for evaluated, trained in world(2).run(evaluate_layout, DEEP, parallel):
         assert evaluated == pytest.approx(trained, rel=1e-6)
 
 

@@ -20,7 +20,17 @@ from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.tools.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.layouts import (
+    DEEP,
+    DEEP_TIED,
+    GROUPED,
+    TIED,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    train,
+    whole_batch,
+)
 
 STEPS = 4
 Curve = list[tuple[float, float]]
@@ -54,14 +64,14 @@ def resume_layout(model: ModelConfig, parallel: ParallelConfig, folder: Path) ->
 
 LAYOUTS: list[tuple[int, ModelConfig, dict[str, Any]]] = [
     (1, GROUPED, {"schedule": "zb_h1"}),
-    (2, TIED, {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}),
+    (2, DEEP_TIED, {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}),
     (2, GROUPED, {"pp": 2, "schedule": "zb_h1", "recompute": "full"}),
     (2, GROUPED, {"pp": 2, "stage_boundaries": (0,), "microbatch_size": 2}),
-    (2, TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "stage_boundaries": (1, 3, 6)}),
-    (4, TIED, {"pp": 2, "tp": 2, "schedule": "zb_v", "virtual_stages": 2, "sequence_parallel": True}),
+    (2, DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "stage_boundaries": (1, 3, 6)}),
+    (4, DEEP_TIED, {"pp": 2, "tp": 2, "schedule": "zb_v", "virtual_stages": 2, "sequence_parallel": True}),
     (4, GROUPED, {"pp": 2, "tp": 2, "schedule": "zb_h1", "sequence_parallel": True}),
-    (4, GROUPED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_zb", "virtual_stages": 2}),
-    (4, TIED, {"pp": 2, "dp_shard": 2, "schedule": "dualpipe_v", "virtual_stages": 2}),
+    (4, DEEP, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_zb", "virtual_stages": 2}),
+    (4, DEEP_TIED, {"pp": 2, "dp_shard": 2, "schedule": "dualpipe_v", "virtual_stages": 2}),
     (4, TIED, {"pp": 2, "dp_replicate": 2, "schedule": "zb_h1", "microbatch_size": 2}),
 ]
 CASES = [(size, model, ParallelConfig(**settings)) for size, model, settings in LAYOUTS]
@@ -103,5 +113,5 @@ def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Calla
 
 def test_a_tied_weight_that_one_rank_has_twice_is_resumed_bitwise(world: Callable, tmp_path: Path) -> None:
     parallel = ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)
-    for through, resumed in world(2).run(resume_layout, TIED, parallel, tmp_path):
+    for through, resumed in world(2).run(resume_layout, DEEP_TIED, parallel, tmp_path):
         assert through == resumed

@@ -23,9 +23,11 @@ from parallel3d.training.rounding import noise, round_stochastically
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.update import UpdateAfterBackward
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.layouts import DEEP, GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
 
 Curve = list[tuple[float, float]]
+
+MODEL = replace(GROUPED, layers=4)  # a stage each of two interleaved ones
 
 LAYOUTS = {
     1: [ParallelConfig(microbatch_size=2)],
@@ -42,7 +44,7 @@ LAYOUTS = {
 
 
 def recipe_of(precision: Precision, parallel: ParallelConfig, **scale: float) -> Recipe:
-    recipe = make_recipe(GROUPED, parallel, precision=precision)
+    recipe = make_recipe(MODEL, parallel, precision=precision)
     rounding = replace(recipe.optimizer, stochastic_rounding=precision == "bf16_pure")
     return replace(recipe, optimizer=rounding, loss_scale=LossScaleConfig(**scale))  # type: ignore[arg-type]
 
@@ -153,7 +155,7 @@ def test_the_scale_goes_the_way_of_torchs_own_scaler(world: Callable) -> None:
     """From far too large down to what fits, up again every five good steps until it overflows, and down where an
     overflow is planted."""
     planted, steps = {30, 31, 47}, 60
-    recipe = recipe_of("fp16", ParallelConfig(microbatch_size=8), initial=2.0**40, interval=5)
+    recipe = replace(recipe_of("fp16", ParallelConfig(microbatch_size=8), initial=2.0**40, interval=5), model=DEEP)
     scales, losses, skipped = world(1).run(scales_of_trainer, recipe, planted, steps)[0]
     expected, expected_losses = scales_of_torch(recipe, planted, steps)
     assert scales == expected

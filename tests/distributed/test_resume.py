@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from parallel3d.config import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.worker import resume_from
-from tests.distributed.layouts import GROUPED, TIED, make_recipe, make_trainer, train
+from tests.distributed.layouts import DEEP, DEEP_TIED, GROUPED, TIED, make_recipe, make_trainer, train
 
 Curve = list[tuple[float, float]]
 HALF = 5
@@ -56,7 +57,7 @@ LAYOUTS = [
     (TIED, TP2_PP2),
     (TIED, ParallelConfig(dp_shard=4)),
     (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
-    (GROUPED, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
+    (DEEP, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
     (TIED, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
 ]
 
@@ -65,7 +66,7 @@ LAYOUTS = [
 def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     """In tp 2 x pp 2, with tied embeddings on two stages."""
     path = tmp_path_factory.mktemp("four") / "step_00000005"
-    return path, world(4).run(straight_through, TIED, TP2_PP2, path)[0]
+    return path, world(4).run(straight_through, DEEP_TIED, TP2_PP2, path)[0]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_resuming_in_another_layout_goes_on_alike(
     world: Callable, saved_by_four: tuple[Path, Curve], size: int, parallel: ParallelConfig
 ) -> None:
     path, uninterrupted = saved_by_four
-    curve = world(size).run(resumed, TIED, parallel, path)[0]
+    curve = world(size).run(resumed, DEEP_TIED, parallel, path)[0]
     assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
     assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
 
@@ -207,10 +208,10 @@ def resume_and_tell(checkpoints: list[Path]) -> list[str]:
 
 def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:
     one = world(1)
-    wider = ModelConfig(layers=6, hidden=64, heads=4, kv_heads=2, ffn_hidden=48, vocab=128)
+    wider = replace(GROUPED, hidden=64)
     assert "model.embed.weight is [128, 32] there and [128, 64] here" in one.run(refuse, wider, saved)[0]
-    deeper = ModelConfig(layers=7, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=128)
-    assert "has no model.layers.6" in one.run(refuse, deeper, saved)[0]
+    deeper = replace(GROUPED, layers=4)
+    assert "has no model.layers.3" in one.run(refuse, deeper, saved)[0]
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:

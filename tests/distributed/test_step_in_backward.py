@@ -18,7 +18,7 @@ from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.strategy import ShardingName
 from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import GPT, GROUPED, QWEN, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.layouts import DEEP, GPT, GROUPED, QWEN, TIED, make_loader, make_recipe, make_trainer, train
 
 Case = tuple[ModelConfig, dict[str, object], OptimizerConfig, str]
 
@@ -43,7 +43,7 @@ CASES: dict[int, list[Case]] = {
     4: [
         (QWEN, {"tp": 2, "dp_shard": 2, "sequence_parallel": True}, ADAMW, "fp32"),
         (replace(GROUPED, kv_heads=1), {"tp": 2, "dp_shard": 2, **SPLIT}, ADAMW, "fp32"),
-        (GROUPED, {"pp": 2, "dp_shard": 2, "virtual_stages": 2, "schedule": "looped_bfs"}, ADAMW, "fp32"),
+        (DEEP, {"pp": 2, "dp_shard": 2, "virtual_stages": 2, "schedule": "looped_bfs"}, ADAMW, "fp32"),
     ],
 }
 

@@ -12,12 +12,12 @@ from parallel3d.config import ParallelConfig
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import NonFiniteError
 from parallel3d.training.generation import generate
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.layouts import DEEP_TIED, GROUPED, make_loader, make_recipe, make_trainer, train
 
 
 def generated(parallel: ParallelConfig) -> list[str]:
     """The likeliest text, and one drawn from the five likeliest at each token."""
-    trainer = make_trainer(make_recipe(TIED, parallel))
+    trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     train(trainer, 20)
     return [generate(trainer, ByteTokenizer(), prompt="def ", tokens=12, top_k=top_k) for top_k in (1, 5)]
 
