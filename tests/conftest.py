@@ -79,6 +79,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """A worker: job after job until the pipe closes."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
 
     torch.set_num_threads(1)
@@ -98,8 +99,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it gives DTensors the mesh of the first job that had an equal one
-        # Trainers and meshes are in cycles, and keep their process groups, whose threads wake a hundred times a second:
-        # left to itself, an idle pool would have hundreds of them.
+        # Meshes are in these caches and, with trainers, in cycles, and keep their process groups, whose threads wake a
+        # hundred times a second: left alone, idle pools would have hundreds of them.
+        clear_redistribute_planner_cache()
+        _gen_transform_infos.cache_clear()
         gc.collect()
         pipe.send((text, value))
 
