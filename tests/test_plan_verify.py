@@ -143,7 +143,7 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (["--measure"], "needs a CUDA device"),
-        (["optimizer.name=muon"], "the memory model knows the states of adamw and sgd"),
+        (["optimizer.name=muon"], "the memory model knows adamw, sgd and adafactor"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
         (
             ["optimizer.step_in_backward=true", "train.grad_clip=null", "parallel.pp=1", "parallel.microbatch_size=8"],

@@ -79,4 +79,4 @@ def least_held(job: Job, rank: int) -> tuple[float, float, float]:
 def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
     published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
-    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.job.step_bytes * has.largest))
+    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.step_bytes))

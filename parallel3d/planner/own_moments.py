@@ -174,7 +174,9 @@ class Moments:
             work = embedding_backward(ends, made)
             yield self._in_backward(state, stage, around, -1, 0, rank.sizes.b + work.peak + of_head)
         if rank.sharded and stage.ends.numel:
-            of_embedding = rank.item * ends.table if stage.part.embedding and made == "kept" else 0.0
+            of_embedding = 0.0
+            if stage.part.embedding and made == "kept":
+                of_embedding = rank.item * ends.table + ends.positions
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
     def _places(self, blocks: int, *, is_even: bool) -> list[int]:
