@@ -191,8 +191,8 @@ class Moments:
             loss = self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
             ahead = 0.0 if self._is_gathered(state) or not stage.blocks else rank.arriving  # only when the head begins
             yield loss._replace(buffers=loss.buffers - ahead)
-        has_total = state.has_half and rank.sum_bytes == 4 and not rank.reduces_each
-        has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_half)
+        has_gradient = rank.whole or (state.has_half and not rank.reduces_each and (rank.alone or rank.item == 4))
+        has_total = has_gradient and rank.sum_bytes == 4
         work = head_backward(ends, weights, has_total=has_total)
         yield self._in_backward(state, stage, around, all_, all_, work.peak, head=True)
 
