@@ -17,7 +17,7 @@ master weight, r of a gradient on its way, s = dp_shard, k bytes of the optimize
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -167,9 +167,13 @@ class Rank:
 
     @property
     def tables(self) -> list[Table]:
-        """All that it steps, block after block."""
-        blocks = sum(stage.blocks for stage in self.stages)
-        return [*self._end_tables, *(block_tables(self.job.shape, self.layout.tp) * blocks)]
+        """All that it steps, in the model's order."""
+        shape, tp, found = self.job.shape, self.layout.tp, []
+        for stage in self.stages:
+            ends = end_tables(shape, stage.part, tp) if stage.ends.numel else ()
+            first = len(end_tables(shape, replace(stage.part, head=False), tp))
+            found += [*ends[:first], *block_tables(shape, tp) * stage.blocks, *ends[first:]]
+        return found
 
     @property
     def step_bytes(self) -> float:
