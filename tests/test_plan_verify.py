@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.own_ends import CHUNK_BYTES
 from parallel3d.tools.plan import main
 from parallel3d.tools.plan_verify import verify
@@ -120,6 +120,25 @@ def test_the_memory_model_is_within_2_percent_of_a_dry_run(case: str) -> None:
     assert found.parameters == found.dry.parameter_count
 
 
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "chunk", "parallel"),
+    [
+        ("fp16", OptimizerConfig(name="adafactor"), None, ParallelConfig(sharding="NO_SHARD", dp_shard=2)),
+        ("fp16", OptimizerConfig(state_dtype="bf16"), 128, ParallelConfig(dp_replicate=2, sharding="NO_SHARD")),
+        ("bf16_pure", OptimizerConfig(name="sgd"), 512, ParallelConfig(dp_shard=4, sharding="NO_SHARD")),
+    ],
+)
+def test_precisions_and_optimizers_are_priced(
+    precision: str, optimizer: OptimizerConfig, chunk: int | None, parallel: ParallelConfig
+) -> None:
+    recipe = _recipe(replace(LLAMA, layers=1), parallel, precision, 1)
+    train = replace(recipe.train, seq_len=512, loss_chunk_tokens=chunk)
+    found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
+    assert abs(found.difference) < 0.02
+    kinds = {kind: (model, dry) for kind, model, dry in found.rows()}
+    assert kinds["optimizer"][0] == pytest.approx(kinds["optimizer"][1], rel=1e-3, abs=1e3)
+
+
 def test_the_last_tp_rank_has_fewer_rows_and_the_last_data_rank_none() -> None:
     parallel = ParallelConfig(dp_shard=4, tp=8)
     for rank in (0, 7, 31):
@@ -143,7 +162,7 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (["--measure"], "needs a CUDA device"),
-        (["optimizer.name=muon"], "the memory model knows the states of adamw and sgd"),
+        (["optimizer.name=muon"], "the memory model knows adamw, sgd and adafactor"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
         (
             ["optimizer.step_in_backward=true", "train.grad_clip=null", "parallel.pp=1", "parallel.microbatch_size=8"],

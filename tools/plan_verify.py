@@ -110,6 +110,7 @@ def job_of_recipe(recipe: Recipe) -> Job:
         precision=recipe.train.precision,
         state_bytes=state_bytes,
         step_bytes=step_bytes,
+        factors=recipe.optimizer.name == "adafactor",
         drops=recipe.model.dropout > 0,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
         stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, recipe.model.layers)),
@@ -119,8 +120,8 @@ def job_of_recipe(recipe: Recipe) -> Job:
 def _check_known(recipe: Recipe) -> None:
     """Raises ConfigError for what the memory model does not know."""
     name, parallel = recipe.optimizer.name, recipe.parallel
-    if name not in ("adamw", "sgd"):
-        raise ConfigError(f"optimizer.name = {name}: the memory model knows the states of adamw and sgd; try adamw")
+    if name == "muon":
+        raise ConfigError(f"optimizer.name = {name}: the memory model knows adamw, sgd and adafactor; try adamw")
     if recipe.optimizer.step_in_backward:
         raise ConfigError(
             "optimizer.step_in_backward = true: the memory model knows steps after the backward; try "

@@ -13,7 +13,7 @@ from parallel3d.failure import print_error
 from parallel3d.planner.report_text import layout_text
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.plan_verify import Verified, verify
-from parallel3d.tools.plan_verify_layouts import random_layouts
+from parallel3d.tools.plan_verify_layouts import random_layouts, random_options
 
 _BAR = 0.02  # of the dry run's peak
 _GIB = 2**30
@@ -28,10 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layouts", type=whole, default=40, help="how many (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--options", action="store_true", help="draw precisions, optimizers, dropout and more, too")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(arguments)
+    draw = random_options if options.options else random_layouts
     try:
-        found = [_told(*layout) for layout in random_layouts(options.layouts, options.seed)]
+        found = [_told(*layout) for layout in draw(options.layouts, options.seed)]
     except Parallel3dError as error:
         print_error(str(error))
         return error.exit_status

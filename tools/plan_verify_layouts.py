@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import yaml
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, Recompute, ScheduleName, TrainConfig
+from parallel3d.config import (
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerName,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    Recompute,
+    ScheduleName,
+    TrainConfig,
+)
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD
@@ -25,6 +35,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every
 _HOW: tuple[How, ...] = ("step", "step", "microbatch")
 _FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
 _LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
+_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw", "sgd", "adafactor")
 _MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 
@@ -41,6 +52,48 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
         if recipe is not None:
             found += 1
             yield recipe, draw.choice((0, recipe.parallel.pp - 1, draw.randrange(recipe.parallel.pp)))
+
+
+def random_options(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
+    """`random_layouts` with what they leave at its default: 16-bit precisions, optimizers and their states' dtype,
+    stages cut by hand, dropout, a loss in chunks."""
+    draw = random.Random(seed)
+    found = 0
+    for recipe, rank in random_layouts(10 * count, seed):
+        changed = _with_options(draw, recipe)
+        if changed is not None:
+            yield changed, rank
+            found += 1
+        if found == count:
+            return
+
+
+def _with_options(draw: random.Random, recipe: Recipe) -> Recipe | None:
+    """None where what is drawn does not suit the layout."""
+    model, parallel, train = recipe.model, recipe.parallel, recipe.train
+    precision: Precision = draw.choice(("fp16", "bf16_pure", train.precision))
+    name: OptimizerName = draw.choice(_OPTIMIZERS)
+    optimizer = OptimizerConfig(
+        name=name,
+        state_dtype=draw.choice((None, "fp32", "bf16")) if name in ("adamw", "sgd") else None,
+        stochastic_rounding=precision == "bf16_pure" and draw.random() < 0.5,
+    )
+    stages = parallel.pp * parallel.virtual_stages
+    if stages > 1 and draw.random() < 0.5:
+        cuts = tuple(sorted(draw.sample(range(1, model.layers), stages - 1)))
+        parallel = replace(parallel, stage_boundaries=cuts)
+    changed = replace(
+        recipe,
+        model=replace(model, dropout=draw.choice((0.0, 0.0, 0.1))),
+        parallel=parallel,
+        train=replace(train, precision=precision, loss_chunk_tokens=draw.choice((None, None, 256, 1024))),
+        optimizer=optimizer,
+    )
+    try:
+        validate(changed)
+    except ConfigError:
+        return None
+    return changed
 
 
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:

@@ -74,6 +74,7 @@ class Job:
     state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own engine
     loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
+    factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
     drops: bool = False  # likewise: dropout between the layers
 
     @property

@@ -136,7 +136,7 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.touch(s.item * logits)
         if not has_total and s.item < 4:  # rounded to what the head computes in
             tape.make(table)
-            tape.drop(4 * s.table)
+            tape.drop(4 * s.table, 0 if weights == "kept" else table)
         if s.gathers:
             tape.touch(s.copies * s.w + s.b)
             tape.make(s.b)

@@ -7,6 +7,7 @@ verify` compares it with a dry run of the real thing (docs/verify.md).
     own_moments     the moments within an action: its stage's blocks, one after the other
     own_work        what a block makes for itself meanwhile; `own_ends`: embedding, head and loss
     own_buckets     gradients on their way, where they are sent whole
+    own_step        an optimizer whose states are not so many bytes for each number
 
 The fullest of all moments, or the optimizer's step after them, is what the rank needs.
 """
@@ -79,4 +80,4 @@ def least_held(job: Job, rank: int) -> tuple[float, float, float]:
 def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
     published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
-    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.job.step_bytes * has.largest))
+    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.step_bytes))

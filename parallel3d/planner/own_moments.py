@@ -174,7 +174,9 @@ class Moments:
             work = embedding_backward(ends, made)
             yield self._in_backward(state, stage, around, -1, 0, rank.sizes.b + work.peak + of_head)
         if rank.sharded and stage.ends.numel:
-            of_embedding = rank.item * ends.table if stage.part.embedding and made == "kept" else 0.0
+            of_embedding = 0.0
+            if stage.part.embedding and made == "kept":
+                of_embedding = rank.item * ends.table + ends.positions
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
     def _places(self, blocks: int, *, is_even: bool) -> list[int]:
@@ -189,8 +191,8 @@ class Moments:
             loss = self._in_backward(state, stage, around, all_, all_, loss_backward(ends), head=True)
             ahead = 0.0 if self._is_gathered(state) or not stage.blocks else rank.arriving  # only when the head begins
             yield loss._replace(buffers=loss.buffers - ahead)
-        has_total = state.has_half and rank.sum_bytes == 4 and not rank.reduces_each
-        has_total = rank.whole or (has_total and rank.item == 4) or (rank.alone and state.has_half)
+        has_gradient = rank.whole or (state.has_half and not rank.reduces_each and (rank.alone or rank.item == 4))
+        has_total = has_gradient and rank.sum_bytes == 4
         work = head_backward(ends, weights, has_total=has_total)
         yield self._in_backward(state, stage, around, all_, all_, work.peak, head=True)
 

@@ -17,7 +17,7 @@ master weight, r of a gradient on its way, s = dp_shard, k bytes of the optimize
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -26,6 +26,7 @@ from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.job import Job
 from parallel3d.planner.own_ends import EndSizes
 from parallel3d.planner.own_states import Walk
+from parallel3d.planner.own_step import adafactor_states, adafactor_step
 from parallel3d.planner.own_work import BlockSizes, Weights, put_off_bytes
 from parallel3d.planner.parameters import Table, block_tables, end_tables
 from parallel3d.planner.shapes import ModelShape, StageSlice
@@ -110,13 +111,16 @@ class Rank:
     @cached_property
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout."""
-        state = self.job.state_bytes
+        numel = self.numel if self.alone else self.shard
+        states = self.job.state_bytes * numel
+        if self.job.factors:
+            states = adafactor_states(self.tables, self.shards)
         if self.alone:
-            return self.master * self.numel, 0.0, state * self.numel
+            return self.master * self.numel, 0.0, states
         if self.whole:
             masters = self.master * self.shard if self.item < self.master else 0
-            return self.item * self.numel + masters, self.master * self.numel, state * self.shard
-        return self.master * self.shard, 0.0, state * self.shard
+            return self.item * self.numel + masters, self.master * self.numel, states
+        return self.master * self.shard, 0.0, states
 
     # Gradients.
 
@@ -160,6 +164,23 @@ class Rank:
         """Numbers of the largest parameter that the optimizer steps here."""
         tables = (*block_tables(self.job.shape, self.layout.tp), *self._end_tables)
         return max((table.shard(self.shards) // table.times for table in tables), default=0)
+
+    @property
+    def tables(self) -> list[Table]:
+        """All that it steps, in the model's order."""
+        shape, tp, found = self.job.shape, self.layout.tp, []
+        for stage in self.stages:
+            ends = end_tables(shape, stage.part, tp) if stage.ends.numel else ()
+            first = len(end_tables(shape, replace(stage.part, head=False), tp))
+            found += [*ends[:first], *block_tables(shape, tp) * stage.blocks, *ends[first:]]
+        return found
+
+    @property
+    def step_bytes(self) -> float:
+        """That the optimizer makes for itself."""
+        if self.job.factors:
+            return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
+        return self.job.step_bytes * self.largest
 
     @property
     def _end_tables(self) -> list[Table]:

@@ -22,19 +22,22 @@ class NarrowAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
             for parameter in with_gradient(group):
-                state = self.state[parameter]
-                state["step"] += 1
-                step = state["step"].item()
-                gradient = parameter.grad.float()
-                mean = wide(state["exp_avg"]).lerp_(gradient, 1 - beta1)
-                square = wide(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                state["exp_avg"].copy_(mean)
-                state["exp_avg_sq"].copy_(square)
-                denominator = square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-                change = mean.div_(denominator).mul_(lr / (1 - beta1**step))
-                apply(parameter, change, decay=lr * group["weight_decay"])
+                self._step(parameter, group)
+
+    def _step(self, parameter: Any, group: dict[str, Any]) -> None:
+        """By itself, so that what it makes is gone before the next parameter's."""
+        (beta1, beta2), lr, state = group["betas"], group["lr"], self.state[parameter]
+        state["step"] += 1
+        step = state["step"].item()
+        gradient = parameter.grad.float()
+        mean = wide(state["exp_avg"]).lerp_(gradient, 1 - beta1)
+        square = wide(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
+        denominator = square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        change = mean.div_(denominator).mul_(lr / (1 - beta1**step))
+        apply(parameter, change, decay=lr * group["weight_decay"])
 
 
 class NarrowSGD(torch.optim.Optimizer):
@@ -48,14 +51,17 @@ class NarrowSGD(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            momentum = group["momentum"]
             for parameter in with_gradient(group):
-                gradient = parameter.grad.float().add(parameter, alpha=group["weight_decay"])
-                narrow = self.state[parameter]["momentum_buffer"]
-                buffer = wide(narrow).mul_(momentum).add_(gradient)
-                narrow.copy_(buffer)
-                change = gradient.add_(buffer, alpha=momentum) if group["nesterov"] else buffer
-                apply(parameter, change.mul_(group["lr"]), decay=0.0)
+                self._step(parameter, group)
+
+    def _step(self, parameter: Any, group: dict[str, Any]) -> None:
+        """By itself, so that what it makes is gone before the next parameter's."""
+        gradient = parameter.grad.float().add(parameter, alpha=group["weight_decay"])
+        narrow = self.state[parameter]["momentum_buffer"]
+        buffer = wide(narrow).mul_(group["momentum"]).add_(gradient)
+        narrow.copy_(buffer)
+        change = gradient.add_(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        apply(parameter, change.mul_(group["lr"]), decay=0.0)
 
 
 def with_gradient(group: dict[str, Any]) -> list[Any]:
