@@ -17,8 +17,9 @@ from parallel3d.config import Recipe, load_recipe, to_yaml
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import Failure, print_error
 from parallel3d.launch import launch_local
-from parallel3d.models import model_class, shape_cards
+from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
+from parallel3d.recipes.worker import work
 from parallel3d.rendezvous import Rendezvous
 from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
 from parallel3d.toolchain import check_compiler
@@ -64,13 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return _INTERRUPTED
-
-
-def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """One rank of the run, from here to its end."""
-    from parallel3d.training.worker import run_worker
-
-    run_worker(recipe, rendezvous, model_class(recipe.model.architecture))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +122,7 @@ def _launch(command: _Command) -> int:
             "start them with torchrun on each machine, or shrink the layout"
         )
     _prepare(recipe)
-    return launch_local(
-        "parallel3d.recipes.pretrain:worker", recipe, world_size, preload=_PRELOAD, verbose=command.verbose
-    )
+    return launch_local("parallel3d.recipes.worker:work", recipe, world_size, preload=_PRELOAD, verbose=command.verbose)
 
 
 def _join(command: _Command, rendezvous: Rendezvous) -> int:
@@ -150,7 +142,7 @@ def _join(command: _Command, rendezvous: Rendezvous) -> int:
             raise
         return error.exit_status
     try:
-        worker(recipe, rendezvous)
+        work(recipe, rendezvous)
     except (Parallel3dError, Exception) as error:
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         # The traceback of a lost peer's neighbour would only bury that of the cause.

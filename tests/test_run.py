@@ -47,6 +47,7 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=4", "checkpoint.keep=2")
     assert done.returncode == 0, done.stderr
+    assert "RuntimeWarning" not in done.stderr  # of a worker that runs the main module once more
     assert done.stdout.startswith("--- sample after step 10\ndef ")
     assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr)
     lines = metrics(straight)
