@@ -19,7 +19,7 @@ import pytest
 
 from parallel3d.config import ParallelConfig, ScheduleName
 from parallel3d.planner.ranking import Objective
-from parallel3d.planner.report import Accuracy
+from parallel3d.planner.report.page import Accuracy
 from parallel3d.tools import plan, plan_answer, plan_options, plan_recommend
 
 Said = pytest.CaptureFixture[str]

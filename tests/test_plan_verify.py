@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.planner.own_ends import CHUNK_BYTES
+from parallel3d.planner.own.ends import CHUNK_BYTES
 from parallel3d.tools.plan import main
 from parallel3d.tools.plan_verify import verify
 from parallel3d.tools.plan_verify_chunks import Chunks

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
-from parallel3d.planner.own_moments import Moments, total
-from parallel3d.planner.own_rank import Rank
-from parallel3d.planner.own_states import Walk, fullest_states, states
-from parallel3d.planner.own_work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work
+from parallel3d.planner.own.moments import Moments, total
+from parallel3d.planner.own.rank import Rank
+from parallel3d.planner.own.states import Walk, fullest_states, states
+from parallel3d.planner.own.work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work
 from parallel3d.tools.plan_verify import job_of_recipe
 from parallel3d.tools.plan_verify_layouts import random_layouts
 

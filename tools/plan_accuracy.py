@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.cases import CaseFile
-from parallel3d.planner.report import Accuracy
+from parallel3d.planner.report.page import Accuracy
 from parallel3d.planner.score import Score
 
 RECORDED = Path(__file__).with_name("accuracy.json")

@@ -16,8 +16,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.advice import remedies
 from parallel3d.planner.question import Answer, Fixed, Question
 from parallel3d.planner.ranking import compare, rank
-from parallel3d.planner.report import Plan, page
-from parallel3d.planner.report_json import to_json
+from parallel3d.planner.report.json import to_json
+from parallel3d.planner.report.page import Plan, page
 from parallel3d.planner.search import fastest
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import larger_devices
@@ -101,7 +101,7 @@ def _emit(options: argparse.Namespace, asked: Asked, plan: Plan) -> Sequence[str
 
 
 def _write_html(path: Path, plan: Plan) -> None:
-    from parallel3d.planner.report_html import html_page  # what only --html needs
+    from parallel3d.planner.report.html import html_page  # what only --html needs
 
     try:
         path.write_text(html_page(plan), encoding="utf-8")

@@ -19,7 +19,7 @@ from parallel3d.launch import launch_local
 from parallel3d.planner.hardware import Cluster, cluster_from_tree
 from parallel3d.planner.priced import strategy
 from parallel3d.planner.question import Question
-from parallel3d.planner.report_text import layout_text
+from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.shapes import from_config
 from parallel3d.rendezvous import Rendezvous
 

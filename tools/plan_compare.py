@@ -16,8 +16,8 @@ from parallel3d.planner.cost import Cost, step_cost
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.job import Job
 from parallel3d.planner.memory import RankMemory, worst_rank
-from parallel3d.planner.report_json import memory_tree, rounded
-from parallel3d.planner.report_text import TIME_KINDS, layout_text, time_text, wrapped
+from parallel3d.planner.report.json import memory_tree, rounded
+from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_verify import job_of_recipe

@@ -15,9 +15,9 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.named import sliding_window
 from parallel3d.planner.question import Strategy
-from parallel3d.planner.report import Plan
-from parallel3d.planner.report_json import sharding_of
-from parallel3d.planner.report_text import memory_text, si, time_text
+from parallel3d.planner.report.json import sharding_of
+from parallel3d.planner.report.page import Plan
+from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.shapes import ModelShape, total_parameters
 from parallel3d.settings import dump_yaml, read_settings
 from parallel3d.tools.plan_question import Asked

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallel3d.planner.report_json import hardware_tree, rounded
+from parallel3d.planner.report.json import hardware_tree, rounded
 from parallel3d.tools.arguments import plan_parser
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import cluster_files, device_files, file_of, find_cluster, hardware_files

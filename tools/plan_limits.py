@@ -126,7 +126,7 @@ def _model(question: Question, options: argparse.Namespace) -> Iterator[Limit]:
     from parallel3d.models import shape_cards
     from parallel3d.planner.extent import largest_model, largest_named
     from parallel3d.planner.named import named_shape, shape_names
-    from parallel3d.planner.report_text import si
+    from parallel3d.planner.report.text import si
     from parallel3d.planner.shapes import total_parameters
 
     def numbers(q: Question) -> str:
@@ -156,8 +156,8 @@ _FINDERS: dict[str, Callable[[Question, argparse.Namespace], Iterator[Limit]]] =
 
 
 def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
-    from parallel3d.planner.report import header
-    from parallel3d.planner.report_text import bar, layout_text, money, si, wrapped
+    from parallel3d.planner.report.page import header
+    from parallel3d.planner.report.text import bar, layout_text, money, si, wrapped
 
     lines = list(header(question))
     yield from lines if options.what != "cluster" else (line for line in lines if not line.startswith("hardware"))
@@ -180,7 +180,7 @@ def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) 
 
 
 def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) -> object:
-    from parallel3d.planner.report_json import model_tree, question_tree, rounded, strategy_tree
+    from parallel3d.planner.report.json import model_tree, question_tree, rounded, strategy_tree
 
     def tree(limit: Limit) -> dict[str, Any] | None:
         if limit.extent is None or limit.strategy is None:

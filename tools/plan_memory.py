@@ -12,15 +12,15 @@ from parallel3d.planner.explain import explain
 from parallel3d.planner.memory import memory_by_rank
 from parallel3d.planner.priced import job_of, planned_shape, strategy
 from parallel3d.planner.question import Question
-from parallel3d.planner.report import limits
-from parallel3d.planner.report_json import (
+from parallel3d.planner.report.json import (
     hardware_tree,
     memory_tree,
     model_tree,
     parallel_tree,
     rounded,
 )
-from parallel3d.planner.report_text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
+from parallel3d.planner.report.page import limits
+from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
 from parallel3d.planner.shapes import total_parameters
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_options import add_options

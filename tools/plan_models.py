@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from parallel3d.models import shape_cards
 from parallel3d.planner.flops import model_flops_per_token
 from parallel3d.planner.named import named_shape, shape_names
-from parallel3d.planner.report_json import model_tree, rounded
-from parallel3d.planner.report_text import si
+from parallel3d.planner.report.json import model_tree, rounded
+from parallel3d.planner.report.text import si
 from parallel3d.planner.shapes import (
     ModelShape,
     embedding_parameters,

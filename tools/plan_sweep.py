@@ -88,8 +88,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> Iterator[str]:
-    from parallel3d.planner.report import header
-    from parallel3d.planner.report_text import bar, layout_columns, layout_text, money, wrapped
+    from parallel3d.planner.report.page import header
+    from parallel3d.planner.report.text import bar, layout_columns, layout_text, money, wrapped
 
     model, *_ = header(question)
     yield model
@@ -128,7 +128,7 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
 
 
 def _tree(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> object:
-    from parallel3d.planner.report_json import question_tree, rounded, strategy_tree
+    from parallel3d.planner.report.json import question_tree, rounded, strategy_tree
 
     asked = question_tree(question)
     del asked["gpus"]

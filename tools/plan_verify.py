@@ -18,10 +18,10 @@ from parallel3d.planner.hardware import load_cluster
 from parallel3d.planner.job import Job
 from parallel3d.planner.job import from_config as layout_of
 from parallel3d.planner.memory import worst_rank
-from parallel3d.planner.own_memory import Held, most_held
+from parallel3d.planner.own.memory import Held, most_held
 from parallel3d.planner.parameters import rank_numel
-from parallel3d.planner.report_json import rounded
-from parallel3d.planner.report_text import layout_text
+from parallel3d.planner.report.json import rounded
+from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.shapes import from_config
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.arguments import Parser, plan_parser

@@ -10,7 +10,7 @@ from statistics import median
 from parallel3d.config import Recipe
 from parallel3d.errors import Parallel3dError
 from parallel3d.failure import print_error
-from parallel3d.planner.report_text import layout_text
+from parallel3d.planner.report.text import layout_text
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.plan_verify import Verified, verify
 from parallel3d.tools.plan_verify_layouts import random_layouts, random_options

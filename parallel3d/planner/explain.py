@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parallel3d.planner.activations import block_bytes, whole_block_bytes
 from parallel3d.planner.job import Job
 from parallel3d.planner.memory import RankMemory, live_on, rank_parameters
-from parallel3d.planner.own_memory import most_held
+from parallel3d.planner.own.memory import most_held
 
 _GIB = 2**30
 _MIB = 2**20

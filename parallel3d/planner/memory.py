@@ -10,8 +10,8 @@ from typing import Literal
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_memory import least_held as least_held_of_own
-from parallel3d.planner.own_memory import most_held
+from parallel3d.planner.own.memory import least_held as least_held_of_own
+from parallel3d.planner.own.memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
 MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
@@ -125,7 +125,7 @@ def least_bytes(job: Job, states: Least, work: Least) -> float:
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:
-    """Of one pipeline rank: of this project's own engine at the fullest moment of a step (`own_memory`), of others by
+    """Of one pipeline rank: of this project's own engine at the fullest moment of a step (`own/memory`), of others by
     what their programs keep."""
     return _own(job, rank) if job.is_own else _others(job, rank)
 

@@ -1,6 +1,6 @@
 """What a rank of a pipeline has at hand when each of its actions begins, read off the schedule itself: how many
 forwards wait for their backward, which stages have gradients, whose parameters a forward has left gathered, how many
-activations are being received and sent. Bytes are none of this file's business (`own_memory`).
+activations are being received and sent. Bytes are none of this file's business (`own/memory`).
 
 Stages of a rank that hold as much (`alike`) are counted together.
 """
@@ -16,7 +16,7 @@ from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.schedules import placement, rank_actions
 from parallel3d.pipeline.schedules_classic import groups
-from parallel3d.planner.own_traffic import Traffic
+from parallel3d.planner.own.traffic import Traffic
 
 Counts = tuple[int, ...]  # for each kind of stage
 

@@ -12,8 +12,8 @@ from parallel3d.planner.memory import RankMemory
 from parallel3d.planner.priced import planned_shape
 from parallel3d.planner.question import Question, Rejected, Strategy
 from parallel3d.planner.ranking import Why, at_size
-from parallel3d.planner.report import Plan, limits
-from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
+from parallel3d.planner.report.page import Plan, limits
+from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.shapes import ModelShape, total_parameters
 
 SCHEMA = "parallel3d.plan/1"

@@ -11,7 +11,7 @@ from html import escape
 
 from parallel3d.planner.memory import RankMemory
 from parallel3d.planner.question import Strategy
-from parallel3d.planner.report_text import MEMORY_KINDS, TIME_KINDS, layout_text
+from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.time_parts import TimeParts
 
 _GIB = 2**30

@@ -1,13 +1,13 @@
 """The memory of this project's own engine: what its runtime, its layers and its sharding hold at once. `parallel3d-plan
 verify` compares it with a dry run of the real thing (docs/verify.md).
 
-    own_states      the schedule's actions on a rank, and what it has at hand before each of them (`own_traffic`: of
+    states      the schedule's actions on a rank, and what it has at hand before each of them (`traffic`: of
                     what travels between stages)
-    own_rank        what the rank has: the bytes of its stages in every state; the table of the data dimension
-    own_moments     the moments within an action: its stage's blocks, one after the other
-    own_work        what a block makes for itself meanwhile; `own_ends`: embedding, head and loss
-    own_buckets     gradients on their way, where they are sent whole
-    own_step        an optimizer whose states are not so many bytes for each number
+    rank        what the rank has: the bytes of its stages in every state; the table of the data dimension
+    moments     the moments within an action: its stage's blocks, one after the other
+    work        what a block makes for itself meanwhile; `ends`: embedding, head and loss
+    buckets     gradients on their way, where they are sent whole
+    step        an optimizer whose states are not so many bytes for each number
 
 The fullest of all moments, or the optimizer's step after them, is what the rank needs.
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.activations import live_microbatches
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_buckets import published_by
-from parallel3d.planner.own_moments import Moment, Moments, What, total
-from parallel3d.planner.own_rank import Rank
+from parallel3d.planner.own.buckets import published_by
+from parallel3d.planner.own.moments import Moment, Moments, What, total
+from parallel3d.planner.own.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)

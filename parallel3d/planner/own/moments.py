@@ -11,11 +11,11 @@ from operator import add, mul
 from typing import Literal, NamedTuple
 
 from parallel3d.pipeline.schedule import Kind
-from parallel3d.planner.own_buckets import sent_by
-from parallel3d.planner.own_ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
-from parallel3d.planner.own_rank import Rank, Stage, Unit
-from parallel3d.planner.own_states import State, fullest_states, received_into
-from parallel3d.planner.own_work import Weights, backward_work, forward_work, weights_work
+from parallel3d.planner.own.buckets import sent_by
+from parallel3d.planner.own.ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
+from parallel3d.planner.own.rank import Rank, Stage, Unit
+from parallel3d.planner.own.states import State, fullest_states, received_into
+from parallel3d.planner.own.work import Weights, backward_work, forward_work, weights_work
 
 What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
 

@@ -24,10 +24,10 @@ from itertools import accumulate
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_ends import EndSizes
-from parallel3d.planner.own_states import Walk
-from parallel3d.planner.own_step import adafactor_states, adafactor_step
-from parallel3d.planner.own_work import BlockSizes, Weights, put_off_bytes
+from parallel3d.planner.own.ends import EndSizes
+from parallel3d.planner.own.states import Walk
+from parallel3d.planner.own.step import adafactor_states, adafactor_step
+from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
 from parallel3d.planner.parameters import Table, block_tables, end_tables
 from parallel3d.planner.shapes import ModelShape, StageSlice
 from parallel3d.sharding.strategy import WHOLE, ZERO_3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d.planner.job import Job
-from parallel3d.planner.own_work import Tape, Weights, Work, input_backward
+from parallel3d.planner.own.work import Tape, Weights, Work, input_backward
 from parallel3d.planner.parameters import vocabulary_rows
 
 CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
@@ -15,7 +15,7 @@ CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they
 
 @dataclass(frozen=True)
 class EndSizes:
-    """Bytes of the tensors at the ends; b and w as in `own_work`."""
+    """Bytes of the tensors at the ends; b and w as in `own/work`."""
 
     b: int
     w: int

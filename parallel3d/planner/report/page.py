@@ -13,7 +13,7 @@ from parallel3d.planner.advice import RunLength, reasons, run_length
 from parallel3d.planner.priced import planned_shape, strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
-from parallel3d.planner.report_text import bar, layout_columns, layout_text, memory_text, money, si, time_text, wrapped
+from parallel3d.planner.report.text import bar, layout_columns, layout_text, memory_text, money, si, time_text, wrapped
 from parallel3d.planner.shapes import total_parameters
 
 _GIB = 2**30
