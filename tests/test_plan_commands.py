@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig, to_yaml
 from parallel3d.models import shape_cards
 from parallel3d.planner.cases import read_cases
+from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.score import score
 from parallel3d.tools import plan, plan_accuracy, plan_score
 from parallel3d.tools.plan_devices import cluster_files, device_files, find_cluster, hardware_files
+from parallel3d.tools.plan_verify import job_of_recipe
 
 Said = pytest.CaptureFixture[str]
 CASES = Path(plan_score.__file__).with_name("cases") / "published.json"
+RUN = "train: {steps: 1, global_batch_size: 8, seq_len: 1024}\nparallel: {dp_shard: 8}\n"
 LAYOUT = "memory --model llama3-8b --gpu h100 --layout tp=4,pp=4,dp_shard=2 --seq-len 8192 --global-batch 64"
 
 
@@ -83,6 +88,39 @@ def test_a_layout_that_does_not_fit_ends_with_3(capsys: Said) -> None:
 
 def test_a_recipe_is_its_own_layout(capsys: Said) -> None:
     assert tree("memory --model quickstart --gpu cpu", capsys)["parallel"]["tp"] == 2
+
+
+def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(tmp_path: Path, capsys: Said) -> None:
+    plain = Recipe(
+        model=ModelConfig(layers=6, hidden=1024, heads=16, ffn_hidden=2816, vocab=32000),
+        parallel=ParallelConfig(pp=2, dp_shard=2, stage_boundaries=(2,)),
+        train=TrainConfig(steps=1, global_batch_size=8, seq_len=1024, precision="bf16_pure"),
+    )
+    changes = {
+        "bf16_pure": plain,
+        "adafactor": replace(plain, optimizer=OptimizerConfig(name="adafactor")),
+        "dropout": replace(plain, model=replace(plain.model, dropout=0.1)),
+        "even": replace(plain, parallel=replace(plain.parallel, stage_boundaries=(3,))),
+    }
+    totals = set()
+    for name, recipe in changes.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(to_yaml(recipe))
+        found = tree(f"memory --model {path} --gpu h100", capsys)
+        worst = worst_rank(job_of_recipe(recipe))  # which `verify` compares with the dry run
+        assert found["memory_gib"]["total"] == pytest.approx(worst.total / 2**30, rel=1e-4), name
+        assert found["notes"] == []
+        totals.add(found["memory_gib"]["total"])
+    assert len(totals) == len(changes)
+
+
+def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "muon.yaml"
+    path.write_text(f"model: {{name: llama3.2-1b}}\n{RUN}optimizer: {{name: muon}}\n")
+    note = "optimizer.name = muon is not counted: the memory model knows adamw, sgd and adafactor"
+    for command in ("memory", "recommend --gpus 8", "limits batch --gpus 8", "sweep --gpus 8"):
+        assert f"note      {note}\n" in said(f"{command} --model {path} --gpu h100", capsys)
+        assert tree(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
 
 
 def test_many_ranks_are_shown_by_those_that_differ(capsys: Said) -> None:

@@ -22,6 +22,7 @@ from parallel3d.planner.priced import job_of, strategy
 from parallel3d.planner.question import Fixed, Question
 from parallel3d.planner.search import search
 from parallel3d.planner.shapes import from_config
+from parallel3d.planner.training import Training
 from parallel3d.tools import plan_score
 from parallel3d.validation import validate
 
@@ -43,8 +44,12 @@ def test_every_strategy_is_a_valid_recipe() -> None:
         validate(Recipe(model=MODEL, train=train, parallel=found.parallel, data=DataConfig(), run_dir="runs/x"))
 
 
-def test_no_layout_left_out_is_better_than_the_best() -> None:
-    asked = question(gpus=8, global_batch_size=16)
+@pytest.mark.parametrize(
+    ("training", "memory_fraction"),
+    [(Training(), 0.95), (Training(), 0.08), (Training(factors=True), 0.07), (Training(state_bytes=0.0), 0.06)],
+)
+def test_no_layout_left_out_is_better_than_the_best(training: Training, memory_fraction: float) -> None:
+    asked = question(gpus=8, global_batch_size=16, training=training, memory_fraction=memory_fraction)
     best = search(asked, top=1).strategies[0]
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for pp, tp, shard, microbatch, recompute in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4), kinds):

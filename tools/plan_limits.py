@@ -50,7 +50,7 @@ class Limit:
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     from parallel3d.planner.constraints import check_fixed
-    from parallel3d.tools.plan_question import read_fixed, read_question
+    from parallel3d.tools.plan_question import note_lines, read_fixed, read_question
 
     fixed = read_fixed(options)
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
@@ -60,7 +60,10 @@ def main(arguments: list[str]) -> int:
     question = replace(asked.question, fixed=fixed)
     check_fixed(question)
     limits = [limit for name in WHAT if options.what in ("all", name) for limit in _FINDERS[name](question, options)]
-    print(json.dumps(_tree(question, options, limits)) if options.json else "\n".join(_page(question, options, limits)))
+    if options.json:
+        print(json.dumps({**_tree(question, options, limits), "notes": asked.model.notes}))
+    else:
+        print("\n".join([*_page(question, options, limits), *note_lines(asked)]))
     return 0 if all(limit.extent for limit in limits) else NOTHING_FITS
 
 
@@ -179,7 +182,7 @@ def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) 
         yield from wrapped("", speed)
 
 
-def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) -> object:
+def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) -> dict[str, Any]:
     from parallel3d.planner.report.json import model_tree, question_tree, rounded, strategy_tree
 
     def tree(limit: Limit) -> dict[str, Any] | None:
@@ -193,9 +196,11 @@ def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) 
     asked = question_tree(question)
     if options.what == "cluster":
         del asked["gpus"]
-    return rounded({
+    shown = rounded({
         "schema": "parallel3d.limits/1",
         "input": {**asked, "tokens": options.tokens},
         "limits": {limit.name: tree(limit) for limit in limits},
         "none": {limit.name: limit.none for limit in limits if limit.extent is None},
     })  # fmt: skip
+    assert isinstance(shown, dict)
+    return shown

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.explain import explain
@@ -24,7 +25,7 @@ from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, layout_text
 from parallel3d.planner.shapes import total_parameters
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_options import add_options
-from parallel3d.tools.plan_question import read_parallel, read_question
+from parallel3d.tools.plan_question import note_lines, read_parallel, read_question
 from parallel3d.validation import validate
 
 _GIB = 2**30
@@ -49,9 +50,9 @@ def main(arguments: list[str]) -> int:
     _validate(question, parallel)
     fits = strategy(question, parallel).memory.total <= question.usable_bytes
     if options.json:
-        print(json.dumps(_tree(question, parallel, fits)))
+        print(json.dumps({**_tree(question, parallel, fits), "notes": asked.model.notes}))
     else:
-        print("\n".join(_page(question, parallel, whole=options.explain)))
+        print("\n".join([*_page(question, parallel, whole=options.explain), *note_lines(asked)]))
     return 0 if fits else 3
 
 
@@ -135,7 +136,7 @@ def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Itera
         yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
 
 
-def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> object:
+def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str, Any]:
     job = job_of(question, parallel)
     ranks = memory_by_rank(job)
     worst = max(ranks, key=lambda memory: memory.total)
@@ -164,4 +165,6 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> object:
             {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(job, worst)
         ],
     }
-    return rounded(tree)
+    shown = rounded(tree)
+    assert isinstance(shown, dict)
+    return shown

@@ -13,6 +13,8 @@ from parallel3d.planner.engine import Engine
 from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
 from parallel3d.planner.question import Fixed, Question
+from parallel3d.planner.report.text import wrapped
+from parallel3d.planner.training import Training, training_of, unpriced
 from parallel3d.sharding.strategy import How, ShardingName
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_shape import Model, find_model
@@ -79,12 +81,21 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         global_batch_size=batch,
         precision=precision,
         engine=_engine(options, cluster, precision),
+        training=training_of(model.recipe) if model.recipe else Training(),
         memory_fraction=options.mem_fraction,
     )
+    if model.recipe is not None:
+        notes = (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(model.recipe))
+        model = replace(model, notes=(*model.notes, *notes))
     if model.longest is not None and seq_len > model.longest:
         note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
         model = replace(model, notes=(*model.notes, note))
     return Asked(question=question, model=model)
+
+
+def note_lines(asked: Asked) -> list[str]:
+    """On what the model's file says and a plan does not count, as lines of a page."""
+    return [line for note in asked.model.notes for line in wrapped("note", note)]
 
 
 def with_fixed(question: Question, fixed: Fixed) -> Question:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, amount, plan_parser
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     from dataclasses import replace
 
     from parallel3d.planner.sweep import cheapest, sweep
-    from parallel3d.tools.plan_question import read_fixed, read_question
+    from parallel3d.tools.plan_question import note_lines, read_fixed, read_question
 
     asked = read_question(options, gpus=max(options.gpus), asks="--gpus 64-512")
     question = replace(asked.question, fixed=read_fixed(options))
@@ -45,9 +45,9 @@ def main(arguments: list[str]) -> int:
     fitting = [size for size in sizes if size.strategy is not None]
     chosen = None if options.max_days is None else cheapest(fitting, most_days=options.max_days)
     if options.json:
-        print(json.dumps(_tree(question, options, sizes, chosen)))
+        print(json.dumps({**_tree(question, options, sizes, chosen), "notes": asked.model.notes}))
     else:
-        print("\n".join(_page(question, options, sizes, chosen)))
+        print("\n".join([*_page(question, options, sizes, chosen), *note_lines(asked)]))
     return 0 if chosen or (fitting and options.max_days is None) else NOTHING_FITS
 
 
@@ -127,12 +127,14 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
     yield from wrapped("layout", layout_text(chosen.strategy.parallel))
 
 
-def _tree(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> object:
+def _tree(
+    question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None
+) -> dict[str, Any]:
     from parallel3d.planner.report.json import question_tree, rounded, strategy_tree
 
     asked = question_tree(question)
     del asked["gpus"]
-    return rounded({
+    shown = rounded({
         "schema": "parallel3d.sweep/1",
         "input": {**asked, "tokens": options.tokens, "max_days": options.max_days},
         "sizes": [
@@ -145,3 +147,5 @@ def _tree(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
         ],
         "chosen": None if chosen is None else chosen.question.gpus,
     })  # fmt: skip
+    assert isinstance(shown, dict)
+    return shown

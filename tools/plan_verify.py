@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 from parallel3d.config import Recipe, load_recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.pipeline.balance import sizes_between
-from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.hardware import load_cluster
 from parallel3d.planner.job import Job
-from parallel3d.planner.job import from_config as layout_of
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.own.memory import Held, most_held
 from parallel3d.planner.parameters import rank_numel
+from parallel3d.planner.priced import job_of
+from parallel3d.planner.question import Question
 from parallel3d.planner.report.json import rounded
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.shapes import from_config
+from parallel3d.planner.training import training_of, unpriced
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_devices import FOLDER
@@ -97,59 +97,20 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 
 
 def job_of_recipe(recipe: Recipe) -> Job:
-    """What the planner makes of a recipe; of the hardware only CPU or GPU matters here."""
-    _check_known(recipe)
-    boundaries = recipe.parallel.stage_boundaries
-    state_bytes, step_bytes = _optimizer_bytes(recipe)
-    return Job(
+    """What the planner makes of a recipe; of the hardware only CPU or GPU matters here. Raises ConfigError for what the
+    memory model does not know."""
+    for vain in unpriced(recipe):
+        raise ConfigError(f"{vain.setting}: {vain.known}; try {vain.instead}")
+    question = Question(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),
-        layout=layout_of(recipe.parallel, recipe.train.global_batch_size),
-        engine=PARALLEL3D,
+        gpus=recipe.parallel.world_size,
         seq_len=recipe.train.seq_len,
+        global_batch_size=recipe.train.global_batch_size,
         precision=recipe.train.precision,
-        state_bytes=state_bytes,
-        step_bytes=step_bytes,
-        factors=recipe.optimizer.name == "adafactor",
-        drops=recipe.model.dropout > 0,
-        loss_chunk_tokens=recipe.train.loss_chunk_tokens,
-        stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, recipe.model.layers)),
+        training=training_of(recipe),
     )
-
-
-def _check_known(recipe: Recipe) -> None:
-    """Raises ConfigError for what the memory model does not know."""
-    name, parallel = recipe.optimizer.name, recipe.parallel
-    if name == "muon":
-        raise ConfigError(f"optimizer.name = {name}: the memory model knows adamw, sgd and adafactor; try adamw")
-    if recipe.optimizer.step_in_backward:
-        raise ConfigError(
-            "optimizer.step_in_backward = true: the memory model knows steps after the backward; try "
-            "optimizer.step_in_backward=false"
-        )
-    if recipe.model.attention_dropout:
-        raise ConfigError(
-            f"model.attention_dropout = {recipe.model.attention_dropout}: the memory model knows dropout between the "
-            f"layers alone; try model.attention_dropout=0"
-        )
-    if parallel.prefetch is not None:
-        raise ConfigError(
-            f"parallel.prefetch = {parallel.prefetch}: the memory model knows what torch gathers ahead by itself; try "
-            f"parallel.prefetch=null"
-        )
-
-
-def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
-    """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
-    states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
-    optimizer = recipe.optimizer.resolved
-    master = 2 if recipe.train.precision == "bf16_pure" else 4
-    width = {None: master, "fp32": 4, "bf16": 2}[optimizer.state_dtype]
-    is_wide = master == 4
-    if optimizer.name == "sgd":
-        copies = 4.0 if is_wide else 12.0
-        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else float(master))
-    return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
+    return job_of(question, recipe.parallel)
 
 
 def _rank(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ from parallel3d.planner.search import one_that_fits
 from parallel3d.planner.shapes import ModelShape, total_parameters
 from parallel3d.planner.space import MOST_MICROBATCH, divisors
 
-_LEAST_BYTES = 12  # of a parameter in this project's engine, over all ranks: a float32 master and AdamW's two moments
 _STEPS = 16  # between two doublings
 _MOST_NODES = 2**16
 _LONGEST = 2**24  # tokens
@@ -133,9 +132,13 @@ def grown(shape: ModelShape, heads: int) -> ModelShape:
 
 
 def _least_devices(question: Question) -> float:
-    """A lower bound: what must be somewhere, over what a device may use."""
-    is_own = question.engine.name == PARALLEL3D.name
-    return _LEAST_BYTES * total_parameters(question.shape) / question.usable_bytes if is_own else 0.0
+    """A lower bound: what must be somewhere, over what a device may use. In this project's engine that is each
+    parameter's master and its states."""
+    if question.engine.name != PARALLEL3D.name:
+        return 0.0
+    master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
+    least = master + (0.0 if training.factors else training.state_bytes)
+    return least * total_parameters(question.shape) / question.usable_bytes
 
 
 def _largest(tried: Callable[[int], Extent | None], first: int) -> Extent | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config import ParallelConfig
+from parallel3d.pipeline.balance import sizes_between
 from parallel3d.planner.cost import step_cost
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.job import Job, from_config
@@ -18,6 +19,7 @@ def planned_shape(question: Question, tp: int) -> ModelShape:
 
 def job_of(question: Question, parallel: ParallelConfig) -> Job:
     """A layout as a job."""
+    training, boundaries = question.training, parallel.stage_boundaries
     return Job(
         shape=planned_shape(question, parallel.tp),
         cluster=question.cluster,
@@ -25,6 +27,12 @@ def job_of(question: Question, parallel: ParallelConfig) -> Job:
         engine=question.engine,
         seq_len=question.seq_len,
         precision=question.precision,
+        stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, question.shape.layers)),
+        state_bytes=training.state_bytes,
+        step_bytes=training.step_bytes,
+        factors=training.factors,
+        drops=training.drops,
+        loss_chunk_tokens=training.loss_chunk_tokens,
     )
 
 

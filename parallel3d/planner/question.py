@@ -10,6 +10,7 @@ from parallel3d.planner.engine import PARALLEL3D, Engine
 from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.memory import RankMemory
 from parallel3d.planner.shapes import ModelShape
+from parallel3d.planner.training import Training
 from parallel3d.sharding.strategy import How, ShardingName
 
 
@@ -45,6 +46,7 @@ class Question:
     precision: str = "bf16"
     engine: Engine = PARALLEL3D
     fixed: Fixed = Fixed()
+    training: Training = Training()  # of this project's own engine
     memory_fraction: float = 0.95
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
 
