@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
-from parallel3d.planner.own.moments import Moments, total
+from parallel3d.planner.own.moment import total
+from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import Walk, fullest_states, states
 from parallel3d.planner.own.work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work

@@ -20,7 +20,8 @@ from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.activations import live_microbatches
 from parallel3d.planner.job import Job
 from parallel3d.planner.own.buckets import published_by
-from parallel3d.planner.own.moments import Moment, Moments, What, total
+from parallel3d.planner.own.moment import Moment, What, total
+from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 
 

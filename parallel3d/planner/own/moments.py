@@ -8,43 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from operator import add, mul
-from typing import Literal, NamedTuple
 
 from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.own.buckets import sent_by
 from parallel3d.planner.own.ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
+from parallel3d.planner.own.moment import Around, Moment, What, total
 from parallel3d.planner.own.rank import Rank, Stage, Unit
 from parallel3d.planner.own.states import State, fullest_states, received_into
 from parallel3d.planner.own.work import Weights, backward_work, forward_work, weights_work
-
-What = Literal["forward", "first backward", "backward", "last backward", "optimizer's step"]
-
-
-class Moment(NamedTuple):
-    """Bytes beside what is at rest."""
-
-    what: What
-    gradients: float
-    activations: float
-    logits: float
-    buffers: float
-    temporary: float
-
-
-def total(moment: Moment) -> float:
-    return moment[1] + moment[2] + moment[3] + moment[4] + moment[5]
-
-
-class Around(NamedTuple):
-    """What other stages and other microbatches hold during an action, and the stage's own gradients and gathered
-    parameters when it begins."""
-
-    gradients: float
-    activations: float
-    logits: float
-    gathered: float
-    waiting: float  # between stages, and the last buckets of those that are done, where gradients are sent whole
-    own_gradients: float
 
 
 class Moments:
