@@ -183,7 +183,7 @@ def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) 
 
 
 def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) -> dict[str, Any]:
-    from parallel3d.planner.report.json import model_tree, question_tree, rounded, strategy_tree
+    from parallel3d.planner.report.json import model_tree, question_tree, rounded_tree, strategy_tree
 
     def tree(limit: Limit) -> dict[str, Any] | None:
         if limit.extent is None or limit.strategy is None:
@@ -196,11 +196,9 @@ def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) 
     asked = question_tree(question)
     if options.what == "cluster":
         del asked["gpus"]
-    shown = rounded({
+    return rounded_tree({
         "schema": "parallel3d.limits/1",
         "input": {**asked, "tokens": options.tokens},
         "limits": {limit.name: tree(limit) for limit in limits},
         "none": {limit.name: limit.none for limit in limits if limit.extent is None},
     })  # fmt: skip
-    assert isinstance(shown, dict)
-    return shown

@@ -18,7 +18,7 @@ from parallel3d.planner.report.json import (
     memory_tree,
     model_tree,
     parallel_tree,
-    rounded,
+    rounded_tree,
 )
 from parallel3d.planner.report.page import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
@@ -165,6 +165,4 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str,
             {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(job, worst)
         ],
     }
-    shown = rounded(tree)
-    assert isinstance(shown, dict)
-    return shown
+    return rounded_tree(tree)

@@ -89,13 +89,14 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> Iterator[str]:
     from parallel3d.planner.report.page import header
-    from parallel3d.planner.report.text import bar, layout_columns, layout_text, money, wrapped
+    from parallel3d.planner.report.text import bar, days_column, layout_columns, layout_text, links_text, money, wrapped
 
     model, *_ = header(question)
     yield model
     cluster, usable = question.cluster, question.usable_bytes
-    links = f"{cluster.node.bandwidth / 1e9:g} GB/s within, {cluster.network.bandwidth / 1e9:g} GB/s between nodes"
-    yield from wrapped("hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links}")
+    yield from wrapped(
+        "hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links_text(cluster)}"
+    )
     yield ""
     head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / 2**30:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
@@ -113,9 +114,7 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
         if size.length is None:
             yield f"{line}{found.cost.step_time_s:>7.3g}"
         else:
-            days = size.length.days
-            text = f"{days:>7.3g}" if days < 1000 else f"{days:>7,.0f}"
-            yield f"{line}{text}{money(size.length.price):>7}"
+            yield f"{line}{days_column(size.length.days)}{money(size.length.price):>7}"
     if options.max_days is None:
         return
     yield ""
@@ -130,11 +129,11 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
 def _tree(
     question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None
 ) -> dict[str, Any]:
-    from parallel3d.planner.report.json import question_tree, rounded, strategy_tree
+    from parallel3d.planner.report.json import question_tree, rounded_tree, strategy_tree
 
     asked = question_tree(question)
     del asked["gpus"]
-    shown = rounded({
+    return rounded_tree({
         "schema": "parallel3d.sweep/1",
         "input": {**asked, "tokens": options.tokens, "max_days": options.max_days},
         "sizes": [
@@ -147,5 +146,3 @@ def _tree(
         ],
         "chosen": None if chosen is None else chosen.question.gpus,
     })  # fmt: skip
-    assert isinstance(shown, dict)
-    return shown

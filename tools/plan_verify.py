@@ -19,7 +19,7 @@ from parallel3d.planner.own.memory import Held, most_held
 from parallel3d.planner.parameters import rank_numel
 from parallel3d.planner.priced import job_of
 from parallel3d.planner.question import Question
-from parallel3d.planner.report.json import rounded
+from parallel3d.planner.report.json import rounded_tree
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.shapes import from_config
 from parallel3d.planner.training import training_of, unpriced
@@ -171,9 +171,7 @@ def _tree(found: Verified) -> object:
         "seconds": found.dry.seconds,
     }
     counts = tree.pop("parameters")  # exact
-    shown = rounded(tree)
-    assert isinstance(shown, dict)
-    return {**shown, "parameters": counts}
+    return {**rounded_tree(tree), "parameters": counts}
 
 
 def _parser() -> Parser:

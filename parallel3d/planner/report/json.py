@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -43,9 +44,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "why": _why(plan, plan.why) if plan.why else None,
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
-    rounded_tree = rounded(tree)
-    assert isinstance(rounded_tree, dict)
-    return rounded_tree
+    return rounded_tree(tree)
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
@@ -105,6 +104,11 @@ def rounded(value: object) -> object:
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
     return value
+
+
+def rounded_tree(tree: Mapping[str, object]) -> dict[str, Any]:
+    """The whole object that a command prints."""
+    return {key: rounded(item) for key, item in tree.items()}
 
 
 def question_tree(question: Question) -> dict[str, Any]:

@@ -13,7 +13,18 @@ from parallel3d.planner.advice import RunLength, reasons, run_length
 from parallel3d.planner.priced import planned_shape, strategy
 from parallel3d.planner.question import Answer, Question, Strategy
 from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
-from parallel3d.planner.report.text import bar, layout_columns, layout_text, memory_text, money, si, time_text, wrapped
+from parallel3d.planner.report.text import (
+    bar,
+    days_column,
+    layout_columns,
+    layout_text,
+    links_text,
+    memory_text,
+    money,
+    si,
+    time_text,
+    wrapped,
+)
 from parallel3d.planner.shapes import total_parameters
 
 _GIB = 2**30
@@ -89,9 +100,8 @@ def header(q: Question) -> Iterator[str]:
     numbers = f"{si(total_parameters(shape))} parameters, {shape.layers} layers"
     yield from wrapped("model", f"{shape.name}, {numbers}  sequence {q.seq_len}  {batch}  {q.precision}")
     nodes = -(-q.gpus // cluster.gpus_per_node)
-    links = f"{cluster.node.bandwidth / 1e9:g} GB/s within, {cluster.network.bandwidth / 1e9:g} GB/s between nodes"
     size = f"{nodes} node{'s' * (nodes > 1)} of {cluster.gpus_per_node}"
-    yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links}")
+    yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links_text(cluster)}")
 
 
 def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
@@ -114,7 +124,7 @@ def _row(plan: Plan, found: Strategy, sizes: bool) -> str:
     text += "" if sizes else f"{found.cost.step_time_s:>7.3g}"
     length = plan.length(found)
     if length is not None:
-        text += f"{length.days:>7.3g}" if length.days < 1000 else f"{length.days:>7,.0f}"
+        text += days_column(length.days)
         text += f" {money(length.price):>6}" if length.price is not None else ""
     return text
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from parallel3d.config import ParallelConfig
+from parallel3d.planner.hardware import Cluster
 from parallel3d.planner.memory import RankMemory
 from parallel3d.planner.time_parts import TimeParts
 
@@ -64,6 +65,16 @@ def si(number: float) -> str:
         if number >= limit * 0.9995:
             return f"{number / limit:.3g}{letter}" if number < limit * 999.5 else f"{number / limit:.0f}{letter}"
     return f"{number:.3g}"
+
+
+def links_text(cluster: Cluster) -> str:
+    """What a device has of both kinds of links."""
+    node, network = (link.bandwidth / 1e9 for link in (cluster.node, cluster.network))
+    return f"{node:g} GB/s within, {network:g} GB/s between nodes"
+
+
+def days_column(days: float) -> str:
+    return f"{days:>7.3g}" if days < 1000 else f"{days:>7,.0f}"
 
 
 def money(dollars: float | None) -> str:
