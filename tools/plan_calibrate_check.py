@@ -116,7 +116,7 @@ def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
     device = choose_device(recipe.train.device, rendezvous)
     with process_group(rendezvous, device, recipe.train.timeout_s):
-        (seconds,) = time_probes([recipe], device, steps=1, rounds=_ROUNDS)
+        (seconds,) = time_probes([recipe], device, rounds=_ROUNDS)
     if rendezvous.rank == 0:
         assert recipe.run_dir is not None
         (Path(recipe.run_dir) / _RESULT).write_text(repr(seconds))

@@ -74,7 +74,7 @@ def _together(rendezvous: Rendezvous, device: torch.device, quick: bool) -> Meas
 
 def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[str, float]:
     found = probes(world_size)
-    seconds = time_probes([each.recipe for each in found], device, steps=2, rounds=3 if quick else 6)
+    seconds = time_probes([each.recipe for each in found], device, rounds=6 if quick else 16)
     return {each.name: taken for each, taken in zip(found, seconds, strict=True)}
 
 
