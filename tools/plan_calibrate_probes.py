@@ -15,6 +15,7 @@ from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Reci
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import DeviceMesh
 
 TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
 TINY_SEQ = 8
