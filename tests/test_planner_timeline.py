@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.config import ScheduleName
+from parallel3d.pipeline.schedule import Kind
 from parallel3d.pipeline.schedules import build_schedule
 from parallel3d.pipeline.simulate import Costs, simulate
-from parallel3d.planner.activations import live_microbatches
+from parallel3d.planner.activations import live_amid, live_microbatches
 from parallel3d.planner.timeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
@@ -60,6 +63,26 @@ def test_live_microbatches_are_those_of_the_schedule(name: ScheduleName, virtual
         for rank in range(pp)
     ]
     assert told == list(schedule.peak_live_microbatches)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@settings(deadline=None)
+@given(pp=st.integers(2, 6), microbatches=st.integers(1, 30))
+def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
+    name: ScheduleName, virtual: int, pp: int, microbatches: int
+) -> None:
+    """When every stage of a rank has had a backward, and none its last."""
+    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual)
+    for rank, actions in enumerate(schedule.ranks):
+        alive, backwards, found = 0, Counter[int](), []
+        for stage, kind, _ in actions:
+            if len(backwards) == virtual and max(backwards.values()) < microbatches:
+                found.append(alive)
+            alive += 1 if kind is Kind.FORWARD else -1
+            if kind is Kind.BACKWARD:
+                backwards[stage] += 1
+        told = live_amid(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual)
+        assert told == max(found, default=None)
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2)])

@@ -16,6 +16,7 @@ from typing import cast
 
 from parallel3d.config import ScheduleName
 from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.pipeline.schedules_classic import groups
 from parallel3d.planner.job import Job
 
 
@@ -114,6 +115,22 @@ def live_microbatches(schedule: str, *, pp: int, rank: int, microbatches: int, v
     if schedule in ("1f1b", "none"):
         return min(pp - rank, microbatches)
     return _live_of_schedule(cast(ScheduleName, schedule), pp, microbatches, virtual_stages)[rank]
+
+
+def live_amid(schedule: str, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int | None:
+    """Of them, those that a rank has at least once when each of its stages has had a backward and none its last: its
+    gradients are all there then, and unreduced. None where there is no such moment, or nothing is known of one."""
+    if microbatches == 1:
+        return None
+    if schedule == "gpipe":
+        return microbatches - 1
+    if schedule in ("1f1b", "none"):
+        return min(pp - rank, microbatches - 1)
+    if schedule == "interleaved_1f1b" and len(sizes := groups(pp, microbatches)) > 1:
+        backwards = (virtual_stages - 1) * sizes[0] + 1  # the first group's, down to its first of the first stage
+        warm_up = 2 * (pp - rank - 1) + (virtual_stages - 1) * sizes[0]
+        return min(warm_up + 1, microbatches * virtual_stages - backwards)
+    return None
 
 
 @lru_cache(maxsize=1024)

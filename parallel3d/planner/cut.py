@@ -18,7 +18,8 @@ from math import inf
 from parallel3d.config import ParallelConfig, Recompute
 from parallel3d.planner.cost import Blocks, Known, least_step_s, step_cost
 from parallel3d.planner.job import Job
-from parallel3d.planner.memory import Least, least_bytes, least_held, quick_worst_bytes
+from parallel3d.planner.memory import least_bytes, least_held, quick_worst_bytes
+from parallel3d.planner.own.memory import Least
 from parallel3d.planner.priced import job_of
 from parallel3d.planner.question import Question
 from parallel3d.planner.space import freed, kinds, leanest_kinds, ways
@@ -39,7 +40,7 @@ class _Family:
 
     parallel: ParallelConfig
     known: Known
-    held: dict[Recompute, Least] = field(default_factory=dict)
+    held: dict[Recompute, tuple[Least, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Cut:
         self._question = question
         self._families = [_Family(parallel, Known(shared)) for parallel in families]
         self._kinds = kinds(question)
-        self._states: dict[object, Least] = {}
+        self._states: dict[object, tuple[Least, ...]] = {}
 
     @property
     def size(self) -> int:
@@ -192,7 +193,7 @@ class Cut:
     def _floor(self, family: _Family, job: Job, kind: Recompute) -> float:
         """What a family's layout holds at least, recomputed so."""
         layout = job.layout
-        data = (layout.strategy, layout.dp_shard, layout.gather)
+        data = (layout.strategy, layout.dp_shard, layout.gather, layout.reduce)
         key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
         if key not in self._states:
             self._states[key] = least_held(job)
@@ -201,10 +202,10 @@ class Cut:
     def _family_floor(self, family: _Family, kind: Recompute) -> float:
         """What no layout of a family with this recompute can do without."""
         least = self._work(family, kind)
-        states = replace(least, gathered=(0.0,) * len(least.gathered))
-        return least_bytes(job_of(self._question, family.parallel), states, least)
+        at_rest = [Least(at_rest=each.at_rest) for each in least]
+        return least_bytes(job_of(self._question, family.parallel), at_rest, least)
 
-    def _work(self, family: _Family, kind: Recompute) -> Least:
+    def _work(self, family: _Family, kind: Recompute) -> tuple[Least, ...]:
         """Of a family with everything split over all of its data ranks."""
         if kind not in family.held:
             parallel = family.parallel

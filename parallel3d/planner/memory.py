@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
@@ -10,8 +10,8 @@ from typing import Literal
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.activations import block_bytes, live_microbatches, whole_block_bytes
 from parallel3d.planner.job import Job
+from parallel3d.planner.own.memory import Least, most_held
 from parallel3d.planner.own.memory import least_held as least_held_of_own
-from parallel3d.planner.own.memory import most_held
 from parallel3d.planner.shapes import StageSlice, layer_parameters, norm_parameters
 
 MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
@@ -96,32 +96,25 @@ def _candidates(job: Job) -> Iterable[int]:
     return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
 
 
-@dataclass(frozen=True)
-class Least:
-    """What the first and the last pipeline rank cannot do without, in bytes: at rest, in gathered parameters, in
-    activations."""
-
-    at_rest: tuple[float, ...]
-    gathered: tuple[float, ...]
-    activations: tuple[float, ...]
-
-
-def least_held(job: Job) -> Least:
-    """Of a job of this project's own engine; of others nothing is known so quickly."""
+def least_held(job: Job) -> tuple[Least, ...]:
+    """Of the first and the last pipeline rank of a job of this project's own engine; of others nothing is known so
+    quickly."""
     ranks = dict.fromkeys((0, job.layout.pp - 1))
-    parts = [least_held_of_own(job, rank) if job.is_own else (0.0, 0.0, 0.0) for rank in ranks]
-    at_rest, gathered, activations = zip(*parts, strict=True)
-    return Least(at_rest, gathered, activations)
+    return tuple(least_held_of_own(job, rank) if job.is_own else Least() for rank in ranks)
 
 
-def least_bytes(job: Job, states: Least, work: Least) -> float:
+def least_bytes(job: Job, states: Sequence[Least], work: Sequence[Least]) -> float:
     """A lower bound of `worst_rank(job).total`, from the states of one job and the activations of another that has them
     in common with it."""
     engine = job.engine
     around = 0.0 if job.on_cpu or not job.is_own else engine.cache_bytes + engine.context_bytes
     more = 1.0 if job.on_cpu else 1 + engine.fragmentation
-    ranks = zip(states.at_rest, states.gathered, work.activations, strict=True)
-    return max(at_rest + more * (gathered + activations) for at_rest, gathered, activations in ranks) + around
+    most = 0.0
+    for has, does in zip(states, work, strict=True):
+        fullest = more * (has.gathered + does.activations)
+        amid = has.gradients + more * (has.gathered_amid + does.amid)
+        most = max(most, has.at_rest + max(fullest, amid))
+    return most + around
 
 
 def rank_memory(job: Job, rank: int) -> RankMemory:

@@ -15,9 +15,11 @@ The fullest of all moments, or the optimizer's step after them, is what the rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
-from parallel3d.planner.activations import live_microbatches
+from parallel3d.planner.activations import live_amid, live_microbatches
 from parallel3d.planner.job import Job
 from parallel3d.planner.own.buckets import published_by
 from parallel3d.planner.own.moment import Moment, What, total
@@ -61,21 +63,40 @@ def most_held(job: Job, rank: int) -> Held:
     )
 
 
-def least_held(job: Job, rank: int) -> tuple[float, float, float]:
-    """Bytes that a rank has at least when most of its forwards are alive: at rest, in gathered parameters, and in
-    activations with logits. The first two are alike whatever is recomputed and however large a microbatch is."""
+class Least(NamedTuple):
+    """Bytes that a rank has at least, at rest and at two moments: when most of its forwards are alive; and when it has
+    all of its gradients, unreduced. Only `activations` and `amid` depend on what is recomputed and on how large a
+    microbatch is."""
+
+    at_rest: float = 0.0
+    gathered: float = 0.0
+    activations: float = 0.0  # with logits
+    gathered_amid: float = 0.0
+    gradients: float = 0.0
+    amid: float = -inf  # activations beside the gradients; there is no such moment that one knows of
+
+
+def least_held(job: Job, rank: int) -> Least:
     has, layout = Rank(job, rank), job.layout
     gathered = sum(map(has.gathered_by_forward, has.stages))
     if layout.schedule in WHOLE_INSTEAD:  # it is for the schedule to say how many are alive
-        return sum(has.at_rest), gathered, 0.0
-    live = live_microbatches(
-        layout.schedule,
-        pp=layout.pp,
-        rank=rank,
-        microbatches=layout.microbatches,
-        virtual_stages=layout.virtual_stages,
+        return Least(sum(has.at_rest), gathered)
+    depth = {
+        "pp": layout.pp,
+        "rank": rank,
+        "microbatches": layout.microbatches,
+        "virtual_stages": layout.virtual_stages,
+    }
+    each = min(kind.kept for kind in has.kinds)
+    amid = live_amid(layout.schedule, **depth)
+    return Least(
+        at_rest=sum(has.at_rest),
+        gathered=gathered,
+        activations=live_microbatches(layout.schedule, **depth) * each,
+        gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
+        gradients=sum(has.whole_gradients(stage) - has.sent_last(stage) for stage in has.stages),
+        amid=-inf if amid is None else amid * each,
     )
-    return sum(has.at_rest), gathered, live * min(kind.kept for kind in has.kinds)
 
 
 def _step(has: Rank) -> Moment:
