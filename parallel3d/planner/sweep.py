@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.advice import RunLength, run_length
+from parallel3d.planner.constraints import check_fixed
 from parallel3d.planner.cost import Blocks
 from parallel3d.planner.question import Question, Strategy
 from parallel3d.planner.search import fastest, search
@@ -29,9 +30,20 @@ class Size:
 
 
 def sweep(question: Question, sizes: Iterable[int], tokens: float | None = None) -> list[Size]:
-    """Each size, smallest first. What a block takes is computed once for all of them."""
+    """Each size, smallest first. What a block takes is computed once for all of them. Raises ConfigError where the
+    question allows no layout at any size, whatever the memory."""
     blocks: Blocks = {}
-    return [_at(replace(question, gpus=gpus), tokens, blocks) for gpus in sorted(set(sizes))]
+    found: list[Size] = []
+    refused: list[ConfigError] = []
+    for asked in (replace(question, gpus=gpus) for gpus in sorted(set(sizes))):
+        try:
+            found.append(_at(asked, tokens, blocks))
+        except ConfigError as error:
+            refused.append(error)
+            found.append(Size(question=asked, none=str(error)))
+    if len(refused) == len(found):
+        raise refused[-1]
+    return found
 
 
 def cheapest(sizes: Sequence[Size], *, most_days: float) -> Size | None:
@@ -41,13 +53,11 @@ def cheapest(sizes: Sequence[Size], *, most_days: float) -> Size | None:
 
 
 def _at(question: Question, tokens: float | None, blocks: Blocks) -> Size:
-    try:
-        found = fastest(question, top=1, blocks=blocks)
-        if not found:
-            nearest = search(question, top=1).rejected[0]
-            short = f"{nearest.short_bytes / 2**30:.1f} GiB"
-            return Size(question=question, none=f"does not fit: {short} are missing in the leanest layout")
-    except ConfigError as error:
-        return Size(question=question, none=str(error))
+    check_fixed(question)
+    found = fastest(question, top=1, blocks=blocks)
+    if not found:
+        nearest = search(question, top=1).rejected[0]
+        short = f"{nearest.short_bytes / 2**30:.1f} GiB"
+        return Size(question=question, none=f"does not fit: {short} are missing in the leanest layout")
     length = None if tokens is None else run_length(question, found[0], tokens)
     return Size(question=question, strategy=found[0], length=length)
