@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel3d.config import ModelConfig, ParallelConfig, Recipe, load_recipe
+    from parallel3d.config import ModelConfig, ParallelConfig, Recipe
     from parallel3d.layers.attention import ParallelAttention
     from parallel3d.layers.convert import tensor_parallelize
     from parallel3d.layers.embedding import VocabParallelEmbedding
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parallel3d.mesh import build_mesh
     from parallel3d.pipeline.runtime import PipelineRuntime
     from parallel3d.pipeline.schedule import Schedule
+    from parallel3d.recipe_file import load_recipe
     from parallel3d.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -61,7 +62,7 @@ _HOMES = {
     "Trainer": "parallel3d.training.trainer",
     "VocabParallelEmbedding": "parallel3d.layers.embedding",
     "build_mesh": "parallel3d.mesh",
-    "load_recipe": "parallel3d.config",
+    "load_recipe": "parallel3d.recipe_file",
     "load_safetensors": "parallel3d.layers.pretrained",
     "parameters_on_meta": "parallel3d.layers.pretrained",
     "tensor_parallelize": "parallel3d.layers.convert",

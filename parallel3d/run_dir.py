@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from parallel3d.config import Recipe, to_yaml
+from parallel3d.config import Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.recipe_file import to_yaml
 
 _TRACES_OF_A_RUN = ("metrics.jsonl", "checkpoints")
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import parallel3d
-from parallel3d.config import Recipe, load_recipe, to_yaml
+from parallel3d.config import Recipe
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import Failure, print_error
 from parallel3d.launch import launch_local
 from parallel3d.models import shape_cards
+from parallel3d.recipe_file import load_recipe, to_yaml
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.recipes.worker import work
 from parallel3d.rendezvous import Rendezvous

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, ScheduleName, TrainConfig, load_recipe, to_yaml
+from parallel3d.config import ModelConfig, ParallelConfig, Recipe, ScheduleName, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
+from parallel3d.recipe_file import load_recipe, to_yaml
 from parallel3d.recipes import shipped_recipes
 from parallel3d.validation import validate, warnings_for
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.config import OptimizerConfig, Recipe, load_recipe
+from parallel3d.config import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
 from parallel3d.training.optimizers.matrices import divide, nearest_holders
 from parallel3d.training.optimizers.muon import adjustment, orthogonalize

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig, to_yaml
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.models import shape_cards
 from parallel3d.planner.cases import read_cases
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.score import score
+from parallel3d.recipe_file import to_yaml
 from parallel3d.tools import plan, plan_accuracy, plan_score
 from parallel3d.tools.plan_devices import cluster_files, device_files, find_cluster, hardware_files
 from parallel3d.tools.plan_verify import job_of_recipe

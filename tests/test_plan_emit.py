@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel3d.config import Recipe, load_recipe
+from parallel3d.config import Recipe
 from parallel3d.models import shape_cards
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import pretrain
 from parallel3d.tools import plan
 from parallel3d.tools.plan_launch import LAUNCHERS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parallel3d.config import ModelConfig, load_recipe, to_yaml
+from parallel3d.config import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
@@ -26,6 +26,7 @@ from parallel3d.pipeline.stage import (
     names_of,
     spans_of,
 )
+from parallel3d.recipe_file import load_recipe, to_yaml
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
 MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
+from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.plan_verify_run import dry_run
 from parallel3d.validation import validate

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallel3d.config import Recipe, load_recipe
+from parallel3d.config import Recipe
 from parallel3d.data.corpus import load_corpus
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.wire import CollectiveCounter
 from parallel3d.tools.bench_ranks import run_ranks

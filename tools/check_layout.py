@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parallel3d.config import ParallelConfig, load_recipe
+from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import print_error
 from parallel3d.models import shape_cards
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
 from parallel3d.tools.check_layout_shrink import VOCAB, Size, shrink

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from parallel3d.config import Recipe, load_recipe
+from parallel3d.config import Recipe
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
 from parallel3d.planner.cost import Cost, step_cost
@@ -18,6 +18,7 @@ from parallel3d.planner.job import Job
 from parallel3d.planner.memory import RankMemory, worst_rank
 from parallel3d.planner.report.json import memory_tree, rounded
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
+from parallel3d.recipe_file import load_recipe
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_verify import job_of_recipe

@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from parallel3d.config import Recipe, load_recipe
+from parallel3d.config import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
 from parallel3d.planner.shapes import ModelShape, from_config
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import shipped_recipes
 
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallel3d.config import Recipe, load_recipe
+from parallel3d.config import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware import load_cluster
@@ -23,6 +23,7 @@ from parallel3d.planner.report.json import rounded_tree
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.shapes import from_config
 from parallel3d.planner.training import training_of, unpriced
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_devices import FOLDER

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.config import ParallelConfig, Recipe, load_recipe
+from parallel3d.config import ParallelConfig, Recipe
 from parallel3d.layers import convert_forms, norm
 from parallel3d.layers.convert import tensor_parallelize
 from parallel3d.layers.parameter import ParameterSpec, local_tensor
@@ -31,6 +31,7 @@ from parallel3d.layers.rules import Column, Rules
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.parallelize import OwnParameter
+from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.check_layout_compare import Comparison, compare
 from parallel3d.tools.check_layout_data import Record
