@@ -140,8 +140,23 @@ class Rank:
             return 0.0
         if not self.reduces_each:
             return self.sum_bytes * numel
-        each = self.layout.reduce_bytes if self.layout.dp > self.layout.dp_shard else self.master
-        return each * self.shard_of(stage) + self.sent_last(stage)
+        return self.partial_bytes * self.shard_of(stage) + self.sent_last(stage)
+
+    @cached_property
+    def partial_bytes(self) -> int:
+        """Of a number of a gradient that each backward reduces: over replicas only the last one does."""
+        return self.layout.reduce_bytes if self.has_replicas else self.master
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        return self.layout.dp > self.layout.dp_shard
+
+    @cached_property
+    def summed_bytes(self) -> int:
+        """Of a number of a reduced gradient as it came from the replicas: `fully_shard` keeps that until the last
+        backward is done. It is nothing where it is the gradient itself."""
+        is_other = self.layout.reduce_bytes != self.master
+        return self.layout.reduce_bytes if self.sharded and self.has_replicas and is_other else 0
 
     def sent_last(self, stage: Stage) -> float:
         """What a backward has sent at its end, which is not waited for."""
