@@ -222,13 +222,14 @@ class Moments:
 
     def _reducing(self, unit: Unit, new: float, whole: float) -> float:
         """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
-        which are counted already), then what arrives; on one shard, where nothing is sent, torch makes a copy of it
-        between; and then the gradient in its own dtype."""
+        which are counted already), then what arrives, and then the gradient in its own dtype. On one shard, where
+        nothing is sent, torch makes a copy between; on several a loop of its own still has the last gradient."""
         rank = self.rank
         sent, arrived = rank.layout.reduce_bytes * unit.padded, rank.layout.reduce_bytes * unit.shard
         copied = sent if rank.shards == 1 else 0.0
         rounded = rank.master * unit.shard * (rank.layout.reduce_bytes != rank.master)
-        return sent + max(new, arrived + max(copied, rounded) - whole)
+        last = unit.last * (rank.item if new else rank.sum_bytes) if rank.shards > 1 else 0.0
+        return sent + max(new, arrived + max(copied, rounded) + last - whole)
 
     def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
         rank, ends = self.rank, stage.ends

@@ -36,16 +36,17 @@ from parallel3d.sharding.strategy import WHOLE, ZERO_3
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered and reduced together: their number, and where rows are filled up to what the shards
-    divide; `shard` on one of them."""
+    divide; `shard` on one of them; `last` of the last parameter."""
 
     numel: int
     padded: int
     shard: int
+    last: int
 
     @classmethod
-    def of(cls, tables: tuple[Table, ...], shards: int) -> Unit:
+    def of(cls, tables: tuple[Table, ...], shards: int, last: int) -> Unit:
         shard = sum(table.shard(shards) for table in tables)
-        return cls(sum(table.numel for table in tables), shard * shards, shard)
+        return cls(sum(table.numel for table in tables), shard * shards, shard, last)
 
 
 @dataclass(frozen=True)
@@ -317,8 +318,10 @@ class Rank:
 def _unit(shape: ModelShape, part: StageSlice | None, tp: int, shards: int) -> Unit:
     """Of a stage's ends, or of a block."""
     if part is None:
-        return Unit.of(block_tables(shape, tp), shards)
-    return Unit.of(end_tables(shape, part, tp) if part.embedding or part.head else (), shards)
+        last = shape.hidden * (1 if shape.biases else shape.ffn_hidden // tp)  # of the MLP's second layer
+        return Unit.of(block_tables(shape, tp), shards, last)
+    tables = end_tables(shape, part, tp)
+    return Unit.of(tables, shards, tables[-1].numel // tables[-1].times if tables else 0)
 
 
 def _block_sizes(job: Job) -> tuple[int, BlockSizes]:
