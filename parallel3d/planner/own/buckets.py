@@ -19,11 +19,12 @@ Unit = tuple[Table, ...]
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of copies on their way when a bucket has just been packed, `before` blocks of its stage still being
-    without a backward: its own and the last one's."""
+    """Bytes of copies on their way when a bucket is sent, `before` blocks of its stage still being without a backward:
+    its own and the last one's. `packing`: for the moment in which it is packed."""
 
     before: int
     bytes: float
+    packing: float
 
 
 def sent_by(job: Job, part: StageSlice) -> tuple[Sent, ...]:
@@ -32,7 +33,7 @@ def sent_by(job: Job, part: StageSlice) -> tuple[Sent, ...]:
     last = 0.0
     for bucket in _of(job, part):
         held, packing = _copied(job, bucket)
-        found.append(Sent(bucket.before, last + held + packing))
+        found.append(Sent(bucket.before, last + held, last + packing))
         last = held
     return tuple(found)
 
@@ -58,13 +59,16 @@ def _is_split(job: Job) -> bool:
 
 
 def _copied(job: Job, bucket: _Bucket) -> tuple[float, float]:
-    """Bytes that are held until a bucket has arrived, and for the moment of packing beside them."""
+    """Bytes that are held until a bucket has arrived, and while it is packed: even rows in the gradients' dtype first,
+    but not yet the rows that it arrives in."""
     layout, master = job.layout, _master_bytes(job)
     is_other = layout.reduce_bytes != master
     if not _is_split(job):
-        return float(is_other * layout.reduce_bytes * bucket.numel), 0.0
-    held = layout.reduce_bytes * bucket.packed * (1 + 1 / layout.dp_shard)
-    return held, float(master * bucket.packed * (is_other and bucket.is_even))
+        held = float(is_other * layout.reduce_bytes * bucket.numel)
+        return held, held
+    packed = layout.reduce_bytes * bucket.packed
+    first = master * bucket.packed * (is_other and bucket.is_even)
+    return packed * (1 + 1 / layout.dp_shard), float(packed + first)
 
 
 def _master_bytes(job: Job) -> int:

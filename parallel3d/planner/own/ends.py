@@ -64,9 +64,9 @@ class EndSizes:
 
     @property
     def kept_by_head(self) -> int:
-        """But for logits: the norm, and of the loss a number a token and its labels' places."""
-        gathered = self.w if self.chunk is not None and self.gathers else 0
-        return self.norm + self.b + 4 * self.tokens + gathered
+        """But for logits: the norm, and of the loss a number a token."""
+        is_gathered = self.chunk is not None and self.gathers  # instead of the norm's output
+        return self.norm + (self.w if is_gathered else self.b) + 4 * self.tokens
 
 
 def _chunk(job: Job) -> int | None:
@@ -145,7 +145,7 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
     if weights == "later" and s.chunk is None and not s.gathers:
         tape.make(s.b)  # its output stays for the second half
     tape.make(s.b)
-    tape.drop(s.norm, 2 * s.b)
+    tape.drop(s.norm, s.b if s.chunk is not None and s.gathers else 2 * s.b)
     return Work(tape.peak, tape.now)
 
 

@@ -126,10 +126,10 @@ class Moments:
             yield from self._head(state, stage, around, of_table)
             of_head = rank.item * ends.table if of_table == "kept" else 0.0
         if rank.sharded and stage.ends.numel and state.had == "backward":  # the ends are gathered again
-            begins = self._in_backward(state, stage, around, blocks - 1, blocks, 0.0, head=stage.part.head)
-            ahead = rank.block_gathered + rank.arriving if stage.part.head else 0.0
-            ends_arriving = rank.ends_gathered(stage) * (rank.shards > 1)
-            yield begins._replace(buffers=begins.buffers + ends_arriving - ahead)
+            begins = self._in_backward(state, stage, around, blocks, blocks, 0.0, head=stage.part.head)
+            ends_gathered = rank.ends_gathered(stage) * (2 if rank.shards > 1 else 1)  # with what they arrive in
+            waits = around.gathered + around.waiting + self._on_its_way(state, stage, blocks)
+            yield begins._replace(buffers=waits + ends_gathered)
         sends = state.is_last or rank.reduces_each
         for at in self._places(blocks, is_even=not sends and not rank.walk.frees_each and not rank.frees_forward):
             is_first = at == blocks - 1 and not stage.part.head
@@ -147,7 +147,8 @@ class Moments:
         if rank.sharded and stage.ends.numel:
             of_embedding = 0.0
             if stage.part.embedding and made == "kept":
-                of_embedding = rank.item * ends.table + ends.positions
+                is_shared = of_head > 0 and rank.job.shape.tied_embeddings  # and has been added to the head's
+                of_embedding = rank.item * ends.table * (not is_shared) + ends.positions
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
     def _places(self, blocks: int, *, is_even: bool) -> list[int]:
@@ -221,11 +222,14 @@ class Moments:
 
     def _reducing(self, unit: Unit, new: float, whole: float) -> float:
         """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
-        which are counted already), then what arrives; on one shard, where nothing is sent, torch makes a copy of it
-        between."""
+        which are counted already), then what arrives, and then the gradient in its own dtype. On one shard, where
+        nothing is sent, torch makes a copy between; on several a loop of its own still has the last gradient."""
         rank = self.rank
         sent, arrived = rank.layout.reduce_bytes * unit.padded, rank.layout.reduce_bytes * unit.shard
-        return sent + max(new, arrived + (sent if rank.shards == 1 else 0.0) - whole)
+        copied = sent if rank.shards == 1 else 0.0
+        rounded = rank.master * unit.shard * (rank.layout.reduce_bytes != rank.master)
+        last = unit.last * (rank.item if new else rank.sum_bytes) if rank.shards > 1 else 0.0
+        return sent + max(new, arrived + max(copied, rounded) + last - whole)
 
     def _ends_done(self, state: State, stage: Stage, around: Around, own: float) -> Moment:
         rank, ends = self.rank, stage.ends
@@ -251,11 +255,14 @@ class Moments:
             return around.own_gradients
         if rank.alone:
             return around.own_gradients + (0.0 if state.has_gradients else rank.master * block.numel * later)
+        reduced = (rank.master + rank.summed_bytes) * block.shard * later
         if rank.reduces_each:
+            partial = rank.partial_bytes * block.shard * later
             waits = around.own_gradients - rank.sent_last(stage)  # what was sent is counted as on its way
-            return waits if state.has_gradients else rank.master * block.shard * later
+            if not state.is_last:
+                return waits if state.has_gradients else partial
+            return waits - partial + reduced if state.has_gradients else reduced
         if state.is_last:
-            reduced = rank.master * block.shard * later
             return around.own_gradients - state.has_gradients * rank.sum_bytes * block.numel * later + reduced
         return around.own_gradients + (0.0 if state.has_gradients else rank.sum_bytes * block.numel * later)
 
@@ -309,13 +316,14 @@ class Moments:
             if at >= 0 and not splits:
                 weights = rank.weights(has_gradients=True)
                 at_work = rank.sizes.b + backward_work(rank.sizes, rank.recompute(stage.first + at), weights).peak
+            arrived = 0.0 if splits else rank.sizes.b
             yield Moment(
                 "last backward",
                 around.gradients,
                 around.activations + (0.0 if splits else rank.kept_by_blocks(stage, sent.before)),
                 around.logits,
                 around.waiting,
-                sent.bytes + at_work,
+                max(sent.bytes + at_work, sent.packing + arrived),
             )
 
     def at_the_end(self) -> Iterator[Moment]:
@@ -323,7 +331,8 @@ class Moments:
         rank = self.rank
         for stage in rank.stages if rank.whole and rank.layout.dp > 1 else ():
             if stage.part.embedding:
-                sent = sent_by(rank.job, stage.part)[-1].bytes
+                last = sent_by(rank.job, stage.part)[-1]
+                sent = max(last.bytes, last.packing)
                 others = sum(self._sent[rank.kinds.index(each)] for each in rank.stages if each is not stage)
                 received = received_into(rank.walk) * rank.sizes.b
                 yield Moment("last backward", 0.0, self._ids, 0.0, received, others + sent)
@@ -368,6 +377,12 @@ class Moments:
             freed *= self._is_gathered(state)
             reducing = self._reducing(unit, 0.0, rank.sum_bytes * unit.numel)
             yield after._replace(gradients=whole, buffers=after.buffers - freed, temporary=reducing)
+            unit = stage.ends if stage.ends.numel else rank.block  # the last of them
+            own = rank.sum_bytes * unit.numel
+            reduced = (rank.master + rank.summed_bytes) * (rank.shard_of(stage) - unit.shard)
+            reducing = self._reducing(unit, 0.0, own)
+            buffers = around.gathered + around.waiting
+            yield after._replace(gradients=around.gradients + own + reduced, buffers=buffers, temporary=reducing)
 
     def _what(self, state: State) -> What:
         if state.is_last:

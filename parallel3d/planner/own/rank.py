@@ -36,16 +36,17 @@ from parallel3d.sharding.strategy import WHOLE, ZERO_3
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered and reduced together: their number, and where rows are filled up to what the shards
-    divide; `shard` on one of them."""
+    divide; `shard` on one of them; `last` of the last parameter."""
 
     numel: int
     padded: int
     shard: int
+    last: int
 
     @classmethod
-    def of(cls, tables: tuple[Table, ...], shards: int) -> Unit:
+    def of(cls, tables: tuple[Table, ...], shards: int, last: int) -> Unit:
         shard = sum(table.shard(shards) for table in tables)
-        return cls(sum(table.numel for table in tables), shard * shards, shard)
+        return cls(sum(table.numel for table in tables), shard * shards, shard, last)
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,23 @@ class Rank:
             return 0.0
         if not self.reduces_each:
             return self.sum_bytes * numel
-        each = self.layout.reduce_bytes if self.layout.dp > self.layout.dp_shard else self.master
-        return each * self.shard_of(stage) + self.sent_last(stage)
+        return self.partial_bytes * self.shard_of(stage) + self.sent_last(stage)
+
+    @cached_property
+    def partial_bytes(self) -> int:
+        """Of a number of a gradient that each backward reduces: over replicas only the last one does."""
+        return self.layout.reduce_bytes if self.has_replicas else self.master
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        return self.layout.dp > self.layout.dp_shard
+
+    @cached_property
+    def summed_bytes(self) -> int:
+        """Of a number of a reduced gradient as it came from the replicas: `fully_shard` keeps that until the last
+        backward is done. It is nothing where it is the gradient itself."""
+        is_other = self.layout.reduce_bytes != self.master
+        return self.layout.reduce_bytes if self.sharded and self.has_replicas and is_other else 0
 
     def sent_last(self, stage: Stage) -> float:
         """What a backward has sent at its end, which is not waited for."""
@@ -302,8 +318,10 @@ class Rank:
 def _unit(shape: ModelShape, part: StageSlice | None, tp: int, shards: int) -> Unit:
     """Of a stage's ends, or of a block."""
     if part is None:
-        return Unit.of(block_tables(shape, tp), shards)
-    return Unit.of(end_tables(shape, part, tp) if part.embedding or part.head else (), shards)
+        last = shape.hidden * (1 if shape.biases else shape.ffn_hidden // tp)  # of the MLP's second layer
+        return Unit.of(block_tables(shape, tp), shards, last)
+    tables = end_tables(shape, part, tp)
+    return Unit.of(tables, shards, tables[-1].numel // tables[-1].times if tables else 0)
 
 
 def _block_sizes(job: Job) -> tuple[int, BlockSizes]:

@@ -124,6 +124,8 @@ def backward_work(sizes: BlockSizes, recompute: BlockRecompute, weights: Weights
     tape, s = Tape(), sizes
     is_replay = recompute == "full"
     if is_replay:
+        if s.mask:  # the last dropout scales its gradient before it asks for its mask
+            tape.make(s.b)
         _forward(tape, s, keeps=True, keeps_softmax=True, is_replay=True)
     _mlp_backward(tape, s, weights, is_replay=is_replay)
     _norm_backward(tape, s, weights)
@@ -215,7 +217,7 @@ def _forward(tape: Tape, s: BlockSizes, *, keeps: bool, keeps_softmax: bool, is_
 
 def _mlp_backward(tape: Tape, s: BlockSizes, weights: Weights, *, is_replay: bool) -> None:
     if s.mask:
-        _dropout_backward(tape, s)
+        _dropout_backward(tape, s, is_scaled=is_replay)
     _row_backward(tape, s, s.f, s.f, s.w_down, weights)
     if s.mask:
         tape.drop(s.b)
@@ -310,8 +312,8 @@ def _dropout_forward(tape: Tape, s: BlockSizes) -> None:
         tape.drop(2 * s.b)
 
 
-def _dropout_backward(tape: Tape, s: BlockSizes) -> None:
-    tape.make(s.b)
+def _dropout_backward(tape: Tape, s: BlockSizes, *, is_scaled: bool = False) -> None:
+    tape.make(0 if is_scaled else s.b)
     tape.make(s.b)
     tape.drop(s.b, s.mask)
 
