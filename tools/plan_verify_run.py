@@ -194,6 +194,7 @@ def _batch(recipe: Recipe) -> Batch:
 @contextmanager
 def _world(size: int, rank: int) -> Iterator[None]:
     """A default process group of so many ranks, of which this process is one and the others are nowhere."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # there is no public name
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no other place
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -201,3 +202,4 @@ def _world(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would give the next world's tensors a mesh of this one's groups

@@ -137,15 +137,16 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
         if not has_total and s.item < 4:  # rounded to what the head computes in
             tape.make(table)
             tape.drop(4 * s.table, 0 if weights == "kept" else table)
+        tape.drop(s.w if s.gathers else s.b)  # the input, before its gradient is summed
         if s.gathers:
             tape.touch(s.copies * s.w + s.b)
             tape.make(s.b)
-            tape.drop(2 * s.w)
+            tape.drop(s.w)
     # The last norm.
     if weights == "later" and s.chunk is None and not s.gathers:
         tape.make(s.b)  # its output stays for the second half
     tape.make(s.b)
-    tape.drop(s.norm, s.b if s.chunk is not None and s.gathers else 2 * s.b)
+    tape.drop(s.norm, 2 * s.b if s.chunk is None else s.b)
     return Work(tape.peak, tape.now)
 
 

@@ -25,6 +25,7 @@ from parallel3d.planner.own.buckets import published_by
 from parallel3d.planner.own.moment import Moment, What, total
 from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
+from parallel3d.planner.own.states import received_into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +103,6 @@ def least_held(job: Job, rank: int) -> Least:
 def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
     published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
-    return Moment("optimizer's step", gradients, 0.0, 0.0, 0.0, max(published, has.step_bytes))
+    received = received_into(has.walk) * has.sizes.b  # memory that the next step receives into, too
+    temporary = max(published, has.step_bytes)
+    return Moment("optimizer's step", gradients, has.throughout, 0.0, received, temporary)

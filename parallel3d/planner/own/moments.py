@@ -34,7 +34,6 @@ class Moments:
         ]
         sends = rank.whole and rank.layout.dp > 1
         self._sent = [sent_by(rank.job, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
-        self._ids = 16.0 * rank.job.tokens * rank.layout.microbatches + rank.angles  # of the batch, and its labels
 
     def fullest(self) -> Moment:
         """Of all actions. What an action makes for itself does not depend on what others hold, so that of states that
@@ -70,7 +69,7 @@ class Moments:
         counts, kinds = state.counts, len(self._logits)
         return Around(
             gradients=sum(map(mul, counts[4 * kinds :], self._gradients)) - own,
-            activations=sum(map(mul, counts, self._activations)) - takes * stage.kept + self._ids,
+            activations=sum(map(mul, counts, self._activations)) - takes * stage.kept + self.rank.throughout,
             logits=sum(map(mul, counts, self._logits)) - takes * stage.logits,
             gathered=sum(map(mul, counts[2 * kinds :], self._gathered)) - gathered[state.had],
             waiting=state.waiting * rank.sizes.b + sum(map(mul, state.of("done"), self._sent)),
@@ -310,6 +309,7 @@ class Moments:
             return
         splits = state.kind is Kind.WEIGHT
         buckets = sent_by(rank.job, stage.part)
+        of_embedding = stage.part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         for sent in buckets[:-1] if stage.part.embedding else buckets:
             at = sent.before - 1
             at_work = 0.0
@@ -320,7 +320,7 @@ class Moments:
             yield Moment(
                 "last backward",
                 around.gradients,
-                around.activations + (0.0 if splits else rank.kept_by_blocks(stage, sent.before)),
+                around.activations + (0.0 if splits else rank.kept_by_blocks(stage, sent.before) + of_embedding),
                 around.logits,
                 around.waiting,
                 max(sent.bytes + at_work, sent.packing + arrived),
@@ -335,7 +335,7 @@ class Moments:
                 sent = max(last.bytes, last.packing)
                 others = sum(self._sent[rank.kinds.index(each)] for each in rank.stages if each is not stage)
                 received = received_into(rank.walk) * rank.sizes.b
-                yield Moment("last backward", 0.0, self._ids, 0.0, received, others + sent)
+                yield Moment("last backward", 0.0, self.rank.throughout, 0.0, received, others + sent)
 
     # The second half of a backward.
 

@@ -219,6 +219,11 @@ class Rank:
         is_rotary = self.job.shape.positions == "rope" and any(stage.blocks for stage in self.stages)
         return 2.0 * self.item * self.job.seq_len * self.job.shape.head_dim * is_rotary
 
+    @property
+    def throughout(self) -> float:
+        """Of a step: the batch's ids and labels, and the angles."""
+        return 16.0 * self.job.tokens * self.layout.microbatches + self.angles
+
     # Second halves of backwards.
 
     def put_off_table(self, stage: Stage) -> int:
