@@ -89,7 +89,9 @@ class _Command:
         parser.add_argument(
             "-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message"
         )
-        parser.add_argument("--version", action="version", version=f"parallel3d {parallel3d.__version__}")
+        parser.add_argument(
+            "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+        )
         options, unknown = parser.parse_known_intermixed_args(arguments)
         if unknown:
             parser.error(f"{unknown[0]}: no such option{_as_override(unknown[0])}")

@@ -166,7 +166,7 @@ def with_fakes(**variables: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}", **variables}
 
 
-@pytest.mark.parametrize(("status", "again"), [(0, False), (2, False), (65, False), (75, True), (70, True)])
+@pytest.mark.parametrize(("status", "again"), [(0, False), (2, False), (65, False), (75, True), (143, True)])
 def test_the_slurm_job_starts_a_task_a_gpu_and_asks_again_where_it_helps(
     status: int, again: bool, capsys: Said
 ) -> None:

@@ -41,13 +41,16 @@ BAD_INPUTS = [
     (f"--model llama3-8b --gpu h100 --hardware x.yaml {BATCH}", "--gpu and --hardware: give one of the two"),
     (f"--model llama3-8b --hardware x.yaml {BATCH}", "hardware x.yaml: no such file; shipped are"),
     (f"--model llama3-8b --hardware list.yaml {BATCH}", "must hold the sections device, node and network"),
-    (f"--model llama3-8b --hardware negative.yaml {BATCH}", "device.memory_gib must be above 0 and finite"),
+    (f"--model llama3-8b --hardware negative.yaml {BATCH}", "device.memory_gib = -4: must be above 0 and finite"),
     (f"--model llama3-8b --hardware typo.yaml {BATCH}", "device.memory_gb: unknown key; did you mean memory_gib?"),
+    (f"--model llama3-8b --hardware word.yaml {BATCH}", "word.yaml: node.gb_per_s = fast: must be a number"),
+    (f"--model llama3-8b --hardware less.yaml {BATCH}", "less.yaml: device.memory_gib: required and not given"),
+    (f"--model llama3-8b --hardware open.yaml {BATCH}", "hardware open.yaml:2: not valid YAML"),
     (f"--model llama3-8b --hardware half.yaml {BATCH}", "gpus = 8.5: must be a whole number"),
     (f"--model llama3-8b --hardware five.yaml {BATCH}", "network: must hold keys, such as gb_per_s"),
     (f"--model llama3-8b --cluster nowhere.yaml {BATCH}", "hardware h9000: unknown; did you mean h200"),
     (f"--model llama3-8b --hardware bytes.yaml {BATCH}", "hardware bytes.yaml: cannot be read ('utf-8' codec"),
-    (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50.0: must be a share"),
+    (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50: must be a share"),
     ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
     (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),
@@ -78,7 +81,7 @@ BAD_INPUTS = [
     (f"{ASKED} --frobnicate", "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help"),
     (f"{ASKED} --layers 3", "--layers: does not go with --model llama3-8b"),
     (f"--layers 3 {ON}", "--hidden, --heads, --vocab: required where there is no --model"),
-    (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", "model by hand: heads = 7: must divide hidden = 100"),
+    (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", "heads = 7: must divide hidden = 100; try 1, 2, 4, 5,"),
     (f"--model uneven.json {ON}", "uneven.json: heads = 7: must divide hidden = 256"),
     (f"--model bert.json {ON}", "bert.json: model_type = bert: must be one of gpt2, llama"),
     (f"--model missing.json {ON}", "missing.json: hidden_size: required and not given"),
@@ -86,18 +89,23 @@ BAD_INPUTS = [
     (f"--model half.json {ON}", "half.json: num_hidden_layers = 4.5: must be a whole number"),
     (f"--model null.json {ON}", "null.json: vocab_size = null: must be a whole number"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
-    (f"--model list.json {ON}", "list.json: model_type = None: must be one of gpt2"),
+    (f"--model list.json {ON}", "list.json: must hold keys and values"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 64: must be hidden_size / num_attention_heads = 32"),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
-    (f"--model none.json {ON}", "none.json: cannot be read as JSON"),
+    (f"--model none.json {ON}", "none.json: cannot be read (No such file or directory)"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: starts a recipe; add --emit-recipe plan.yaml"),
     (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", "--emit-launch pbs: must be one of torchrun, slurm"),
+    (f"{ASKED} --engine megatron", "--engine megatron: unknown; did you mean megatron-"),
+    (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: named for two outputs"),
     (f"{ASKED} --emit-recipe no/such/x.yaml", "--emit-recipe no/such/x.yaml: cannot be written"),
     ("memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8", "--layout: required; try --layout tp=8"),
     ("memory --model llama3-8b --gpu h100 --layout tp=3 --seq-len 512 --global-batch 8", "parallel.tp = 3: must"),
     ("hardware h3000", "hardware h3000: unknown; did you mean"),
     ("models llama9", "--model llama9: unknown; did you mean"),
+    ("verify", "RECIPE: required; try parallel3d-plan verify quickstart"),
+    ("compare", "RUN_DIR: required; try parallel3d-plan compare runs/quickstart --hardware mine.yaml; see"),
+    ("sweep", "--gpus: required; try parallel3d-plan sweep --model llama3-70b --gpu h100 --gpus 64-1024"),
     ("score none.json", "none.json: cannot be read (No such file or directory)"),
     (f"recomend {ASKED}", "recomend: no such command; did you mean recommend?"),
 ]  # fmt: skip
@@ -118,6 +126,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("folder").mkdir()
     cpu = device_files()["cpu"].read_text()
     Path("typo.yaml").write_text(cpu.replace("memory_gib: 4", "memory_gb: 4"))
+    Path("word.yaml").write_text(cpu.replace("gb_per_s: 1 ", "gb_per_s: fast ", 1))
+    Path("less.yaml").write_text(cpu.replace("  memory_gib: 4", "#"))
+    Path("open.yaml").write_text("device: [\n")
     Path("half.yaml").write_text(cpu.replace("gpus: 8", "gpus: 8.5"))
     Path("five.yaml").write_text("device: h100-80gb\nnetwork: 5\n")
     Path("nowhere.yaml").write_text("device: h9000\n")
@@ -149,6 +160,8 @@ def test_a_bad_input_is_one_line_and_status_2(arguments: str, message: str, file
         (bytes_per_s, "50", 50e9),
         (bytes_per_s, "50GB/s", 50e9),
         (bytes_per_s, "400Gbps", 50e9),
+        (bytes_per_s, "400 Gb/s", 50e9),
+        (bytes_per_s, "400GBps", 400e9),
         (dollars, "$2.50", 2.5),
         (dollars, "2.5/gpu-h", 2.5),
         (fraction, "0.92", 0.92),

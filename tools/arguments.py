@@ -9,12 +9,24 @@ from typing import NoReturn
 
 from parallel3d.errors import ConfigError
 
+_MISSING = "the following arguments are required: "
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose usage errors are ConfigErrors: one line, which says where to read on."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(_MISSING):
+            # Intermixed parsing takes those that may be left out, too, for required.
+            missing = [name for name in message.removeprefix(_MISSING).split(", ") if "=" not in name]
+            example = self._example()
+            message = f"{', '.join(missing)}: required" + (f"; try {example}" if example else "")
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def _example(self) -> str | None:
+        """The first that --help shows."""
+        lines = (line.strip() for line in (self.epilog or "").splitlines())
+        return next((line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)), None)
 
 
 def plan_parser(command: str, *, takes: str, does: str, epilog: str) -> Parser:

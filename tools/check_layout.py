@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import parallel3d
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.failure import print_error
@@ -70,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab", type=whole, metavar="N", help=f"with --model: ids (default: {VOCAB})")
     parser.add_argument("--steps", type=whole, metavar="N", default=3, help="steps to compare (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+    )
     return parser
 
 

@@ -105,6 +105,7 @@ exit status:
   2   usage, or a layout that breaks a rule
   3   nothing fits
   65  data that cannot be read
+  70  a worker of calibrate failed
 """
 
 

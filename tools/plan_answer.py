@@ -24,7 +24,7 @@ from parallel3d.planner.search import fastest
 from parallel3d.tools.plan_accuracy import recorded_accuracy
 from parallel3d.tools.plan_devices import larger_devices
 from parallel3d.tools.plan_emit import emit_recipe, recipe_of_plan
-from parallel3d.tools.plan_launch import emit_launch, start_command
+from parallel3d.tools.plan_launch import emit_launch, launch_file, start_command
 from parallel3d.tools.plan_memory import explained
 from parallel3d.tools.plan_question import Asked, read_fixed, read_layout, read_question, with_fixed
 
@@ -109,8 +109,8 @@ def _emit(options: argparse.Namespace, asked: Asked, plan: Plan) -> Sequence[str
     emit_recipe(options.emit_recipe, asked, plan)
     if options.emit_launch is None:
         return [f"parallel3d-train {shlex.quote(str(options.emit_recipe))} --print-config"]
-    kind = options.emit_launch[0]
-    file = Path(options.emit_launch[1]) if len(options.emit_launch) == 2 else None
+    kind, *said = options.emit_launch
+    file = launch_file(kind, options.emit_recipe, said)
     written = emit_launch(kind, file, options.emit_recipe, plan.question, best)
     return [start_command(kind, written, options.emit_recipe, plan.question, best)]
 
@@ -128,12 +128,14 @@ def _override_command(asked: Asked, plan: Plan) -> str:
     """The user's recipe, with what the plan has otherwise."""
     assert plan.best is not None and asked.model.recipe is not None
     mine, planned = asked.model.recipe, recipe_of_plan(asked, plan, plan.best, run="plan")
+    # What `sharding: null` stands for need not be said.
+    is_usual = replace(planned.parallel, sharding=mine.parallel.sharding).strategy == planned.parallel.strategy
     words = {True: "true", False: "false", None: "null"}
     overrides = []
     for section in ("model", "parallel", "train"):
         before = asdict(getattr(mine, section))
         for key, value in asdict(getattr(planned, section)).items():
-            if value != before[key] and key != "sharding":
+            if value != before[key] and not (key == "sharding" and is_usual):
                 text = words[value] if value is None or isinstance(value, bool) else value
                 overrides.append(f" {section}.{key}={text}")
     return f"parallel3d-train {shlex.quote(asked.model.said)}{''.join(overrides)}"

@@ -27,7 +27,7 @@ examples:
   parallel3d-plan --model my.yaml --hardware mine.yaml --gpus 4
 
 Products, attention and norms by size, collectives and messages by size and ranks, and short runs of the trainer itself:
-about two minutes on an idle machine. What other programs do meanwhile is in the figures. --check then trains eight
+about three minutes on an idle machine. What other programs do meanwhile is in the figures. --check then trains eight
 layouts of another model and prints what the file predicts beside what they took.
 
 exit status: 0 done, 2 a bad input, 70 a worker failed

@@ -9,6 +9,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware import Cluster, load_cluster
 
 FOLDER = Path(__file__).parent / "hardware"
+_SHOWS = "parallel3d-plan hardware h100 shows usual figures"
 # The common name of what has several files: the one that most clusters have.
 _USUAL = {
     "a100": "a100-80gb",
@@ -56,38 +57,37 @@ def find_cluster(name: str) -> Cluster:
 
 def _check(cluster: Cluster, name: str) -> None:
     """Figures that a user's own file may have wrong, which would give nonsense and no error."""
-    device = cluster.device
-    figures = {
-        "device.memory_gib": device.memory_bytes,
-        "device.memory_gb_per_s": device.memory_bandwidth,
+    device, node, network = cluster.device, cluster.node, cluster.network
+    figures = {  # in the file's units
+        "device.memory_gib": device.memory_bytes / 2**30,
+        "device.memory_gb_per_s": device.memory_bandwidth / 1e9,
         "device.processors": device.processors,
         "node.gpus": cluster.gpus_per_node,
         "network.oversubscription": cluster.oversubscription,
         "network.whole_nodes": cluster.whole_nodes,
-        "node.gb_per_s": cluster.node.bandwidth,
-        "network.gb_per_s": cluster.network.bandwidth,
-        **{f"device.peak_tflops.{precision}": flops for precision, flops in device.peak_flops.items()},
+        "node.gb_per_s": node.bandwidth / 1e9,
+        "network.gb_per_s": network.bandwidth / 1e9,
+        **{f"device.peak_tflops.{precision}": flops / 1e12 for precision, flops in device.peak_flops.items()},
+        **{f"device.attention_tflops.{way}": flops / 1e12 for way, flops in device.attention_flops.items()},
     }
-    for way, flops in device.attention_flops.items():
-        figures[f"device.attention_tflops.{way}"] = flops
     if device.price_per_hour is not None:
         figures["device.price_per_hour"] = device.price_per_hour
-    for key, value in figures.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"hardware {name}: {key} must be above 0 and finite")
-    latencies = {"node.latency_us": cluster.node.latency_s, "network.latency_us": cluster.network.latency_s}
-    for key, value in latencies.items():
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"hardware {name}: {key} must be at least 0 and finite")
+    latencies = {"node.latency_us": node.latency_s * 1e6, "network.latency_us": network.latency_s * 1e6}
     shares = {
         "device.matmul_efficiency": device.matmul_efficiency,
         "device.memory_efficiency": device.memory_efficiency,
-        "node.efficiency": cluster.node.efficiency,
-        "network.efficiency": cluster.network.efficiency,
+        "node.efficiency": node.efficiency,
+        "network.efficiency": network.efficiency,
     }
+    for key, value in figures.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"hardware {name}: {key} = {value:g}: must be above 0 and finite; {_SHOWS}")
+    for key, value in latencies.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"hardware {name}: {key} = {value:g}: must be at least 0 and finite; try 3")
     for key, value in shares.items():
         if not 0 < value <= 1:
-            raise ConfigError(f"hardware {name}: {key} = {value}: must be a share above 0 and at most 1")
+            raise ConfigError(f"hardware {name}: {key} = {value:g}: must be a share above 0 and at most 1; try 0.8")
     if "bf16" not in device.peak_flops:
         raise ConfigError(f"hardware {name}: device.peak_tflops must have bf16, the precision that others fall back to")
 

@@ -168,7 +168,8 @@ def _comments(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Itera
     yield "parallel.dp_shard", f"{parts.dp / step:.1%} of a step is data-parallel traffic that nothing hides"
     if parallel.virtual_stages > 1:
         yield "parallel.virtual_stages", "stages on each rank: a smaller bubble for more transfers"
-    yield "parallel.microbatch_size", f"sequences; {recipe.microbatches} microbatches a step"
+    several = "es" * (recipe.microbatches > 1)
+    yield "parallel.microbatch_size", f"sequences; {recipe.microbatches} microbatch{several} a step"
     if parallel.recompute != "none":
         yield "parallel.recompute", f"{parts.recompute / step:.1%} of a step; without it does not fit"
     else:

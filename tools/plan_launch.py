@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -22,7 +23,7 @@ _PORT = 29500
 
 _TORCHRUN = Template("""\
 #!/usr/bin/env bash
-# $gpus GPUs, $nodes node(s) of $per_node. Run this on every node, from the same folder:
+# $gpus devices, $nodes node(s) of $per_node. Run this on every node, from the same folder:
 #     $start
 # More arguments are overrides of the recipe, such as train.steps=20.
 set -euo pipefail
@@ -54,17 +55,20 @@ export SLURM_NTASKS_PER_NODE=$${SLURM_NTASKS_PER_NODE:-$per_node}
 srun --kill-on-bad-exit=1 python -m parallel3d.recipes.pretrain $recipe checkpoint.resume=auto "$$@"
 status=$$?
 
-# Pre-empted with the state saved, or lost a worker or a node: again, from the checkpoint. A bad config or bad data
-# (2, 65) or a loss that is not finite (71) would only fail again.
+# Stopped $lead s before the time limit (143), pre-empted (75), or lost a worker or a node: again, from the newest
+# checkpoint, MOST_RESTARTS times. A bad config or bad data (2, 65), or a loss that is not finite (71), would only fail
+# again.
 case $$status in
-    75 | 69 | 70) [ "$${SLURM_RESTART_COUNT:-0}" -lt 10 ] && scontrol requeue "$$SLURM_JOB_ID" ;;
+    143 | 75 | 69 | 70)
+        [ "$${SLURM_RESTART_COUNT:-0}" -lt "$${MOST_RESTARTS:-10}" ] && scontrol requeue "$$SLURM_JOB_ID"
+        ;;
 esac
 exit "$$status"
 """)
 
 _TORCHX = Template("""\
 #!/usr/bin/env bash
-# $gpus GPUs, $nodes node(s) of $per_node. SCHEDULER is one of `torchx runopts`: slurm, kubernetes, local_cwd, ...
+# $gpus devices, $nodes node(s) of $per_node. SCHEDULER is one of `torchx runopts`: slurm, kubernetes, local_cwd, ...
 #     SCHEDULER=slurm bash $file
 # More arguments are overrides of the recipe, such as train.steps=20. Its file must be where the workers run.
 set -euo pipefail
@@ -76,7 +80,7 @@ exec torchx run --scheduler "$${SCHEDULER:-local_cwd}" dist.ddp \\
 """)
 
 _K8S = Template("""\
-# $gpus GPUs, $nodes pod(s) of $per_node. Plain Kubernetes (1.27 or later), no operator:
+# $gpus devices, $nodes pod(s) of $per_node. Plain Kubernetes (1.27 or later), no operator:
 #     kubectl create configmap $name --from-file=recipe.yaml=$recipe
 #     kubectl apply -f $file
 # Replace IMAGE by one that has parallel3d, and mount storage that all pods share at /runs.
@@ -154,9 +158,13 @@ LAUNCHERS = {
 }
 
 
-def emit_launch(kind: str, file: Path | None, recipe: Path, question: Question, best: Strategy) -> Path:
-    """Writes the script beside the recipe (or as `file`) and returns its path."""
-    path = file or recipe.with_name(LAUNCHERS[kind].file)
+def launch_file(kind: str, recipe: Path, said: Sequence[str]) -> Path:
+    """Where a launcher is written: as the user said, or beside the recipe."""
+    return Path(said[0]) if said else recipe.with_name(LAUNCHERS[kind].file)
+
+
+def emit_launch(kind: str, path: Path, recipe: Path, question: Question, best: Strategy) -> Path:
+    """Writes the script and returns its path."""
     text = launch_text(kind, path.name, recipe, question, best)
     try:
         path.write_text(text)

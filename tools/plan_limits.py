@@ -160,7 +160,7 @@ _FINDERS: dict[str, Callable[[Question, argparse.Namespace], Iterator[Limit]]] =
 
 def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
     from parallel3d.planner.report.page import header
-    from parallel3d.planner.report.text import bar, layout_text, money, si, wrapped
+    from parallel3d.planner.report.text import bar, gib, layout_text, money, si, wrapped
 
     lines = list(header(question))
     yield from lines if options.what != "cluster" else (line for line in lines if not line.startswith("hardware"))
@@ -172,7 +172,7 @@ def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) 
         found = limit.strategy
         share = found.memory.total / question.usable_bytes
         yield from wrapped(limit.name, limit.told)
-        held = f"{found.memory.total / 2**30:.1f} GiB of {question.usable_bytes / 2**30:.1f} {bar(share)} {share:.0%}"
+        held = f"{gib(found.memory.total)} GiB of {question.usable_bytes / 2**30:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if limit.name == "cluster" else "a layout that fits"
         speed = f"{kind}: {found.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {found.cost.mfu:.1%}"

@@ -21,7 +21,7 @@ from parallel3d.planner.report.json import (
     rounded_tree,
 )
 from parallel3d.planner.report.page import limits
-from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, layout_text, si, telling_ranks
+from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
 from parallel3d.planner.shapes import total_parameters
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan_options import add_options
@@ -68,7 +68,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
         share = memory.total / question.usable_bytes
         mark = "  <" if memory is worst else ""
         layers = job.ranks[memory.rank].layers
-        yield f"{memory.rank:<5}{layers:>6}{cells}{memory.total / _GIB:>8.1f} {bar(share)}{mark}"
+        yield f"{memory.rank:<5}{layers:>6}{cells}{gib(memory.total):>8} {bar(share)}{mark}"
     if len(shown) < len(ranks):
         yield f"(of {len(ranks)} pipeline ranks those that may differ most)"
     if not whole:
@@ -76,9 +76,9 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     yield ""
     yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
     for kind, bytes_, text in explain(job, worst):
-        lead = f"  {kind:<14}{bytes_ / _GIB:>7.2f}  "
+        lead = f"  {kind:<14}{_cell(bytes_):>7}  "
         yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
-    yield f"  {'total':<14}{worst.total / _GIB:>7.2f}  of {question.usable_bytes / _GIB:.2f} usable"
+    yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / _GIB:.2f} usable"
 
 
 def _columns() -> tuple[str, ...]:
@@ -87,7 +87,9 @@ def _columns() -> tuple[str, ...]:
 
 
 def _cell(bytes_: float) -> str:
-    return f"{bytes_ / _GIB:.2f}" if bytes_ else "-"
+    if not bytes_:
+        return "-"
+    return f"{bytes_ / _GIB:.2f}" if bytes_ >= 0.005 * _GIB else f"{bytes_ / _GIB:.1g}"
 
 
 def _parser() -> Parser:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, plan_parser, whole
-from parallel3d.tools.plan_launch import LAUNCHERS
+from parallel3d.tools.plan_launch import LAUNCHERS, launch_file
 from parallel3d.tools.plan_options import add_constraints, add_options
 from parallel3d.tools.plan_units import tokens
 
@@ -63,12 +63,16 @@ def _parser() -> Parser:
 
 def _check_files(options: argparse.Namespace) -> None:
     """What can be refused before the search is."""
-    launch = options.emit_launch
-    if launch is None:
-        return
-    if launch[0] not in LAUNCHERS or len(launch) > 2:
-        raise ConfigError(
-            f"--emit-launch {' '.join(launch)}: must be one of {', '.join(LAUNCHERS)}, then a file or none"
-        )
-    if options.emit_recipe is None:
-        raise ConfigError("--emit-launch: starts a recipe; add --emit-recipe plan.yaml")
+    launch, outputs = options.emit_launch, [options.emit_recipe, options.html]
+    if launch is not None:
+        if launch[0] not in LAUNCHERS or len(launch) > 2:
+            raise ConfigError(
+                f"--emit-launch {' '.join(launch)}: must be one of {', '.join(LAUNCHERS)}, then a file or none"
+            )
+        if options.emit_recipe is None:
+            raise ConfigError("--emit-launch: starts a recipe; add --emit-recipe plan.yaml")
+        outputs.append(launch_file(launch[0], options.emit_recipe, launch[1:]))
+    named = [path.resolve() for path in outputs if path is not None]
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            raise ConfigError(f"{path.name}: named for two outputs, and the one would replace the other; rename one")

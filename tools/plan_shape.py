@@ -86,7 +86,10 @@ def read_model(text: str) -> Model:
 def _from_numbers(options: argparse.Namespace) -> ModelShape:
     missing = [f"--{name}" for name in _REQUIRED if getattr(options, name) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)}: required where there is no --model")
+        raise ConfigError(
+            f"{', '.join(missing)}: required where there is no --model; "
+            "try --layers 32 --hidden 4096 --heads 32 --vocab 32000"
+        )
     gpt = options.kind == "gpt"
     usual = 4 * options.hidden if gpt else -(-8 * options.hidden // 3 // 256) * 256
     shape = ModelShape(

@@ -89,7 +89,16 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> Iterator[str]:
     from parallel3d.planner.report.page import header
-    from parallel3d.planner.report.text import bar, days_column, layout_columns, layout_text, links_text, money, wrapped
+    from parallel3d.planner.report.text import (
+        bar,
+        days_column,
+        gib,
+        layout_columns,
+        layout_text,
+        links_text,
+        money,
+        wrapped,
+    )
 
     model, *_ = header(question)
     yield model
@@ -109,7 +118,7 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
             yield from (f"{start}{first[len(start) :]}", *more)
             continue
         share, speed = found.memory.total / usable, size.tokens_per_s_per_gpu
-        line = f"{start}{layout_columns(found.parallel)}{found.memory.total / 2**30:>6.1f} {bar(share)}"
+        line = f"{start}{layout_columns(found.parallel)}{gib(found.memory.total):>6} {bar(share)}"
         line += f"{speed:>10,.0f}{speed / least:>9.0%}"
         if size.length is None:
             yield f"{line}{found.cost.step_time_s:>7.3g}"

@@ -8,7 +8,11 @@ import re
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
-_RATES = {"": 1e9, "gb/s": 1e9, "gbyte/s": 1e9, "mb/s": 1e6, "tb/s": 1e12, "gbps": 1e9 / 8, "gb/s/gpu": 1e9}
+# Of rates the case counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the options' names say.
+_RATES = {
+    **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
+    **{"Gbps": 1e9 / 8, "gbps": 1e9 / 8, "Gb/s": 1e9 / 8, "Gbit/s": 1e9 / 8, "Tbps": 1e12 / 8, "Tb/s": 1e12 / 8},
+}
 _NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
 
@@ -23,8 +27,8 @@ def memory_bytes(text: str) -> float:
 
 
 def bytes_per_s(text: str) -> float:
-    """Bytes per second of 50 or 50GB/s (bytes) or 400Gbps (bits)."""
-    return _amount(text, _RATES, "GB/s, such as 50, 50GB/s or 400Gbps")
+    """Bytes per second of 50 or 50GB/s (bytes), 400Gbps or 400Gb/s (bits)."""
+    return _amount(text, _RATES, "GB/s, such as 50, 50GB/s or 400Gbps", any_case=False)
 
 
 def dollars(text: str) -> float:
@@ -48,9 +52,10 @@ def share(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0", "0%") else fraction(text)
 
 
-def _amount(text: str, units: dict[str, float], what: str, *, said: str | None = None) -> float:
+def _amount(text: str, units: dict[str, float], what: str, *, said: str | None = None, any_case: bool = True) -> float:
     found = _NUMBER.fullmatch(text.strip())
-    unit = found[2].strip().lower() if found else ""
+    unit = found[2].strip() if found else ""
+    unit = unit.lower() if any_case else unit
     number = float(re.sub("[_,]", "", found[1])) if found else math.nan
     if unit not in units or not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from parallel3d.planner.extent import smallest_cluster
 from parallel3d.planner.priced import strategy
 from parallel3d.planner.question import Answer, Question, Strategy
+from parallel3d.planner.report.text import gib
 from parallel3d.planner.search import one_that_fits
 
 _SECONDS_PER_DAY = 86_400
@@ -54,7 +55,7 @@ def reasons(question: Question, answer: Answer) -> Iterator[str]:
     best = answer.strategies[0]
     parallel, parts, step = best.parallel, best.cost.parts, best.cost.step_time_s
     if parallel.tp == parallel.pp == 1:
-        yield f"data parallel alone: the model fits at {best.memory.total / 2**30:.1f} GiB a device without tp or pp"
+        yield f"data parallel alone: the model fits at {gib(best.memory.total)} GiB a device without tp or pp"
     if parallel.tp > 1:
         where = "within a node" if parallel.tp <= question.cluster.gpus_per_node else "across nodes"
         yield f"tp {parallel.tp} {where}: its traffic takes {parts.tp / step:.0%} of the step"

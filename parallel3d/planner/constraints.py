@@ -59,7 +59,7 @@ def _check_batch(question: Question) -> None:
     if each % micro:
         raise ConfigError(
             f"microbatch_size = {micro}: global batch {batch} over {least} data ranks leaves {each} sequences for "
-            f"each, which it must divide; try {_tries(each, micro)}"
+            f"each, which it must divide; try {divisors_near(each, micro)}"
         )
     if fixed.sequence_parallel and fixed.tp == 1:
         raise ConfigError("sequence_parallel = true: divides over tp, and tp = 1; try tp=2 or sequence_parallel=false")
@@ -88,7 +88,8 @@ def _check_schedule(question: Question) -> None:
         raise ConfigError(f"schedule = {schedule}: needs a pipeline, and pp = 1; try pp=2 or schedule=1f1b")
 
 
-def _tries(number: int, near: int) -> str:
+def divisors_near(number: int, near: int) -> str:
+    """Those of a number that are nearest to another, in words."""
     return _nearest([d for d in range(1, min(number, 4096) + 1) if number % d == 0], near)
 
 

@@ -7,6 +7,7 @@ reasons. None of them depends on a particular run.
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.engine import PARALLEL3D, Engine
@@ -164,9 +165,11 @@ ENGINES = {
 
 
 def named_engine(name: str) -> Engine:
-    """Raises ConfigError with the names that there are."""
+    """Raises ConfigError with the nearest names, or all."""
     if name not in ENGINES:
-        raise ConfigError(f"--engine {name}: must be one of {', '.join(sorted(ENGINES))}")
+        near = get_close_matches(name, ENGINES, n=3)
+        advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(ENGINES))}"
+        raise ConfigError(f"--engine {name}: unknown; {advice}")
     return ENGINES[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
         is_file = Path(tree["device"]).suffix in (".yaml", ".yml")
         device_file = path.parent / tree["device"] if is_file else _path(tree["device"], [*folders, path.parent])
         tree = _over_device(_load(device_file), tree, path)
-    return replace(cluster_from_tree(tree, path.stem), device_file=device_file.stem)
+    return replace(cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem)
 
 
 def _path(name: str, folders: list[Path]) -> Path:
@@ -96,14 +96,18 @@ def _path(name: str, folders: list[Path]) -> Path:
         return Path(name)
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if name.lower() not in known:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or sorted(known)
-        raise ConfigError(f"hardware {name}: unknown; did you mean {', '.join(near)}?")
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+        advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
+        raise ConfigError(f"hardware {name}: unknown; {advice}")
     return known[name.lower()]
 
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         tree = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.MarkedYAMLError as problem:
+        line = "" if problem.problem_mark is None else f":{problem.problem_mark.line + 1}"
+        raise ConfigError(f"hardware {path}{line}: not valid YAML: {problem.problem}") from problem
     except (OSError, ValueError, yaml.YAMLError) as problem:
         said = " ".join(str(problem).split())
         raise ConfigError(f"hardware {path}: cannot be read ({said})") from problem
@@ -131,22 +135,33 @@ def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Pa
     """A device's file with what a cluster's says in its place: links key by key, and the price."""
     if isinstance(device.get("device"), str):
         raise ConfigError(f"hardware {path}: device = {cluster['device']}: is a cluster's file; name a device's")
-    sections = {name: {**device[name], **cluster.get(name, {})} for name in ("node", "network")}
+    sections = {name: {**device.get(name, {}), **cluster.get(name, {})} for name in ("node", "network")}
     price = {key: cluster[key] for key in ("price_per_hour",) if key in cluster}
-    return {"device": {**device["device"], **price}, **sections}
+    return {"device": {**device.get("device", {}), **price}, **sections}
 
 
-def cluster_from_tree(tree: Mapping[str, Any], name: str) -> Cluster:
-    """A cluster from the keys of a device's file (docs/planner.md says what each means)."""
+def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
+    """A cluster from the keys of a device's file (docs/planner.md says what each means). `where` is what an error calls
+    the file. Raises ConfigError for the first key that misses or holds no number."""
+    section = ""
     try:
+        section = "device"
         device = _device(tree["device"], name)
-        node, network = _link(tree["node"]), _link(tree["network"])
-        gpus_per_node = _whole(tree["node"], "gpus")
-        oversubscription = float(tree["network"].get("oversubscription", 1.0))
-        whole_nodes = _whole({"whole_nodes": Cluster.whole_nodes, **tree["network"]}, "whole_nodes")
+        section = "node"
+        node, gpus_per_node = _link(tree["node"]), _whole(tree["node"], "gpus")
+        section = "network"
+        network = _link(tree["network"])
+        usual = {"oversubscription": 1.0, "whole_nodes": Cluster.whole_nodes, **tree["network"]}
+        oversubscription, whole_nodes = _number(usual, "oversubscription"), _whole(usual, "whole_nodes")
+        section = "measured"
         measured = measured_from_tree(tree["measured"]) if "measured" in tree else None
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise ConfigError(f"hardware {name}: misses or misspells {problem}") from problem
+    except KeyError as missing:
+        key = missing.args[0] if missing.args[0] == section else f"{section}.{missing.args[0]}"
+        how = "calibrate measures it" if section == "measured" else "hardware h100 shows a whole file"
+        told = f"{key}: required and not given; parallel3d-plan {how}"
+        raise ConfigError(f"hardware {where or name}: {told}") from missing
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise ConfigError(f"hardware {where or name}: {section}.{problem}") from problem
     return Cluster(
         name=name,
         device=device,
@@ -173,34 +188,47 @@ def with_links(
 
 
 def _device(tree: Mapping[str, Any], name: str) -> Device:
-    optional = {
-        f.name: tree[f.name]
-        for f in fields(Device)
-        if f.name in ("kernel_s", "launch_s", "price_per_hour") and f.name in tree
-    }
+    optional = ("kernel_s", "launch_s", "price_per_hour")
+    attention = _numbers(tree, "attention_tflops")
+    if sorted(attention) != ["backward", "forward"]:
+        raise ValueError(f"attention_tflops: has {', '.join(attention)}, and must have forward and backward")
     return Device(
         name=str(tree.get("name", name)),
-        peak_flops={k: float(v) * 1e12 for k, v in tree["peak_tflops"].items()},
-        memory_bytes=float(tree["memory_gib"]) * _GIB,
-        memory_bandwidth=float(tree["memory_gb_per_s"]) * 1e9,
+        peak_flops={precision: teras * 1e12 for precision, teras in _numbers(tree, "peak_tflops").items()},
+        memory_bytes=_number(tree, "memory_gib") * _GIB,
+        memory_bandwidth=_number(tree, "memory_gb_per_s") * 1e9,
         processors=_whole(tree, "processors"),
-        matmul_efficiency=float(tree["matmul_efficiency"]),
-        memory_efficiency=float(tree["memory_efficiency"]),
-        attention_flops={k: float(v) * 1e12 for k, v in tree["attention_tflops"].items()},
+        matmul_efficiency=_number(tree, "matmul_efficiency"),
+        memory_efficiency=_number(tree, "memory_efficiency"),
+        attention_flops={way: teras * 1e12 for way, teras in attention.items()},
         family=str(tree.get("family", "")),
-        **{k: float(v) for k, v in optional.items() if v is not None},
+        **{key: _number(tree, key) for key in optional if tree.get(key) is not None},
     )
 
 
+def _number(tree: Mapping[str, Any], key: str) -> float:
+    try:
+        return float(tree[key])
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} = {tree[key]}: must be a number") from None
+
+
+def _numbers(tree: Mapping[str, Any], key: str) -> dict[str, float]:
+    if not isinstance(tree[key], Mapping):
+        raise ValueError(f"{key} = {tree[key]}: must hold a number for each name, such as {{bf16: 989.4}}")
+    return {name: _number({f"{key}.{name}": value}, f"{key}.{name}") for name, value in tree[key].items()}
+
+
 def _whole(tree: Mapping[str, Any], key: str) -> int:
-    if isinstance(tree[key], bool) or int(tree[key]) != tree[key]:
+    number = _number(tree, key)
+    if isinstance(tree[key], bool) or number % 1:
         raise ValueError(f"{key} = {tree[key]}: must be a whole number")
-    return int(tree[key])
+    return int(number)
 
 
 def _link(tree: Mapping[str, Any]) -> Link:
     return Link(
-        bandwidth=float(tree["gb_per_s"]) * 1e9,
-        latency_s=float(tree["latency_us"]) * 1e-6,
-        efficiency=float(tree["efficiency"]),
+        bandwidth=_number(tree, "gb_per_s") * 1e9,
+        latency_s=_number(tree, "latency_us") * 1e-6,
+        efficiency=_number(tree, "efficiency"),
     )

@@ -12,6 +12,7 @@ import yaml
 
 from parallel3d.config import ModelConfig
 from parallel3d.errors import ConfigError
+from parallel3d.planner.constraints import divisors_near
 from parallel3d.planner.shapes import ModelShape, from_config
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
@@ -29,8 +30,9 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
         return from_config(ModelConfig(name=name, **_load(cards[name])))
     table = _load(_TABLE)
     if name not in table:
-        near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4) or sorted(cards)
-        raise ConfigError(f"model {name}: unknown; did you mean {', '.join(near)}?")
+        near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4)
+        advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
+        raise ConfigError(f"model {name}: unknown; {advice}")
     return _from_entry(name, table[name])
 
 
@@ -38,9 +40,13 @@ def from_hugging_face(path: Path) -> ModelShape:
     """The shape of a `config.json`. Raises ConfigError where it is of another family or its numbers do not agree."""
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a config.json") from problem
+    except ValueError as problem:
         raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: must hold keys and values, as a transformers model's config.json does")
+    kind = config.get("model_type", "(not given)")
     try:
         if kind == "gpt2":
             shape = _from_gpt2(_name(path), config)
@@ -82,6 +88,12 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def notes_on(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json says and a plan does not count."""
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            yield f"{key} of config.json is left out: a Llama of this project has no such biases"
+    act = config.get("hidden_act", "silu")
+    if config.get("model_type") != "gpt2" and act not in ("silu", "swish"):
+        yield f"hidden_act {act} of config.json is taken as silu, which a Llama of this project has"
     scaling = config.get("rope_scaling")
     if scaling:
         kind = scaling.get("rope_type", scaling.get("type", "?")) if isinstance(scaling, dict) else scaling
@@ -100,10 +112,11 @@ def check_shape(shape: ModelShape, where: str) -> None:
     for name in counts:
         if getattr(shape, name) < 1:
             raise ConfigError(f"{where}: {name} = {getattr(shape, name)}: must be at least 1")
-    if shape.hidden % shape.heads:
-        raise ConfigError(f"{where}: heads = {shape.heads}: must divide hidden = {shape.hidden}")
-    if shape.heads % shape.kv_heads:
-        raise ConfigError(f"{where}: kv_heads = {shape.kv_heads}: must divide heads = {shape.heads}")
+    for part, of in (("heads", "hidden"), ("kv_heads", "heads")):
+        number, whole = getattr(shape, part), getattr(shape, of)
+        if whole % number:
+            tries = divisors_near(whole, number)
+            raise ConfigError(f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}")
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -103,9 +103,10 @@ def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
 def _introduce(progress: Progress, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
     recipe = trainer.recipe
     layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
+    microbatches = f"{recipe.microbatches} microbatch{'es' * (recipe.microbatches > 1)}"
     progress.say(
         f"{trainer.parameter_count:,} parameters on {layout} ({trainer.device.type}, {recipe.train.precision}), "
-        f"{len(corpus.train):,} training tokens, {recipe.microbatches} microbatches a step"
+        f"{len(corpus.train):,} training tokens, {microbatches} a step"
     )
     for line in resumed:
         progress.say(line)

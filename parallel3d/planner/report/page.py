@@ -16,6 +16,7 @@ from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
 from parallel3d.planner.report.text import (
     bar,
     days_column,
+    gib,
     layout_columns,
     layout_text,
     links_text,
@@ -119,7 +120,7 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
 def _row(plan: Plan, found: Strategy, sizes: bool) -> str:
     total, usable = found.memory.total, plan.question.usable_bytes
     text = f"{found.parallel.world_size:>5}" if sizes else ""
-    text += f"{layout_columns(found.parallel)}{total / _GIB:>7.1f} {bar(total / usable)} {total / usable:>4.0%}"
+    text += f"{layout_columns(found.parallel)}{gib(total):>7} {bar(total / usable)} {total / usable:>4.0%}"
     text += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
     text += "" if sizes else f"{found.cost.step_time_s:>7.3g}"
     length = plan.length(found)
@@ -205,8 +206,9 @@ def _fits(short: float) -> str:
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     q, rejected = plan.question, plan.answer.rejected
     nearest = rejected[0]
-    share = nearest.short_bytes / q.usable_bytes
-    yield f"nothing fits: needs {share:.0%} more memory than the {q.usable_bytes / _GIB:.1f} GiB that a device may use"
+    share, usable = nearest.short_bytes / q.usable_bytes, f"the {q.usable_bytes / _GIB:.1f} GiB that a device may use"
+    needs = f"{share:.0%} more memory than {usable}" if share < 10 else f"{1 + share:,.0f} times {usable}"
+    yield f"nothing fits: needs {needs}"
     yield from wrapped("nearest", f"{layout_text(nearest.parallel)}: {nearest.reason}")
     for each in rejected[1:_MOST_REJECTED]:
         yield from wrapped("then", f"{layout_text(each.parallel)}: {each.reason}")
@@ -228,7 +230,7 @@ def why_text(plan: Plan, why: Why) -> str:
     parts = [f"{name} {seconds:+.2g} s" for name, seconds in slower_by(best, found)[:3] if abs(seconds) > 5e-3]
     causes = f" ({', '.join(parts)} a step)" if parts else ""
     speed = f"{-ratio:.1%} fewer" if ratio < 0 else f"{ratio:.1%} more"
-    memory = f"{found.memory.total / _GIB:.1f} GiB"
+    memory = f"{gib(found.memory.total)} GiB"
     return f"{why.asked}: at its best {layout_text(found.parallel)}: {speed} tokens/s than layout 1{causes}, {memory}"
 
 

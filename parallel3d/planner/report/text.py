@@ -38,7 +38,7 @@ def layout_columns(parallel: ParallelConfig) -> str:
     """Of a table: tp, pp, stages of a rank, data ranks (sharded x replicated), microbatch, recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
-    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{data:>10}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
+    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
@@ -50,8 +50,14 @@ def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
 
 def memory_text(memory: RankMemory) -> str:
     parts = sorted(((getattr(memory, kind), kind) for kind in MEMORY_KINDS), reverse=True)
-    shown = ", ".join(f"{kind} {bytes_ / _GIB:.1f}" for bytes_, kind in parts if bytes_ >= 0.05 * _GIB)
-    return f"{shown}; {memory.total / _GIB:.1f} in all"
+    least = 0.05 * _GIB if memory.total >= _GIB else 0.02 * memory.total
+    shown = ", ".join(f"{kind} {gib(bytes_, of=memory.total)}" for bytes_, kind in parts if bytes_ >= least)
+    return f"{shown}; {gib(memory.total)} in all"
+
+
+def gib(bytes_: float, *, of: float | None = None) -> str:
+    """74.7, and two digits of what is less than one (or a part of it), as of a small model on a CPU."""
+    return f"{bytes_ / _GIB:.1f}" if (of or bytes_) >= _GIB else f"{bytes_ / _GIB:.2g}"
 
 
 def time_text(parts: TimeParts) -> str:
