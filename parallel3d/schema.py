@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
@@ -24,7 +25,6 @@ class Key:
     """A leaf of the recipe: its dotted name, the type of its value, and its default (MISSING: required)."""
 
     name: str
-    section: Any  # the dataclass that has it
     hint: Any
     default: Any
 
@@ -40,10 +40,9 @@ class Key:
             yield f"{setting}: a recipe does not read variables; write the value itself"
         elif any(number != number or abs(number) == float("inf") for number in _floats(value)):
             yield f"{setting}: must be {self.wanted()}, and finite"
-        elif not self._accepts(value) and (why := why_no_value(self.name, value)) is not None:
-            yield f"{setting}: {why}"
         elif not self._accepts(value):
-            yield f"{setting}: must be {self.wanted()}{_yaml_trap(value, self.hint)}"
+            why = why_no_value(self.name, value)
+            yield f"{setting}: {why or f'must be {self.wanted()}{_yaml_trap(value, self.hint)}'}"
 
     def wanted(self) -> str:
         """The rule in words, with a value that would do."""
@@ -53,6 +52,11 @@ class Key:
             return words
         return f"{words}, such as {shown(list(self.default) if isinstance(self.default, tuple) else self.default)}"
 
+    @cached_property
+    def _alone(self) -> type:
+        """A section of this key only, as `value`: OmegaConf copies all of a section for each value that it looks at."""
+        return make_dataclass("Alone", [("value", self.hint)])
+
     def _accepts(self, value: object) -> bool:
         # OmegaConf takes anything for text and any number for a bool; a person who writes so has mistaken the key.
         if str in self.choices and not isinstance(value, str | None):
@@ -60,7 +64,7 @@ class Key:
         if bool in self.choices and not isinstance(value, self.choices):
             return False
         try:
-            OmegaConf.merge(OmegaConf.structured(self.section), {self.name.rpartition(".")[2]: value})
+            OmegaConf.merge(OmegaConf.structured(self._alone), {"value": value})
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError):
             return False
         return True
@@ -84,7 +88,7 @@ class Schema:
             for leaf in fields(owner):
                 if leaf.name not in sections:
                     name = f"{section}.{leaf.name}".lstrip(".")
-                    keys[name] = Key(name, owner, hints[leaf.name], leaf.default)
+                    keys[name] = Key(name, hints[leaf.name], leaf.default)
         return cls(root, sections, keys)
 
     def unknown(self, settings: Iterable[Setting]) -> list[str]:

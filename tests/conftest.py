@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -79,12 +80,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """A worker: job after job until the pipe closes."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: the collections below need not look at it
     while True:
+        gc.freeze()  # what is there between jobs stays, modules mostly: the collections below need not look at it
         try:
             function, args, store = pipe.recv()
         except EOFError:
@@ -98,13 +97,26 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it gives DTensors the mesh of the first job that had an equal one
-        # Meshes are in these caches and, with trainers, in cycles, and keep their process groups, whose threads wake a
-        # hundred times a second: left alone, idle pools would have hundreds of them.
-        clear_redistribute_planner_cache()
-        _gen_transform_infos.cache_clear()
+            _forget_meshes()
         gc.collect()
         pipe.send((text, value))
+
+
+def _forget_meshes() -> None:
+    """Empties torch's caches that hold meshes: one gives DTensors the mesh of the first job that had an equal one, and
+    all keep process groups, whose threads wake a hundred times a second: left alone, idle pools have hundreds of them.
+    """
+    import torch
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")
