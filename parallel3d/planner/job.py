@@ -76,6 +76,7 @@ class Job:
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
     drops: bool = False  # likewise: dropout between the layers
+    steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes
 
     @property
     def tokens(self) -> int:

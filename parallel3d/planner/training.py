@@ -16,6 +16,7 @@ class Training:
     step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
     factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
     drops: bool = False  # dropout between the layers
+    steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
 
 
@@ -36,6 +37,7 @@ def training_of(recipe: Recipe) -> Training:
         step_bytes=step_bytes,
         factors=recipe.optimizer.name == "adafactor",
         drops=recipe.model.dropout > 0,
+        steps_in_backward=recipe.optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
 
@@ -46,10 +48,6 @@ def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
     if name == "muon":
         known = "the memory model knows adamw, sgd and adafactor"
         yield Unpriced(setting=f"optimizer.name = {name}", known=known, instead="adamw")
-    if recipe.optimizer.step_in_backward:
-        known = "the memory model knows steps after the backward"
-        instead = "optimizer.step_in_backward=false"
-        yield Unpriced(setting="optimizer.step_in_backward = true", known=known, instead=instead)
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"

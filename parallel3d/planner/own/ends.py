@@ -29,6 +29,7 @@ class EndSizes:
     copies: bool
     is_split: bool  # tp > 1
     positions: int  # bytes of the gradient of learned positions; 0 without
+    widens: bool  # the table's gradient is added up in float32
 
     @classmethod
     def of(cls, job: Job, *, norm_bytes: int) -> EndSizes:
@@ -50,6 +51,7 @@ class EndSizes:
             copies=layout.sequence_parallel and layout.tp > 1 and layout.microbatch_size > 1,
             is_split=layout.tp > 1,
             positions=item * shape.position_rows * shape.hidden if learned else 0,
+            widens=job.steps_in_backward and item < 4,
         )
 
     @property
@@ -108,20 +110,25 @@ def loss_backward(s: EndSizes) -> float:
 
 
 @lru_cache(maxsize=4096)
-def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
+def head_backward(
+    s: EndSizes, weights: Weights, *, has_total: bool, opens: float = 0.0, step: float = 0.0
+) -> Work:
     """From the gradient of the logits, which is where they were, or the loss in chunks, to the gradient of the last
-    block's output. `has_total`: a float32 gradient of the table is there and can be added to."""
-    tape = Tape()
+    block's output. `has_total`: a float32 gradient of the table is there and can be added to; `opens`, `step`: see
+    `Tape`."""
+    tape = Tape(opens=opens, step=step)
     table = s.item * s.table
     if s.chunk is None:
         input_backward(tape, gathers=s.gathers, whole=s.w, own=s.b, copies=s.copies)
-        if weights == "kept":
+        if weights in ("kept", "given"):
             tape.make(table)
         elif weights == "dropped":
             tape.touch(table)
         if weights != "later":
             tape.drop(s.logits)
             tape.drop(s.w if s.gathers else 0)
+        if weights == "given":
+            tape.give(table)
         if s.gathers:
             tape.drop(s.w)
     else:
@@ -136,8 +143,10 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
             tape.touch(s.item * logits)
         if not has_total and s.item < 4:  # rounded to what the head computes in
             tape.make(table)
-            tape.drop(4 * s.table, 0 if weights == "kept" else table)
+            tape.drop(4 * s.table, 0 if weights in ("kept", "given") else table)
         tape.drop(s.w if s.gathers else s.b)  # the input, before its gradient is summed
+        if weights == "given":
+            tape.give(table)
         if s.gathers:
             tape.touch(s.copies * s.w + s.b)
             tape.make(s.b)
@@ -151,20 +160,31 @@ def head_backward(s: EndSizes, weights: Weights, *, has_total: bool) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def embedding_backward(s: EndSizes, weights: Weights) -> Work:
-    """From the gradient of its output, which is there, to the table's, which `left` has where it is kept."""
-    tape = Tape()
+def embedding_backward(s: EndSizes, weights: Weights, *, opens: float = 0.0, step: float = 0.0) -> Work:
+    """From the gradient of its output, which is there, to the table's, which `left` has where it is kept. `opens`,
+    `step`: see `Tape`."""
+    tape = Tape(opens=opens, step=step)
     if s.positions and weights == "kept":
         tape.make(s.positions)
+    elif s.positions and weights == "given":
+        tape.make(s.positions)
+        tape.give(s.positions)
     if s.gathers:
         tape.make(s.w, s.copies * s.w)
         tape.drop(s.copies * s.w)
     if s.is_split:
         tape.make(s.w)  # with nothing of other ranks' rows
         tape.drop(s.w if s.gathers else 0)
-    if weights == "kept":
+    if s.widens:
+        tape.make(4 * s.table)
+        tape.touch(4 * s.w // s.item)
+        tape.make(s.item * s.table)
+        tape.drop(4 * s.table)
+    elif weights in ("kept", "given"):
         tape.make(s.item * s.table)
     else:
         tape.touch(4 * s.w // s.item if s.item < 4 else 0)
+    if weights == "given":
+        tape.give(s.item * s.table)
     tape.drop(s.w if s.is_split else 0, s.b, s.kept_by_embedding)
     return Work(tape.peak, tape.now)

@@ -7,6 +7,7 @@ verify` compares it with a dry run of the real thing (docs/verify.md).
     moments     the moments within an action: its stage's blocks, one after the other
     work        what a block makes for itself meanwhile; `ends`: embedding, head and loss
     buckets     gradients on their way, where they are sent whole
+    stepped     the moments where a backward steps each parameter
     step        an optimizer whose states are not so many bytes for each number
 
 The fullest of all moments, or the optimizer's step after them, is what the rank needs.
@@ -26,6 +27,7 @@ from parallel3d.planner.own.moment import Moment, What, total
 from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import received_into
+from parallel3d.planner.own.stepped import SteppedMoments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class Held:
 def most_held(job: Job, rank: int) -> Held:
     """At the moment of a step when a pipeline rank holds most."""
     has = Rank(job, rank)
-    fullest = max(Moments(has).fullest(), _step(has), key=total)
+    moments = SteppedMoments(has) if has.steps_alone else Moments(has)
+    fullest = max(moments.fullest(), _step(has), key=total)
     parameters, gradients, optimizer = has.at_rest
     return Held(
         moment=fullest.what,
@@ -104,5 +107,5 @@ def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
     published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
     received = received_into(has.walk) * has.sizes.b  # memory that the next step receives into, too
-    temporary = max(published, has.step_bytes)
+    temporary = max(published, 0.0 if has.job.steps_in_backward else has.step_bytes)
     return Moment("optimizer's step", gradients, has.throughout, 0.0, received, temporary)

@@ -262,6 +262,7 @@ class Moments:
                 return waits if state.has_gradients else partial
             return waits - partial + reduced if state.has_gradients else reduced
         if state.is_last:
+            reduced *= not rank.job.steps_in_backward
             return around.own_gradients - state.has_gradients * rank.sum_bytes * block.numel * later + reduced
         return around.own_gradients + (0.0 if state.has_gradients else rank.sum_bytes * block.numel * later)
 

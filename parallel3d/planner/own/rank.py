@@ -120,7 +120,8 @@ class Rank:
             return self.master * self.numel, 0.0, states
         if self.whole:
             masters = self.master * self.shard if self.item < self.master else 0
-            return self.item * self.numel + masters, self.master * self.numel, states
+            gradients = 0.0 if self.job.steps_in_backward else self.master * self.numel
+            return self.item * self.numel + masters, gradients, states
         return self.master * self.shard, 0.0, states
 
     # Gradients.
@@ -131,13 +132,18 @@ class Rank:
         return self.layout.reduce_bytes if self.sharded else self.master
 
     @cached_property
+    def steps_alone(self) -> bool:
+        """Whether a parameter is stepped in the backward with no others of a block: not of `fully_shard`."""
+        return self.job.steps_in_backward and not self.sharded
+
+    @cached_property
     def reduces_each(self) -> bool:
         return self.sharded and self.layout.reduce == "microbatch"
 
     def whole_gradients(self, stage: Stage) -> float:
         """Once the stage has had a backward that is not its last; of `whole` they are there throughout."""
         numel = stage.blocks * self.block.numel + stage.ends.numel
-        if self.whole:
+        if self.whole or self.steps_alone:
             return 0.0
         if not self.reduces_each:
             return self.sum_bytes * numel
@@ -171,7 +177,7 @@ class Rank:
 
     def reduced_gradients(self, stage: Stage) -> float:
         """Once it has had its last."""
-        if self.whole:
+        if self.whole or self.job.steps_in_backward:
             return 0.0
         return self.master * self.shard_of(stage)
 
@@ -208,6 +214,8 @@ class Rank:
 
     def weights(self, *, has_gradients: bool) -> Weights:
         """What a backward does with the gradients that products make."""
+        if self.steps_alone:
+            return "given"
         if self.whole:
             return "dropped" if self.item < self.master else "in place"
         is_wider = self.sharded and self.layout.reduce_bytes != self.item
@@ -340,6 +348,7 @@ def _block_sizes(job: Job) -> tuple[int, BlockSizes]:
         int(job.item_bytes),
         not job.on_cpu,
         job.drops,
+        layout.tp == 1 and job.steps_in_backward,
     )
 
 
@@ -353,6 +362,7 @@ def _sizes(
     item_bytes: int,
     fused_norm: bool,
     drops: bool,
+    plain: bool,
 ) -> tuple[int, BlockSizes]:
     """What a norm keeps of a token, and a block's tensors."""
     block = BlockActivations(
@@ -371,4 +381,4 @@ def _sizes(
         dropout=drops,
     )
     kv_weight = block_tables(shape, tp)[1].rows * shape.hidden
-    return block.norm_bytes, BlockSizes.of(block, kv_weight=kv_weight, biases=shape.biases)
+    return block.norm_bytes, BlockSizes.of(block, kv_weight=kv_weight, biases=shape.biases, plain=plain)

@@ -14,15 +14,18 @@ from typing import Literal
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 
 # What a backward does with a product's gradient of its weight: keeps it until the block is done, adds it to a wider
-# total and drops it, adds the product to a total as it is made, or leaves it for the backward's second half.
-Weights = Literal["kept", "dropped", "in place", "later"]
+# total and drops it, adds the product to a total as it is made, leaves it for the backward's second half, or gives it to
+# autograd, which has a step made with it, or copies it, when the product's function has ended.
+Weights = Literal["kept", "dropped", "in place", "later", "given"]
 
 
 class Tape:
-    """Bytes alive, beside what was there before, and their most."""
+    """Bytes alive, beside what was there before, and their most. `opens`: what the first gradient that is given has
+    made for it and others; `step`: what a step with a gradient makes, for each of its bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, opens: float = 0.0, step: float = 0.0) -> None:
         self.now = self.peak = 0.0
+        self._opens, self._step = opens, step
 
     def make(self, *tensors: float) -> None:
         self.now += sum(tensors)
@@ -35,6 +38,16 @@ class Tape:
         """Made and dropped."""
         self.make(*tensors)
         self.drop(*tensors)
+
+    def open(self) -> None:
+        self.make(self._opens)
+        self._opens = 0.0
+
+    def give(self, gradient: float) -> None:
+        """One that is there goes."""
+        self.open()
+        self.touch(self._step * gradient)
+        self.drop(gradient)
 
 
 @dataclass(frozen=True)
@@ -69,9 +82,10 @@ class BlockSizes:
     counters: int  # of the numbers that such a mask is made of
     scores: int  # of attention's probabilities, where it has a dropout of its own, each number in 16 or 32 bits
     kept: int  # between forward and backward, nothing recomputed
+    plain: bool  # products are torch's own
 
     @classmethod
-    def of(cls, block: BlockActivations, *, kv_weight: int, biases: bool) -> BlockSizes:
+    def of(cls, block: BlockActivations, *, kv_weight: int, biases: bool, plain: bool = False) -> BlockSizes:
         """`kv_weight`: numbers of the keys' weight on this rank."""
         item, tp, hidden = block.item_bytes, block.tp, block.hidden
         tokens = block.batch * block.seq
@@ -101,6 +115,7 @@ class BlockSizes:
             counters=8 * outside * hidden if block.dropout else 0,
             scores=tokens * block.seq * block.heads // tp if block.attention_dropout else 0,
             kept=block.bytes(),
+            plain=plain,
         )
 
     @property
@@ -118,11 +133,16 @@ def forward_work(sizes: BlockSizes, recompute: BlockRecompute) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def backward_work(sizes: BlockSizes, recompute: BlockRecompute, weights: Weights) -> Work:
+def backward_work(
+    sizes: BlockSizes, recompute: BlockRecompute, weights: Weights, *, opens: float = 0.0, step: float = 0.0
+) -> Work:
     """From the gradient of its output, which is there, to that of its input, in the place of the other. `left` is less
-    than nothing by what the forward has kept, and has the weights' gradients where they are kept."""
-    tape, s = Tape(), sizes
+    than nothing by what the forward has kept, and has the weights' gradients where they are kept. `opens`, `step`: see
+    `Tape`."""
+    tape, s = Tape(opens=opens, step=step), sizes
     is_replay = recompute == "full"
+    if s.adds_bias and not s.plain and not s.mask:  # whose gradient is the first, and needs nothing that was kept
+        tape.open()
     if is_replay:
         if s.mask:  # the last dropout scales its gradient before it asks for its mask
             tape.make(s.b)
@@ -255,6 +275,8 @@ def _row_backward(tape: Tape, s: BlockSizes, features: int, kept: int, weight: i
         tape.drop(kept)
         if s.gathers:
             tape.drop(s.w)
+    if weights == "given":
+        tape.give(weight)
 
 
 def input_backward(tape: Tape, *, gathers: bool, whole: int, own: int, copies: int) -> None:
@@ -274,6 +296,9 @@ def _columns_backward(
 ) -> None:
     """Of products of one input: their outputs' `grads`, of weights of `kinds` of bytes. What was made again for this
     backward goes as soon as it has been gathered; what the forward has kept, when the products are done."""
+    if s.plain:
+        _plain_columns_backward(tape, s, grads, kinds, weights)
+        return
     input_backward(tape, gathers=s.gathers, whole=s.w, own=s.b, copies=s.copies)
     early = s.b if is_replay and s.gathers else 0  # the norm's output
     tape.drop(early)
@@ -287,10 +312,27 @@ def _columns_backward(
         tape.drop(s.b - early)  # and keeps it gathered
     if s.gathers:
         tape.drop(s.w)
+    for weight in kinds:
+        if weights == "given":
+            tape.give(weight)
+
+
+def _plain_columns_backward(tape: Tape, s: BlockSizes, grads: list[int], kinds: list[int], weights: Weights) -> None:
+    """Each of the products by itself, the last first; the gradients of their input are added up."""
+    is_first = True
+    for grad, weight in zip(reversed(grads), reversed(kinds), strict=True):
+        tape.make(s.b)
+        _weight(tape, weight, weights)
+        tape.drop(grad)
+        if weights == "given":
+            tape.give(weight)
+        tape.drop(0 if is_first else s.b)
+        is_first = False
+    tape.drop(s.b)  # what the forward has kept
 
 
 def _weight(tape: Tape, weight: int, weights: Weights) -> None:
-    if weights == "kept":
+    if weights in ("kept", "given"):
         tape.make(weight)
     elif weights == "dropped":
         tape.touch(weight)
