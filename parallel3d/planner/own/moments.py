@@ -210,7 +210,7 @@ class Moments:
             # Its parameters are freed first, and the block's before it is done with what it has sent.
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, at),
-                temporary=base.temporary + self._reducing(block, new, whole),
+                temporary=base.temporary + self._reduced(None, block, new, whole),
             )
         if not state.has_gradients:
             return base._replace(
@@ -218,6 +218,14 @@ class Moments:
                 temporary=base.temporary + rank.sum_bytes * block.numel + rank.sizes.w_down,
             )
         return base
+
+    def _reduced(self, stage: Stage | None, unit: Unit, new: float, whole: float) -> float:
+        """Of a stage's ends, or of a block; each of its parameters is stepped then, where a backward does that."""
+        most = self._reducing(unit, new, whole)
+        if not self.rank.job.steps_in_backward:
+            return most
+        arrived = self._reducing(unit, min(new, 1.0), whole)
+        return max(most, arrived + self.rank.job.step_bytes * self.rank.largest_of(stage))
 
     def _reducing(self, unit: Unit, new: float, whole: float) -> float:
         """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
@@ -240,7 +248,7 @@ class Moments:
             new, whole = (0.0, rank.sum_bytes * ends.numel) if is_whole else (own, 0.0)
             return base._replace(
                 buffers=base.buffers - freed - self._on_its_way(state, stage, -1),
-                temporary=arrived + self._reducing(ends, new, whole),
+                temporary=arrived + self._reduced(stage, ends, new, whole),
             )
         if not state.has_half and rank.sum_bytes != rank.item:
             own = rank.widened(stage, is_split=state.kind is Kind.INPUT)

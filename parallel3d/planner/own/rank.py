@@ -184,8 +184,14 @@ class Rank:
     @property
     def largest(self) -> int:
         """Numbers of the largest parameter that the optimizer steps here."""
-        tables = (*block_tables(self.job.shape, self.layout.tp), *self._end_tables)
-        return max((table.shard(self.shards) // table.times for table in tables), default=0)
+        parts = (stage for stage in self.kinds if stage.ends.numel)
+        return max(map(self.largest_of, (None, *parts)))
+
+    def largest_of(self, stage: Stage | None) -> int:
+        """Of a stage's ends, or of a block."""
+        shape, tp = self.job.shape, self.layout.tp
+        tables = block_tables(shape, tp) if stage is None else end_tables(shape, stage.part, tp)
+        return max(table.shard(self.shards) // table.times for table in tables)
 
     @property
     def tables(self) -> list[Table]:
@@ -203,11 +209,6 @@ class Rank:
         if self.job.factors:
             return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
         return self.job.step_bytes * self.largest
-
-    @property
-    def _end_tables(self) -> list[Table]:
-        parts = (stage.part for stage in self.stages if stage.ends.numel)
-        return [table for part in parts for table in end_tables(self.job.shape, part, self.layout.tp)]
 
     def shard_of(self, stage: Stage) -> int:
         return stage.blocks * self.block.shard + stage.ends.shard
