@@ -13,7 +13,8 @@ from parallel3d.config import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
-from parallel3d.training.optimizers.matrices import divide, nearest_holders
+from parallel3d.sharding.shares import divide
+from parallel3d.training.optimizers.matrices import nearest_holders
 from parallel3d.training.optimizers.muon import adjustment, orthogonalize
 from parallel3d.training.optimizers.narrow import NarrowAdamW, NarrowSGD
 from parallel3d.training.optimizers.split import Box

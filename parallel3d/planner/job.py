@@ -21,6 +21,7 @@ from parallel3d.planner.shapes import (
     layer_parameters,
     stage_parameters,
 )
+from parallel3d.planner.training import Muon
 from parallel3d.sharding.strategy import WHOLE, How, ShardingName
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
@@ -75,6 +76,7 @@ class Job:
     loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
+    muon: Muon | None = None  # likewise: of the matrices of blocks, whose states and steps those bytes are then not
     drops: bool = False  # likewise: dropout between the layers
     steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes
 

@@ -31,6 +31,7 @@ def job_of(question: Question, parallel: ParallelConfig) -> Job:
         state_bytes=training.state_bytes,
         step_bytes=training.step_bytes,
         factors=training.factors,
+        muon=training.muon,
         drops=training.drops,
         steps_in_backward=training.steps_in_backward,
         loss_chunk_tokens=training.loss_chunk_tokens,

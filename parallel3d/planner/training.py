@@ -9,12 +9,23 @@ from parallel3d.config import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Of the matrices of blocks; all else is stepped by AdamW."""
+
+    state_bytes: int  # of a number's momentum
+    item_bytes: int  # in which matrices are sent and made orthogonal
+    nesterov: bool
+    iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """The defaults are AdamW beside float32 masters, without dropout."""
 
     state_bytes: float = 8.0  # of a parameter's optimizer states
     step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
     factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
+    muon: Muon | None = None  # then those bytes are of what it does not step
     drops: bool = False  # dropout between the layers
     steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
@@ -36,6 +47,7 @@ def training_of(recipe: Recipe) -> Training:
         state_bytes=state_bytes,
         step_bytes=step_bytes,
         factors=recipe.optimizer.name == "adafactor",
+        muon=_muon(recipe),
         drops=recipe.model.dropout > 0,
         steps_in_backward=recipe.optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
@@ -44,10 +56,7 @@ def training_of(recipe: Recipe) -> Training:
 
 def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
     """What would change the memory, and is not counted."""
-    name, prefetch = recipe.optimizer.name, recipe.parallel.prefetch
-    if name == "muon":
-        known = "the memory model knows adamw, sgd and adafactor"
-        yield Unpriced(setting=f"optimizer.name = {name}", known=known, instead="adamw")
+    prefetch = recipe.parallel.prefetch
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
@@ -61,10 +70,31 @@ def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
     states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
     optimizer = recipe.optimizer.resolved
-    master = 2 if recipe.train.precision == "bf16_pure" else 4
-    width = {None: master, "fp32": 4, "bf16": 2}[optimizer.state_dtype]
+    master, width = _master_bytes(recipe), _state_bytes(recipe)
     is_wide = master == 4
     if optimizer.name == "sgd":
         copies = 4.0 if is_wide else 12.0
         return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else float(master))
     return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
+
+
+def _muon(recipe: Recipe) -> Muon | None:
+    optimizer = recipe.optimizer.resolved
+    if optimizer.name != "muon":
+        return None
+    assert optimizer.ns_steps is not None
+    return Muon(
+        state_bytes=_state_bytes(recipe),
+        item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
+        nesterov=bool(optimizer.nesterov),
+        iterations=optimizer.ns_steps,
+    )
+
+
+def _master_bytes(recipe: Recipe) -> int:
+    return 2 if recipe.train.precision == "bf16_pure" else 4
+
+
+def _state_bytes(recipe: Recipe) -> int:
+    """Of a number in one state."""
+    return {None: _master_bytes(recipe), "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]

@@ -110,9 +110,7 @@ def loss_backward(s: EndSizes) -> float:
 
 
 @lru_cache(maxsize=4096)
-def head_backward(
-    s: EndSizes, weights: Weights, *, has_total: bool, opens: float = 0.0, step: float = 0.0
-) -> Work:
+def head_backward(s: EndSizes, weights: Weights, *, has_total: bool, opens: float = 0.0, step: float = 0.0) -> Work:
     """From the gradient of the logits, which is where they were, or the loss in chunks, to the gradient of the last
     block's output. `has_total`: a float32 gradient of the table is there and can be added to; `opens`, `step`: see
     `Tape`."""

@@ -25,6 +25,7 @@ from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.job import Job
 from parallel3d.planner.own.ends import EndSizes
+from parallel3d.planner.own.muon import hidden_matrices, muon_step, ranks_of
 from parallel3d.planner.own.states import Walk
 from parallel3d.planner.own.step import adafactor_states, adafactor_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
@@ -116,6 +117,9 @@ class Rank:
         states = self.job.state_bytes * numel
         if self.job.factors:
             states = adafactor_states(self.tables, self.shards)
+        if self.job.muon is not None:
+            saved = self.job.state_bytes - self.job.muon.state_bytes
+            states -= saved * self._blocks * self._hidden_matrices
         if self.alone:
             return self.master * self.numel, 0.0, states
         if self.whole:
@@ -191,6 +195,8 @@ class Rank:
         """Of a stage's ends, or of a block."""
         shape, tp = self.job.shape, self.layout.tp
         tables = block_tables(shape, tp) if stage is None else end_tables(shape, stage.part, tp)
+        if stage is None and self.job.muon is not None:  # of what it leaves
+            tables = tuple(table for table in tables if table.columns == 1)
         return max(table.shard(self.shards) // table.times for table in tables)
 
     @property
@@ -208,7 +214,20 @@ class Rank:
         """That the optimizer makes for itself."""
         if self.job.factors:
             return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
-        return self.job.step_bytes * self.largest
+        most = self.job.step_bytes * self.largest
+        if self.job.muon is not None:
+            ranks, narrow = ranks_of(self.job), self.master == 2
+            most = max(most, muon_step(self.job.shape, self._blocks, ranks, self.job.muon, narrow=narrow))
+        return most
+
+    @property
+    def _blocks(self) -> int:
+        return sum(stage.blocks for stage in self.stages)
+
+    @property
+    def _hidden_matrices(self) -> int:
+        """Numbers of a block that Muon steps here."""
+        return sum(table.shard(self.shards) for table in hidden_matrices(self.job.shape, self.layout.tp))
 
     def shard_of(self, stage: Stage) -> int:
         return stage.blocks * self.block.shard + stage.ends.shard

@@ -14,8 +14,8 @@ from typing import Literal
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 
 # What a backward does with a product's gradient of its weight: keeps it until the block is done, adds it to a wider
-# total and drops it, adds the product to a total as it is made, leaves it for the backward's second half, or gives it to
-# autograd, which has a step made with it, or copies it, when the product's function has ended.
+# total and drops it, adds the product to a total as it is made, leaves it for the backward's second half, or gives it
+# to autograd: when the product's function has ended, a step is made with it, or a copy, and it goes.
 Weights = Literal["kept", "dropped", "in place", "later", "given"]
 
 

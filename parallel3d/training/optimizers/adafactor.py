@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.shares import rounds
 from parallel3d.training.optimizers.narrow import apply
-from parallel3d.training.optimizers.split import Split, Sums, rounds
+from parallel3d.training.optimizers.split import Split, Sums
 
 SMALLEST_RMS = 1e-3  # epsilon_2: of a parameter, which its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1

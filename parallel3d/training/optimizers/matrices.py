@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -17,46 +18,53 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.parallelize import OwnParameter
-from parallel3d.training.optimizers.split import Box, box_of
+from parallel3d.sharding.shares import divide, orthogonalize_cost
+from parallel3d.training.optimizers.split import Box, Place, box_of
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """The ranks of the mesh that have this rank's pipeline stages."""
+    """The ranks of the mesh that have this rank's pipeline stages, in the order of STAGE_AXES."""
 
     size: int
     rank: int
     group: dist.ProcessGroup | None  # None where this rank is alone
+    shards: int = 1  # of dp_shard
+    tp: int = 1
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> StageGroup:
         """Every rank of the mesh calls it: it may make a group."""
         axes = [mesh[name] for name in STAGE_AXES if mesh[name].size() > 1]
+        split = mesh["dp_shard"].size(), mesh["tp"].size()
         if not axes:
             return cls(1, 0, None)
         if len(axes) == 1:
-            return cls(axes[0].size(), axes[0].get_local_rank(), axes[0].get_group())
+            return cls(axes[0].size(), axes[0].get_local_rank(), axes[0].get_group(), *split)
         ranks = mesh[STAGE_AXES].mesh.flatten().tolist()
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc="stage")
         assert isinstance(group, dist.ProcessGroup)
-        return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group)
+        return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group, *split)
 
-    def boxes(self, matrices: Sequence[OwnParameter]) -> list[list[Box]]:
-        """Of each rank, its part of each matrix. Every rank calls it; sends 32 bytes a matrix."""
-        mine = [box_of(matrix) for matrix in matrices]
-        if self.group is None or not matrices:
-            return [mine]
-        sent = torch.tensor(mine, device=matrices[0].local.device)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(received, sent, group=self.group)
-        return [[Box(*numbers) for numbers in boxes.tolist()] for boxes in received]
+    def boxes(self, matrices: Sequence[OwnParameter]) -> list[Sequence[Box]]:
+        """Of each matrix, the part of each rank. Nothing is sent: ranks are placed alike, and cut alike."""
+        cuts = [_cut_of(matrix) for matrix in matrices]
+        boxes = {cut: self._boxes(*cut) for cut in dict.fromkeys(cuts)}
+        return [boxes[cut] for cut in cuts]
+
+    def _boxes(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[Box]:
+        def box(rank: int) -> Box:
+            shard = Place(rank // self.tp % self.shards, self.shards) if is_split else Place(0, 1)
+            return box_of(shape, dim, Place(rank % self.tp, self.tp), shard)
+
+        return [box(rank) for rank in range(self.size)]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How some matrices travel. `boxes[rank][matrix]` is the part that a rank of the group holds, `owners[matrix]` the
+    """How some matrices travel. `boxes[matrix][rank]` is the part that a rank of the group holds, `owners[matrix]` the
     rank that gets the whole, `givers[matrix]` the ranks that it gets the parts from."""
 
     stage: StageGroup
@@ -68,7 +76,7 @@ class Exchange:
     @classmethod
     def of(cls, stage: StageGroup, boxes: Sequence[Sequence[Box]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
         owners = divide([orthogonalize_cost(shape) for shape in shapes], stage.size)
-        givers = [nearest_holders([of[m] for of in boxes], owner, shapes[m]) for m, owner in enumerate(owners)]
+        givers = [nearest_holders(boxes[m], owner, shapes[m]) for m, owner in enumerate(owners)]
         return cls(stage, boxes, shapes, owners, givers)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -78,11 +86,11 @@ class Exchange:
         me, ranks = self.stage.rank, range(self.stage.size)
         given = [[matrix for matrix in self._owned_by(me) if rank in self.givers[matrix]] for rank in ranks]
         sent = [[parts[matrix] for matrix in self._owned_by(to) if me in self.givers[matrix]] for to in ranks]
-        received = self._exchange(sent, [[self.boxes[rank][m] for m in given[rank]] for rank in ranks], parts[0])
+        received = self._exchange(sent, [[self.boxes[m][rank] for m in given[rank]] for rank in ranks], parts[0])
         wholes = {matrix: parts[0].new_empty(self.shapes[matrix]) for matrix in self._owned_by(me)}
         for rank in ranks:
             for matrix, part in zip(given[rank], received[rank], strict=True):
-                self.boxes[rank][matrix].of(wholes[matrix]).copy_(part)
+                self.boxes[matrix][rank].of(wholes[matrix]).copy_(part)
         return list(wholes.values())
 
     def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -91,13 +99,20 @@ class Exchange:
             return list(wholes)
         me, ranks = self.stage.rank, range(self.stage.size)
         own = self._owned_by(me)
-        sent = [[self.boxes[to][matrix].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
-        received = self._exchange(sent, [[self.boxes[me][m] for m in self._owned_by(rank)] for rank in ranks], like)
+        sent = [[self.boxes[matrix][to].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
+        received = self._exchange(sent, [[self.boxes[m][me] for m in self._owned_by(rank)] for rank in ranks], like)
         parts = {m: part for rank in ranks for m, part in zip(self._owned_by(rank), received[rank], strict=True)}
         return [parts[matrix] for matrix in range(len(self.owners))]
 
-    def _owned_by(self, rank: int) -> list[int]:
-        return [matrix for matrix, owner in enumerate(self.owners) if owner == rank]
+    def _owned_by(self, rank: int) -> Sequence[int]:
+        return self._owned.get(rank, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for matrix, owner in enumerate(self.owners):
+            found.setdefault(owner, []).append(matrix)
+        return found
 
     def _exchange(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
         """An all-to-all: `sent[rank]` goes to each rank, `expected[rank]` comes from it."""
@@ -112,19 +127,9 @@ class Exchange:
         ]
 
 
-def divide(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank of each item: the dearest first, each to the rank that has least so far."""
-    load, owners = [0.0] * ranks, [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        owners[item] = load.index(min(load))
-        load[owners[item]] += costs[item]
-    return owners
-
-
-def orthogonalize_cost(shape: Sequence[int]) -> float:
-    """FLOPs of a step of the iteration, up to a factor: two products of [short, short] by [short, long] or so."""
-    short, long = sorted(shape)
-    return float(short * short * (2 * long + short))
+def _cut_of(matrix: OwnParameter) -> tuple[tuple[int, ...], int | None, bool]:
+    """Its shape, the dim that tp splits, and whether dp_shard splits its rows."""
+    return matrix.spec.shape, matrix.spec.dim, "dp_shard" not in matrix.part.repeated_over
 
 
 def nearest_holders(boxes: Sequence[Box], owner: int, shape: tuple[int, ...]) -> frozenset[int]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.shares import rounds
 from parallel3d.training.optimizers.matrices import Exchange, StageGroup
 from parallel3d.training.optimizers.narrow import apply
-from parallel3d.training.optimizers.split import Split, rounds
+from parallel3d.training.optimizers.split import Split
 
 LrAdjust = Literal["original", "match_rms_adamw"]
 
@@ -60,14 +61,21 @@ class Muon(torch.optim.Optimizer):
         (group,) = self.param_groups
         stepped = [index for index, matrix in enumerate(self._matrices) if matrix.local.grad is not None]
         for matrices in rounds(stepped, self._part_elements.__getitem__):
-            exchange = self._exchange_of(tuple(matrices))
-            parts = [self._momentum(self._matrices[matrix], group["momentum"]) for matrix in matrices]
-            like = parts[0]
-            wholes = [orthogonalize(whole, self._ns_steps) for whole in exchange.gather(parts)]
-            for matrix, update in zip(matrices, exchange.scatter(wholes, like), strict=True):
-                parameter = self._matrices[matrix]
-                rate = group["lr"] * adjustment(self._lr_adjust, parameter.spec.shape)
-                apply(parameter.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
+            self._step_together(matrices, group)
+
+    def _step_together(self, matrices: Sequence[int], group: dict[str, Any]) -> None:
+        """Steps some matrices. What is made of them goes as early as it can: it is as large as a gradient of them, and
+        of each whole matrix that this rank makes orthogonal several are."""
+        exchange = self._exchange_of(tuple(matrices))
+        wholes = exchange.gather([self._momentum(self._matrices[matrix], group["momentum"]) for matrix in matrices])
+        for at in range(len(wholes)):
+            wholes[at] = orthogonalize(wholes[at], self._ns_steps)
+        updates = exchange.scatter(wholes, self._matrices[0].local.new_empty(0, dtype=self._ns_dtype))
+        del wholes
+        for matrix, update in zip(matrices, updates, strict=True):
+            parameter = self._matrices[matrix]
+            rate = group["lr"] * adjustment(self._lr_adjust, parameter.spec.shape)
+            apply(parameter.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
 
     def _momentum(self, matrix: OwnParameter, momentum: float) -> Tensor:
         """What is to be made orthogonal, of this rank's part; the buffer moves on."""
@@ -81,7 +89,7 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange_of(self, matrices: tuple[int, ...]) -> Exchange:
         if matrices not in self._exchanges:
-            boxes = [[of_rank[matrix] for matrix in matrices] for of_rank in self._boxes]
+            boxes = [self._boxes[matrix] for matrix in matrices]
             shapes = [self._matrices[matrix].spec.shape for matrix in matrices]
             self._exchanges[matrices] = Exchange.of(self._stage, boxes, shapes)
         return self._exchanges[matrices]

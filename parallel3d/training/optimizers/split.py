@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.parallelize import OwnParameter
-from parallel3d.torch_private import offsets_of
-
-ROUND_ELEMENTS = 2**25
-
-T = TypeVar("T")
 
 
 class Box(NamedTuple):
@@ -38,14 +33,28 @@ class Box(NamedTuple):
         return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
 
-def box_of(matrix: OwnParameter) -> Box:
-    """Where this rank's part of a matrix lies in the whole; of no elements where the rank has none."""
-    rows, columns = matrix.local.shape
-    tensor = matrix.distributed(matrix.local.detach())
-    if not isinstance(tensor, DTensor) or not rows * columns:
-        return Box(0, 0, rows, columns)
-    first_row, first_column = offsets_of(tensor)
-    return Box(first_row, first_column, rows, columns)
+class Place(NamedTuple):
+    """A rank of an axis, of so many."""
+
+    rank: int
+    ranks: int
+
+
+def box_of(shape: Sequence[int], dim: int | None, tp: Place, shard: Place) -> Box:
+    """The part of a matrix of `shape` whose `dim` is split over tp (evenly; None: it is whole on each rank), and what a
+    tp rank has over dp_shard by rows, each ceil(rows / ranks) but for the last ones. Where there is nothing left it has
+    no rows."""
+    rows, columns = shape
+    first_row = first_column = 0
+    if dim == 0:
+        rows //= tp.ranks
+        first_row = tp.rank * rows
+    elif dim == 1:
+        columns //= tp.ranks
+        first_column = tp.rank * columns
+    each = -(-rows // shard.ranks)
+    skipped = min(shard.rank * each, rows)
+    return Box(first_row + skipped, first_column, min(each, rows - skipped), columns)
 
 
 @dataclass(frozen=True)
@@ -92,21 +101,6 @@ def without_dim(parameter: OwnParameter, dim: int, local: Tensor) -> Tensor:
     ]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
-    """A few at a time, so that what a step makes of them takes little memory: ROUND_ELEMENTS or so of a rank's part.
-    Cut alike on all ranks, where the items are and `elements_of` is."""
-    found: list[T] = []
-    elements = 0.0
-    for item in items:
-        found.append(item)
-        elements += elements_of(item)
-        if elements >= ROUND_ELEMENTS:
-            yield found
-            found, elements = [], 0.0
-    if found:
-        yield found
 
 
 class Sums:

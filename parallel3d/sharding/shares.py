@@ -1,0 +1,45 @@
+"""How an optimizer that needs whole matrices takes them: a few at a time, each to one of the ranks. No torch: the
+planner prices the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapreplace
+from typing import TypeVar
+
+ROUND_ELEMENTS = 2**25
+
+T = TypeVar("T")
+
+
+def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
+    """A few at a time, so that what a step makes of them takes little memory: ROUND_ELEMENTS or so of a rank's part.
+    Cut alike on all ranks, where the items are and `elements_of` is."""
+    found: list[T] = []
+    elements = 0.0
+    for item in items:
+        found.append(item)
+        elements += elements_of(item)
+        if elements >= ROUND_ELEMENTS:
+            yield found
+            found, elements = [], 0.0
+    if found:
+        yield found
+
+
+def divide(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each item: the dearest first, each to the rank that has least so far, of several the first."""
+    loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]  # a heap; more ranks would get nothing
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, owners[item] = loads[0]
+        heapreplace(loads, (load + costs[item], owners[item]))
+    return owners
+
+
+def orthogonalize_cost(shape: Sequence[int]) -> float:
+    """Half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
+    [short, short] by [short, short]."""
+    short, long = sorted(shape)
+    return float(short * short * (2 * long + short))
