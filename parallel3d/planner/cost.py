@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,7 +14,8 @@ from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.job import Job
 from parallel3d.planner.measured_cost import measured_parts
-from parallel3d.planner.roofline import Kernels, memory_bound_s
+from parallel3d.planner.own.muon import busiest_shapes, hidden_matrices, ranks_of
+from parallel3d.planner.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.planner.time_parts import TimeParts
 from parallel3d.planner.timeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
 
@@ -124,7 +126,7 @@ def _modelled(job: Job, *, exact: bool, known: Known | None) -> TimeParts:
     pipeline = _known_pipeline(job, kernels, exact=exact, known=known)
     rank_parameters = max(job.stage_parameters(part) for part in {*job.ranks})
     data_s = _data_parallel_s(job, pipeline, rank_parameters)
-    optimizer = _optimizer_s(job, kernels, rank_parameters)
+    optimizer = _optimizer_s(job, kernels, rank_parameters) + _muon_s(job, kernels)
     return _parts(job, pipeline, data_s, optimizer + _tied_embeddings_s(job))
 
 
@@ -252,6 +254,23 @@ def _optimizer_s(job: Job, kernels: Kernels, rank_parameters: int) -> float:
     own = rank_parameters / layout.optimizer_shards
     gradients = rank_parameters / layout.gradient_shards
     return memory_bound_s(kernels, own * 30.0 * engine.elementwise + gradients * 3 * engine.gradient_bytes, launches=40)
+
+
+def _muon_s(job: Job, kernels: Kernels) -> float:
+    """Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of a rank's part, through
+    one port each (`training.optimizers.muon`)."""
+    if job.muon is None:
+        return 0.0
+    ranks, blocks = ranks_of(job), max(part.layers for part in job.ranks)
+    precision = "fp32" if job.muon.item_bytes == 4 else "bf16"
+    seconds = 0.0
+    for shape, count in Counter(busiest_shapes(job.shape, blocks, ranks)).items():
+        short, long = sorted(shape)
+        products = ((short, short, long), (short, short, short), (short, long, short))
+        seconds += job.muon.iterations * count * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
+    own = blocks * sum(table.shard(ranks.shards) for table in hidden_matrices(job.shape, ranks.tp))
+    group, sent = job.stage_group, float(job.muon.item_bytes * own)
+    return seconds + 2 * all_gather_s(job.cluster, group, sent, one_ring=True)
 
 
 def _tied_embeddings_s(job: Job) -> float:

@@ -182,6 +182,11 @@ class Job:
         """Ranks that hold the same parameters: data and context parallel ones."""
         return self._group(self.layout.dp * self.layout.cp, self.layout.tp)
 
+    @cached_property
+    def stage_group(self) -> Group:
+        """All ranks that have the same stages."""
+        return self._group(self.layout.dp * self.layout.cp * self.layout.tp, 1)
+
     def shard_group(self, shards: int) -> Group:
         return self._group(shards, self.layout.tp)
 
