@@ -267,7 +267,9 @@ def _muon_s(job: Job, kernels: Kernels) -> float:
     for shape, count in Counter(busiest_shapes(job.shape, blocks, ranks)).items():
         short, long = sorted(shape)
         products = ((short, short, long), (short, short, short), (short, long, short))
-        seconds += job.muon.iterations * count * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
+        seconds += (
+            job.muon.iterations * count * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
+        )
     own = blocks * sum(table.shard(ranks.shards) for table in hidden_matrices(job.shape, ranks.tp))
     group, sent = job.stage_group, float(job.muon.item_bytes * own)
     return seconds + 2 * all_gather_s(job.cluster, group, sent, one_ring=True)

@@ -50,6 +50,8 @@ class Layout:
     gather: How = "step"
     reduce: How = "step"
     reduce_bytes: int = 4  # of a gradient on its way
+    prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
+    prefetches_forward: bool = False  # in the forward, too
     bucket_bytes: int = 25 * 2**20  # of gradients of whole parameters that are sent in one go, at least
     dp_shard: int = 1
     recompute_every: int = 1  # of so many blocks one is recomputed
@@ -275,6 +277,8 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
         gather=parallel.gather,
         reduce=parallel.reduce,
         reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
+        prefetch=parallel.prefetch or 1,
+        prefetches_forward=parallel.prefetch is not None,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         dp_shard=shards,
         recompute_every=parallel.recompute_every or 1,

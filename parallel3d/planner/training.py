@@ -56,14 +56,10 @@ def training_of(recipe: Recipe) -> Training:
 
 def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
     """What would change the memory, and is not counted."""
-    prefetch = recipe.parallel.prefetch
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
         yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
-    if prefetch is not None:
-        known = "the memory model knows what torch gathers ahead by itself"
-        yield Unpriced(setting=f"parallel.prefetch = {prefetch}", known=known, instead="parallel.prefetch=null")
 
 
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:

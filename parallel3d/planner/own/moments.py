@@ -103,7 +103,13 @@ class Moments:
             yield moment(kept, gathered + arriving, work.peak)
             if is_gathering:  # what the unit before arrived in goes when the last block is where it is used
                 before = arriving if last else rank.ends_gathered(stage) * (rank.shards > 1)
-                yield moment(kept, gathered + arriving + before + astray * (last > 0), 0.0)
+                yield moment(kept, gathered + arriving + before + astray * (last > 1), 0.0)
+                if rank.layout.prefetches_forward and rank.frees_forward:
+                    for at in range(max(0, last - rank.layout.prefetch), last):
+                        ahead = rank.arriving * min(rank.layout.prefetch, last - at)
+                        kept = rank.kept_by_blocks(stage, at) + rank.sizes.b
+                        work = forward_work(rank.sizes, rank.recompute(stage.first + at))
+                        yield moment(kept, gathered + arriving + ahead, work.peak)
         if part.head:
             ends = rank.ends
             kept = rank.kept_by_blocks(stage, stage.blocks) + ends.b
@@ -307,7 +313,7 @@ class Moments:
         if at == stage.blocks:  # the head, with the last block ahead, unless head and loss are one
             return ends + (rank.arriving if stage.blocks and rank.ends.chunk is None else 0.0)
         here = block if at >= 0 else 0.0
-        return ends + here + (rank.arriving if at > 0 else rank.astray(stage))
+        return ends + here + (rank.arriving * min(rank.layout.prefetch, at) if at > 0 else rank.astray(stage))
 
     # The last backward where gradients are sent whole.
 
