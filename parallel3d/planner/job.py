@@ -75,6 +75,7 @@ class Job:
     loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
+    rounded: int | None = None  # likewise: states of 16 bits in steps that are rounded stochastically, if they are
     drops: bool = False  # likewise: dropout between the layers
 
     @property

@@ -31,6 +31,7 @@ def job_of(question: Question, parallel: ParallelConfig) -> Job:
         state_bytes=training.state_bytes,
         step_bytes=training.step_bytes,
         factors=training.factors,
+        rounded=training.rounded,
         drops=training.drops,
         loss_chunk_tokens=training.loss_chunk_tokens,
     )

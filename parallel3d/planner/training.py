@@ -15,6 +15,7 @@ class Training:
     state_bytes: float = 8.0  # of a parameter's optimizer states
     step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
     factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
+    rounded: int | None = None  # states of 16 bits in steps that are rounded stochastically; None: no such steps
     drops: bool = False  # dropout between the layers
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
 
@@ -35,6 +36,7 @@ def training_of(recipe: Recipe) -> Training:
         state_bytes=state_bytes,
         step_bytes=step_bytes,
         factors=recipe.optimizer.name == "adafactor",
+        rounded=_rounded_states(recipe),
         drops=recipe.model.dropout > 0,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
@@ -65,8 +67,18 @@ def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     optimizer = recipe.optimizer.resolved
     master = 2 if recipe.train.precision == "bf16_pure" else 4
     width = {None: master, "fp32": 4, "bf16": 2}[optimizer.state_dtype]
-    is_wide = master == 4
+    is_wide = master == 4 or optimizer.stochastic_rounding
     if optimizer.name == "sgd":
-        copies = 4.0 if is_wide else 12.0
-        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else float(master))
+        copies, total = (4.0, 4.0) if is_wide else (12.0, 2.0)
+        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else total)
     return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
+
+
+def _rounded_states(recipe: Recipe) -> int | None:
+    """Of each parameter, where a step widens it and them (`training.rounding`)."""
+    optimizer = recipe.optimizer.resolved
+    if not optimizer.stochastic_rounding:
+        return None
+    if optimizer.name == "adafactor" or optimizer.state_dtype == "fp32":
+        return 0
+    return 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))

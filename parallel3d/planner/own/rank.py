@@ -26,7 +26,7 @@ from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.job import Job
 from parallel3d.planner.own.ends import EndSizes
 from parallel3d.planner.own.states import Walk
-from parallel3d.planner.own.step import adafactor_states, adafactor_step
+from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
 from parallel3d.planner.parameters import Table, block_tables, end_tables
 from parallel3d.planner.shapes import ModelShape, StageSlice
@@ -194,9 +194,13 @@ class Rank:
     @property
     def step_bytes(self) -> float:
         """That the optimizer makes for itself."""
-        if self.job.factors:
+        job, rounded = self.job, self.job.rounded
+        if rounded is not None:
+            each = None if job.factors else job.step_bytes
+            return rounded_step(self.tables, self.shards, self.layout.tp, states=rounded, step_bytes=each)
+        if job.factors:
             return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
-        return self.job.step_bytes * self.largest
+        return job.step_bytes * self.largest
 
     @property
     def _end_tables(self) -> list[Table]:
