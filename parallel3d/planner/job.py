@@ -79,6 +79,7 @@ class Job:
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
     muon: Muon | None = None  # likewise: of the matrices of blocks, whose states and steps those bytes are then not
+    rounded: int | None = None  # likewise: states of 16 bits in steps that are rounded stochastically, if they are
     drops: bool = False  # likewise: dropout between the layers
     steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes
 

@@ -32,6 +32,7 @@ def job_of(question: Question, parallel: ParallelConfig) -> Job:
         step_bytes=training.step_bytes,
         factors=training.factors,
         muon=training.muon,
+        rounded=training.rounded,
         drops=training.drops,
         steps_in_backward=training.steps_in_backward,
         loss_chunk_tokens=training.loss_chunk_tokens,

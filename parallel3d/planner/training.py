@@ -26,6 +26,7 @@ class Training:
     step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
     factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
     muon: Muon | None = None  # then those bytes are of what it does not step
+    rounded: int | None = None  # states of 16 bits in steps that are rounded stochastically; None: no such steps
     drops: bool = False  # dropout between the layers
     steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
@@ -48,6 +49,7 @@ def training_of(recipe: Recipe) -> Training:
         step_bytes=step_bytes,
         factors=recipe.optimizer.name == "adafactor",
         muon=_muon(recipe),
+        rounded=_rounded_states(recipe),
         drops=recipe.model.dropout > 0,
         steps_in_backward=recipe.optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
@@ -67,10 +69,10 @@ def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
     optimizer = recipe.optimizer.resolved
     master, width = _master_bytes(recipe), _state_bytes(recipe)
-    is_wide = master == 4
+    is_wide = master == 4 or optimizer.stochastic_rounding
     if optimizer.name == "sgd":
-        copies = 4.0 if is_wide else 12.0
-        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else float(master))
+        copies, total = (4.0, 4.0) if is_wide else (12.0, 2.0)
+        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else total)
     return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
 
 
@@ -94,3 +96,13 @@ def _master_bytes(recipe: Recipe) -> int:
 def _state_bytes(recipe: Recipe) -> int:
     """Of a number in one state."""
     return {None: _master_bytes(recipe), "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
+
+
+def _rounded_states(recipe: Recipe) -> int | None:
+    """Of each parameter, where a step widens it and them (`training.rounding`)."""
+    optimizer = recipe.optimizer.resolved
+    if not optimizer.stochastic_rounding:
+        return None
+    if optimizer.name == "adafactor" or optimizer.state_dtype == "fp32":
+        return 0
+    return 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))

@@ -46,9 +46,9 @@ def step_in_float32(
         for parameter in group:
             local = parameter.local
             key = f"{seed}/{step}/{parameter.name}"
-            for name in widened[local]:
-                state = optimizer.state[local][name]
-                optimizer.state[local][name] = round_stochastically(state, noise(parameter, f"{key}/{name}"))
+            states = optimizer.state[local]
+            for name in widened[local]:  # no variable keeps a wide one
+                states[name] = round_stochastically(states[name], noise(parameter, f"{key}/{name}"))
             narrow[local].copy_(round_stochastically(local.data, noise(parameter, key)))
             local.data = narrow[local]
             local.grad = None

@@ -27,7 +27,7 @@ from parallel3d.planner.job import Job
 from parallel3d.planner.own.ends import EndSizes
 from parallel3d.planner.own.muon import hidden_matrices, muon_step, ranks_of
 from parallel3d.planner.own.states import Walk
-from parallel3d.planner.own.step import adafactor_states, adafactor_step
+from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
 from parallel3d.planner.parameters import Table, block_tables, end_tables
 from parallel3d.planner.shapes import ModelShape, StageSlice
@@ -212,12 +212,16 @@ class Rank:
     @property
     def step_bytes(self) -> float:
         """That the optimizer makes for itself."""
-        if self.job.factors:
+        job, rounded = self.job, self.job.rounded
+        if rounded is not None:
+            each = None if job.factors else job.step_bytes
+            return rounded_step(self.tables, self.shards, self.layout.tp, states=rounded, step_bytes=each)
+        if job.factors:
             return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
-        most = self.job.step_bytes * self.largest
-        if self.job.muon is not None:
-            ranks, narrow = ranks_of(self.job), self.master == 2
-            most = max(most, muon_step(self.job.shape, self._blocks, ranks, self.job.muon, narrow=narrow))
+        most = job.step_bytes * self.largest
+        if job.muon is not None:
+            ranks, narrow = ranks_of(job), self.master == 2
+            most = max(most, muon_step(job.shape, self._blocks, ranks, job.muon, narrow=narrow))
         return most
 
     @property

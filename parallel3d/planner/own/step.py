@@ -1,13 +1,16 @@
 """What an optimizer keeps and makes where that is not so many bytes for each number: Adafactor, of whose matrices the
-means of rows and of columns are kept (`training.optimizers.adafactor`), and which steps a few parameters at a time."""
+means of rows and of columns are kept (`training.optimizers.adafactor`), and which steps a few parameters at a time; and
+steps in float32 that are rounded stochastically (`training.rounding`), likewise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from parallel3d.planner.parameters import Table
 
 ROUND_ELEMENTS = 2**25  # of a rank's part, as training.optimizers.split's
+WIDE_ELEMENTS = 2**26  # over all ranks, as training.rounding's
 
 
 def adafactor_states(tables: Iterable[Table], shards: int) -> int:
@@ -42,3 +45,34 @@ def _rounds(tables: Iterable[Table], shards: int) -> Iterator[list[int]]:
             found, elements = [], 0.0
     if found:
         yield found
+
+
+def rounded_step(tables: Iterable[Table], shards: int, tp: int, *, states: int, step_bytes: float | None) -> float:
+    """Bytes at most of a step of bf16 parameters in float32: a group of them is widened, with its gradients and its
+    `states` of 16 bits, then stepped, which takes `step_bytes` for each number of one of them (None: as Adafactor),
+    then rounded one after the other, with noise."""
+    wide, rounding = 8 + 2 * states, 10  # of a number: noise, its sum with the wide number, and the result
+    most = 0.0
+    for group in _wide_groups(tables, tp):
+        numels = [table.shard(shards) for table in group]
+        left = wide * sum(numels)
+        own = adafactor_step(group, shards, narrow=False) if step_bytes is None else step_bytes * max(numels)
+        most = max(most, left + own)
+        for numel in numels:
+            most = max(most, left + rounding * numel)
+            left -= wide * numel
+    return most
+
+
+def _wide_groups(tables: Iterable[Table], tp: int) -> Iterator[list[Table]]:
+    """Parameters that are wide together: each a table by itself."""
+    group: list[Table] = []
+    elements = 0
+    for table in (replace(some, times=1) for some in tables for _ in range(some.times)):
+        group.append(table)
+        elements += table.numel * tp
+        if elements >= WIDE_ELEMENTS:
+            yield group
+            group, elements = [], 0
+    if group:
+        yield group
