@@ -34,7 +34,12 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
-        """Of a one-dimensional mesh; None is an axis of size 1."""
+        """Of a one-dimensional mesh; None is an axis of size 1. Raises TypeError for what is none."""
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or None")
+        if mesh is not None and mesh.ndim != 1:
+            names = mesh.mesh_dim_names or ("tp",)
+            raise TypeError(f"a mesh of {mesh.ndim} dimensions is no axis; pass one of it, such as mesh[{names[-1]!r}]")
         if mesh is None or mesh.size() == 1:
             return cls(1, 0, None)
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())

@@ -24,6 +24,23 @@ def why_no_value(key: str, value: object) -> str | None:
     return _VALUES.get((key, _ALIASES.get(name, name)))
 
 
+# What other programs call a key, or an axis that there is none of -> what to say.
+_TWO_WAYS = "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try parallel.dp_shard=2"
+_ELSEWHERE = {
+    "dp": _TWO_WAYS,
+    "data_parallel_size": _TWO_WAYS,
+    "cp": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
+    "ep": "expert parallelism is not there yet, nor are models with experts; try parallel.dp_shard=2",
+    "tensor_parallel_size": "did you mean parallel.tp?",
+    "tensor_model_parallel_size": "did you mean parallel.tp?",
+    "pipeline_parallel_size": "did you mean parallel.pp?",
+    "pipeline_model_parallel_size": "did you mean parallel.pp?",
+    "micro_batch_size": "did you mean parallel.microbatch_size?",
+    "mbs": "did you mean parallel.microbatch_size?",
+    "gradient_accumulation_steps": "it follows from train.global_batch_size and parallel.microbatch_size; set those",
+}
+
+
 def why_no_key(leaf: str) -> str | None:
     """Likewise of a key, by the last part of its name."""
     if "offload" in leaf:
@@ -31,4 +48,4 @@ def why_no_key(leaf: str) -> str | None:
             "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; split more over "
             "parallel.dp_shard, or try parallel.recompute=full"
         )
-    return None
+    return _ELSEWHERE.get(leaf)

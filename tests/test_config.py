@@ -119,6 +119,12 @@ def test_shape_cards_have_the_published_number_of_parameters(load: Load, name: s
 
 UNREADABLE = [
     ("parallel.ttp=2", "parallel.ttp (command line): unknown key; did you mean parallel.tp?"),
+    ("parallel.dp=2", "parallel.dp (command line): unknown key; the data ranks are parallel.dp_shard"),
+    (
+        "parallel.cp=2",
+        "parallel.cp (command line): unknown key; context parallelism is not there yet",
+    ),
+    ("train.micro_batch_size=2", "unknown key; did you mean parallel.microbatch_size?"),
     ("lr=1", "lr (command line): unknown key; did you mean optimizer.lr?"),
     ("train.lr=1", "train.lr (command line): unknown key; did you mean optimizer.lr?"),
     ("foo.bar=1", "foo.bar (command line): unknown key; known are model.*, train.*"),

@@ -22,6 +22,7 @@ from parallel3d.checkpoint.reader import INDEX, IndexReader
 from parallel3d.checkpoint.store import PROGRESS_FILE, SavedProgress, commit, read_progress, write_progress
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, SaveError
 
+_NEARLY_FULL_BYTES = 64 << 20
 _OWN_INDEX = (INDEX, PROGRESS_FILE)  # small, and read before the rest can be understood
 
 
@@ -48,7 +49,7 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) 
             commit(partial, path)
         dist.barrier()
     except (OSError, dcp.api.CheckpointException) as error:
-        raise SaveError(f"{path}: cannot be written: {_cause(error)}") from error
+        raise SaveError(f"{path}: cannot be written{_if_full(path.parent)}: {_cause(error)}") from error
 
 
 def load_tensors(
@@ -109,6 +110,15 @@ def _damaged(file: Path) -> DamagedCheckpointError:
 
 def _checksums_of(rank: int) -> str:
     return f"rank_{rank}.sha256"
+
+
+def _if_full(folder: Path) -> str:
+    """That a disk is full, which torch's writer of files does not say (`unexpected pos 704 vs 598`)."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f", {free / 2**20:.1f} MiB are free there" if free < _NEARLY_FULL_BYTES else ""
 
 
 def _device_of(state: dict[str, Tensor]) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 INDEX = ".metadata"
 
@@ -70,6 +70,6 @@ class IndexReader(dcp.FileSystemReader):
             if file.parent != Path(self.path):
                 raise CheckpointError(f"{self.path}: the index names {name}, outside of the checkpoint")
             if not file.is_file():
-                raise CheckpointError(f"{file}: is missing, and the index names it")
+                raise DamagedCheckpointError(f"{file}: is missing, and the index names it")
             if file.stat().st_size < length:
-                raise CheckpointError(f"{file}: has {file.stat().st_size} bytes of {length}; it was cut short")
+                raise DamagedCheckpointError(f"{file}: has {file.stat().st_size} bytes of {length}; it was cut short")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -80,8 +80,10 @@ def shard(
     NO_SHARD and SHARD_OPTIMIZER are sent in pieces of whole units of at least so much. `step_in_backward`: no gradient
     outlives what `Part.when_complete` has asked to be done with it; there is one backward a step.
 
-    Raises ValueError where the strategy does not suit the mesh.
+    Raises ValueError where there is no such strategy, the mesh has no data axis, or the two do not suit each other.
     """
+    if strategy not in get_args(ShardingName):
+        raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}")
     axes = _axes(mesh)
     if strategy in HYBRID_OF and axes.replicate.size > 1:
         raise ValueError(
@@ -131,6 +133,11 @@ def named_parts(model: nn.Module, data: ShardedData) -> dict[str, Part]:
 
 def _axes(mesh: DeviceMesh) -> DataAxes:
     names = mesh.mesh_dim_names or ()
+    if not {"dp_replicate", "dp_shard"} & {*names}:
+        raise ValueError(
+            f"mesh with the axes {list(names)}: one must be called dp_shard or dp_replicate, or no gradient would be "
+            "summed; try init_device_mesh(..., mesh_dim_names=('dp_shard',))"
+        )
     replicate, shards = (Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard"))
     if replicate.size == 1 or shards.size == 1:
         return DataAxes(replicate, shards, shards if replicate.size == 1 else replicate)

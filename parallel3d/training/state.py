@@ -76,7 +76,9 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
     for key in ("seed", "global_batch_size", "seq_len"):
         then, now = getattr(progress, key), getattr(train, key)
         if then != now:
-            raise CheckpointError(f"{path}: was trained with train.{key} = {then}, not {now}; resume with {key}={then}")
+            raise CheckpointError(
+                f"{path}: was trained with train.{key} = {then}, not {now}; resume with train.{key}={then}"
+            )
     seen, wanted = progress.sequences, trainer.recipe.batch_sizes.before(progress.step)
     if seen is not None and seen != wanted:
         raise CheckpointError(

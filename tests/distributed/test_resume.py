@@ -192,14 +192,16 @@ def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
     return results
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
-    newer = saved.with_name("step_00000020")
-    shutil.copytree(saved, newer)
-    shard = next(newer.glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
+    flipped, short = saved.with_name("step_00000020"), saved.with_name("step_00000030")
+    for newer, damage in ((flipped, b"x"), (short, b"")):
+        shutil.copytree(saved, newer)
+        shard = next(newer.glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-1] + damage)
     told = world(1).run(resume_and_tell, list_checkpoints(saved.parent)[::-1])[0]
-    assert told[0].startswith(f"passed over: {shard}: is not what was saved")
-    assert told[1:] == [f"goes on from step {HALF} of {saved}"]
+    assert told[0].startswith(f"passed over: {short / shard.name}: has ") and "cut short" in told[0]
+    assert told[1].startswith(f"passed over: {flipped / shard.name}: is not what was saved")
+    assert told[2:] == [f"goes on from step {HALF} of {saved}"]
 
 
 def resume_and_tell(checkpoints: list[Path]) -> list[str]:

@@ -4,16 +4,18 @@ that leave while the backward is under way, and 16-bit parameters with float32 g
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config import ParallelConfig
-from parallel3d.mesh import build_mesh
+from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.apply import ShardedData, named_parts, shard
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import own_rows
@@ -153,3 +155,25 @@ def test_gradients_that_were_not_cleared_are_refused(world: Callable) -> None:
     said = world(2).run(cleared_otherwise)[0]
     assert said[0].startswith("a gradient is not where it is reduced: clear gradients by clear_gradients()")
     assert said[1].startswith("gradients were reduced twice: call clear_gradients()")
+
+
+def refusals() -> list[str]:
+    data, tp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "tp"))
+    said = []
+    for mesh, strategy in ((data, "FULLSHARD"), (tp, "FULL_SHARD")):
+        with pytest.raises(ValueError) as error:
+            shard(Net(), mesh, cast(ShardingName, strategy))
+        said.append(str(error.value))
+    for axis in (init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), 2):
+        with pytest.raises(TypeError) as wrong:
+            Axis.of(cast(DeviceMesh, axis))
+        said.append(str(wrong.value))
+    return said
+
+
+def test_a_wrong_strategy_mesh_or_axis_is_refused(world: Callable) -> None:
+    strategy, mesh, two, number = world(2).run(refusals)[0]
+    assert strategy.startswith("strategy = 'FULLSHARD': must be one of NO_SHARD, SHARD_OPTIMIZER")
+    assert mesh.startswith("mesh with the axes ['tp']: one must be called dp_shard or dp_replicate")
+    assert two == "a mesh of 2 dimensions is no axis; pass one of it, such as mesh['tp']"
+    assert number.startswith("2 is no axis: pass a one-dimensional DeviceMesh")
