@@ -55,3 +55,9 @@ class ScheduleError(Parallel3dError):
 
 class NonFiniteError(Parallel3dError):
     exit_status = 71
+
+
+class PreemptedError(Parallel3dError):
+    """The run was asked to end, and has saved its state."""
+
+    exit_status = 75

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from parallel3d.config import Recipe
+from parallel3d.errors import PreemptedError
 from parallel3d.failure import Failure, print_error, root_cause, told_once
 from parallel3d.local_worker import Job, run_job
 from parallel3d.rendezvous import Rendezvous
@@ -35,7 +36,6 @@ class Patience:
 
     reports_s: float = 1.5  # after a first failure, for those of the others: the first to be heard is seldom the cause
     stragglers_s: float = 60.0  # after a rank is done, for the others to be done too
-    terminate_s: float = 5.0  # from SIGTERM to SIGKILL
 
 
 def launch_local(
@@ -51,23 +51,29 @@ def launch_local(
 
     The function is called with the recipe and its `Rendezvous`. `preload` names modules that are imported once for all
     workers. A failure is told on stderr in one line, with a traceback where the error is not the user's (or `verbose`),
-    and in `outcome.json` of an existing run_dir. Ctrl-C gives 130, SIGTERM 143.
+    and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers, which may save
+    and end; 143 where they end otherwise, or at a second one.
     """
     patience = patience or Patience()
-    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, _signals_raise():
-        workers: list[_Worker] = []
+    workers: list[_Worker] = []
+    ear = _Ear(workers)
+    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, ear.listening():
         try:
             _start_server([*preload, "parallel3d.local_worker", target.partition(":")[0]])
             for rank in range(world_size):
                 workers.append(_Worker(_job(target, recipe, rank, world_size, meeting_place)))
                 workers[-1].start()
+            ear.passes_on = True
             failures = _watch(workers, patience)
+            if ear.has_passed_on and failures and root_cause(failures).exit_status != PreemptedError.exit_status:
+                raise _Stopped(signal.SIGTERM)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
             print_error(f"stopped by {stop.signal.name}")
             outcome = Outcome(status="failed", exit_status=128 + stop.signal, reason=f"stopped by {stop.signal.name}")
         finally:
-            _take_down(workers, patience.terminate_s)
+            ear.is_deaf = True
+            _take_down(workers)
     if recipe.run_dir is not None:
         write_outcome(Path(recipe.run_dir), outcome)
     return outcome.exit_status
@@ -176,38 +182,42 @@ def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> Outcom
     return Outcome(status="failed", exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
 
 
-def _take_down(workers: Sequence[_Worker], patience_s: float) -> None:
-    """Ends every worker that still runs: with SIGTERM, and after a while, or at a second Ctrl-C, with SIGKILL."""
+def _take_down(workers: Sequence[_Worker]) -> None:
+    """Ends every worker that still runs: at once, since it may take SIGTERM for a request, and hang."""
     started = [worker.process for worker in workers if worker.process.pid is not None]
-    try:
-        for process in started:
-            if process.is_alive():
-                process.terminate()
-        deadline = time.monotonic() + patience_s
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-    except _Stopped:
-        pass  # in a hurry: on to SIGKILL
     for process in started:
-        if process.is_alive():
-            process.kill()
+        process.kill()
+    for process in started:
         process.join()
 
 
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM as `_Stopped`, in the main thread (another one gets no signals)."""
+class _Ear:
+    """SIGINT and SIGTERM, raised as `_Stopped`: but the first SIGTERM, once `passes_on`, is the workers' to answer; and
+    nothing any more when it `is_deaf`."""
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise _Stopped(signum)
+    def __init__(self, workers: Sequence[_Worker]) -> None:
+        self._workers = workers
+        self.passes_on = self.has_passed_on = self.is_deaf = False
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and background jobs ignore Ctrl-C on purpose
-                before[signum] = signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In the main thread; another one gets no signals."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and background jobs ignore Ctrl-C on purpose
+                    before[signum] = signal.signal(signum, self._hear)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_deaf:
+            return
+        if signum != signal.SIGTERM or not self.passes_on or self.has_passed_on:
+            raise _Stopped(signum)
+        self.has_passed_on = True
+        for worker in self._workers:
+            worker.process.terminate()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import parallel3d
 from parallel3d.config import Recipe
-from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
 from parallel3d.failure import Failure, print_error
 from parallel3d.launch import launch_local
 from parallel3d.models import shape_cards
@@ -46,7 +46,8 @@ exit status:
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
    73  a checkpoint cannot be written
-  130  stopped by Ctrl-C (143: by SIGTERM)
+   75  stopped by SIGTERM, with the state saved
+  130  stopped by Ctrl-C (143: by SIGTERM, with nothing saved)
 """
 
 
@@ -146,6 +147,10 @@ def _join(command: _Command, rendezvous: Rendezvous) -> int:
         return error.exit_status
     try:
         work(recipe, rendezvous)
+    except PreemptedError as error:  # of all ranks alike
+        if speaks:
+            print_error(str(error))
+        outcome = Outcome(status="failed", exit_status=error.exit_status, reason=str(error))
     except (Parallel3dError, Exception) as error:
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         # The traceback of a lost peer's neighbour would only bury that of the cause.

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.errors import ConfigError, NonFiniteError
+from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
 from parallel3d.launch import Patience, Rendezvous, launch_local
+from parallel3d.training.stop import heeding_sigterm
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -72,6 +73,14 @@ def sleeps_and_ignores_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
     sleeps(recipe, rendezvous)
 
 
+def saves_at_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    with heeding_sigterm() as stop:
+        _sign_in(recipe, rendezvous)
+        while not stop.is_made:
+            time.sleep(0.01)
+    raise PreemptedError("stopped after step 7, saved")
+
+
 def reduces_until_rank_1_is_killed(recipe: Recipe, rendezvous: Rendezvous) -> None:
     import torch
     import torch.distributed as dist
@@ -114,7 +123,7 @@ def main() -> int:
         int(world_size),
         preload=preload,
         verbose="--verbose" in options,
-        patience=Patience(reports_s=1.0, stragglers_s=0.7, terminate_s=0.7),
+        patience=Patience(reports_s=1.0, stragglers_s=0.7),
     )
     assert "torch" not in sys.modules, "the launcher imported torch"
     return status

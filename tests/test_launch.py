@@ -122,6 +122,7 @@ def test_a_status_that_a_worker_exits_with_is_passed_on(tmp_path: Path) -> None:
         ("sleeps", signal.SIGINT, 130),
         ("sleeps", signal.SIGTERM, 143),
         ("sleeps_and_ignores_sigterm", signal.SIGINT, 130),
+        ("sleeps_and_ignores_sigterm", signal.SIGTERM, 143),  # at the second one
     ],
 )
 def test_a_stopped_launcher_takes_its_workers_down(
@@ -133,11 +134,23 @@ def test_a_stopped_launcher_takes_its_workers_down(
         os.killpg(launcher.pid, signum)  # as the terminal does at Ctrl-C
     else:
         launcher.send_signal(signum)
+        if "ignores" in target:
+            time.sleep(0.2)
+            launcher.send_signal(signum)
     _, stderr = launcher.communicate(timeout=20)
     assert launcher.returncode == status
     assert stderr == f"error: stopped by {signum.name}\n"
     assert not any(is_alive(pid) for pid in pids)
     assert outcome(tmp_path)["exit_status"] == status
+
+
+def test_workers_may_save_and_end_at_the_first_sigterm(tmp_path: Path) -> None:
+    launcher = start("saves_at_sigterm", 3, tmp_path)
+    signed_in(tmp_path, 3)
+    launcher.send_signal(signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=20)
+    assert (launcher.returncode, stderr) == (75, "error: stopped after step 7, saved\n")
+    assert outcome(tmp_path)["exit_status"] == 75
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

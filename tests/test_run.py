@@ -90,6 +90,25 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(tmp_path: Path) ->
     assert outcome["exit_status"] == 70 and "SIGKILL" in outcome["reason"]
 
 
+def test_a_worker_that_hears_sigterm_has_all_save_and_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    two = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=2"]
+    command = [*COMMAND, *SMALL, *two, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=90000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if line.startswith("step 3/"))
+        os.kill(descendants(process.pid)[-1], signal.SIGTERM)
+        errors = [line for line in process.stderr.read().splitlines() if "error" in line.lower()]
+    assert process.returncode == 75
+    last = int(metrics(run_dir)[-1]["step"])
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert saved.name == f"step_{last:08d}" and last < 100
+    (told,) = errors
+    assert told == f"error: stopped by SIGTERM after step {last}, saved: {saved}; checkpoint.resume=auto goes on"
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["status"], outcome["exit_status"]) == ("failed", 75)
+
+
 def descendants(pid: int) -> list[int]:
     """Processes below `pid`, oldest first."""
     children = [

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.store import checkpoint_path, keep_newest
 from parallel3d.data.loader import BatchLoader
+from parallel3d.errors import PreemptedError
 from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
 from parallel3d.training.progress import Progress
 from parallel3d.training.state import save_trainer
+from parallel3d.training.stop import StopRequest
 from parallel3d.training.stopwatch import Stopwatch
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import StepResult, Trainer
@@ -26,10 +28,17 @@ class Loaders:
     validation: BatchLoader
 
 
-def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsFile | None, progress: Progress) -> None:
+def fit(
+    trainer: Trainer,
+    loaders: Loaders,
+    checkpoints: Path,
+    metrics: MetricsFile | None,
+    progress: Progress,
+    stop: StopRequest,
+) -> None:
     """Trains from the trainer's step to the recipe's last. Every rank calls it; one of them has `metrics`.
 
-    Raises NonFiniteError, SaveError, DataError.
+    Raises NonFiniteError, SaveError, DataError; PreemptedError after the step in which a rank has heard of a `stop`.
     """
     recipe = trainer.recipe
     watch = Stopwatch()
@@ -42,7 +51,7 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
             if step == recipe.logging.timeline:
                 result, report = traced_step(trainer, batch, checkpoints.parent)
             else:
-                result = trainer.train_step(batch)
+                result = trainer.train_step(batch, is_asked_to_stop=stop.is_made)
         progress.step_done(step)
         if report is not None:
             progress.say(str(report))
@@ -55,10 +64,13 @@ def fit(trainer: Trainer, loaders: Loaders, checkpoints: Path, metrics: MetricsF
             progress.measured(line)
             if metrics is not None:
                 metrics.write(line)
-        if _due(recipe.checkpoint.every, step, last):
-            save_trainer(trainer, checkpoint_path(checkpoints, step))
+        path = checkpoint_path(checkpoints, step)
+        if result.is_asked_to_stop or _due(recipe.checkpoint.every, step, last):
+            save_trainer(trainer, path)
             if dist.get_rank() == 0:
                 keep_newest(checkpoints, recipe.checkpoint.keep)
+        if result.is_asked_to_stop and not last:
+            raise PreemptedError(f"stopped by SIGTERM after step {step}, saved: {path}; checkpoint.resume=auto goes on")
 
 
 def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int, val_loss: float | None) -> StepMetrics:

@@ -41,6 +41,7 @@ class StepResult:
     lr: float
     loss_scale: float | None = None  # None: not in float16
     skipped: bool = False  # the gradient overflowed in float16, and nothing was changed
+    is_asked_to_stop: bool = False  # some rank is
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Totals:
     tokens: int  # with a label
     factor: float
     own_norm: float  # of the gradient of this rank's replica, which clips it; where replicas are one run, grad_norm
+    is_asked_to_stop: bool
 
     @property
     def is_finite(self) -> bool:
@@ -106,10 +108,16 @@ class Trainer:
             )
 
     def train_step(
-        self, batch: Batch, recorder: Recorder | None = None, *, observe: Observe | None = None
+        self,
+        batch: Batch,
+        recorder: Recorder | None = None,
+        *,
+        observe: Observe | None = None,
+        is_asked_to_stop: bool = False,
     ) -> StepResult:
         """One step on this data rank's share of a global batch; `recorder` is told of each action, and `observe` called
-        with each parameter when its gradient is complete and before it is scaled and clipped. Raises NonFiniteError
+        with each parameter when its gradient is complete and before it is scaled and clipped. `is_asked_to_stop`: this
+        rank, of which all hear. Raises NonFiniteError
         where the loss or the gradient is not finite (in float16: at any loss scale), with nothing changed but where the
         optimizer steps in the backward, and DataError, with nothing changed, where no rank has a label."""
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
@@ -128,7 +136,7 @@ class Trainer:
         )
         for data in self.data:
             data.finish_gradients()
-        totals = self._totals(loss, labels, self.update.complete())
+        totals = self._totals(loss, labels, self.update.complete(), is_asked_to_stop=is_asked_to_stop)
         self._check(totals)
         if totals.is_finite:
             self.update.apply(totals.factor * self._clipping(totals.own_norm))
@@ -141,7 +149,14 @@ class Trainer:
         self.tokens += totals.tokens
         self.skipped_steps += not totals.is_finite
         scale = None if self.scaler is None else self.loss.scale
-        return StepResult(totals.loss, totals.grad_norm, rate, scale, skipped=not totals.is_finite)
+        return StepResult(
+            totals.loss,
+            totals.grad_norm,
+            rate,
+            scale,
+            skipped=not totals.is_finite,
+            is_asked_to_stop=totals.is_asked_to_stop,
+        )
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss over the real tokens of a global batch of any size, of which `batch` is this data rank's share,
@@ -214,16 +229,17 @@ class Trainer:
         for data in self.data:
             data.publish()
 
-    def _totals(self, loss: Tensor, labels: Tensor, square: Tensor) -> Totals:
+    def _totals(self, loss: Tensor, labels: Tensor, square: Tensor, *, is_asked_to_stop: bool = False) -> Totals:
         """Loss, labels and squared norm summed over the mesh in one go. The loss is equal on all tp ranks, so each
         counts for its share; the labels of a data rank are the same along tp and pp, where the first ones count."""
         tp, pp = self.axes["tp"], self.axes["pp"]
         real = self._own_count(labels) * (tp.rank == 0 and pp.rank == 0)
-        sums = sum_over_mesh(torch.stack((loss.double() / tp.size, square.to(self.device), real)), self.axes)
-        nominal_loss, total_square, tokens = sums.tolist()
+        asked = torch.full_like(real, float(is_asked_to_stop))
+        sums = sum_over_mesh(torch.stack((loss.double() / tp.size, square.to(self.device), real, asked)), self.axes)
+        nominal_loss, total_square, tokens, asking = sums.tolist()
         factor = self.loss.tokens / max(tokens, 1.0) / self.loss.scale
         norm = total_square**0.5 * factor
-        own = Totals(nominal_loss * factor, norm, round(tokens), factor, own_norm=norm)
+        own = Totals(nominal_loss * factor, norm, round(tokens), factor, own_norm=norm, is_asked_to_stop=asking > 0)
         totals = own if self.local_sgd is None else self._over_replicas(own, self.local_sgd)
         self._check_labels(totals.tokens)
         return totals
@@ -251,11 +267,13 @@ class Trainer:
     def _over_replicas(self, own: Totals, local_sgd: LocalSgd) -> Totals:
         """Of replicas that train apart, each of which knows its `own`; no tokens where one of them has none."""
         known = (own.loss * own.tokens, own.grad_norm**2, float(own.tokens), float(own.tokens == 0))
-        loss, square, tokens, empty = local_sgd.mean(
-            torch.tensor(known, dtype=torch.float64, device=self.device)
+        loss, square, tokens, empty, asking = local_sgd.mean(
+            torch.tensor((*known, float(own.is_asked_to_stop)), dtype=torch.float64, device=self.device)
         ).tolist()
         whole = 0 if empty else round(tokens * local_sgd.replicas.size)
-        return replace(own, loss=loss / max(tokens, 1.0), grad_norm=square**0.5, tokens=whole)
+        return replace(
+            own, loss=loss / max(tokens, 1.0), grad_norm=square**0.5, tokens=whole, is_asked_to_stop=asking > 0
+        )
 
     def _check(self, totals: Totals) -> None:
         """Lowers or raises the loss scale. Raises NonFiniteError where what is not finite cannot be skipped."""

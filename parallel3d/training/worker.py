@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from parallel3d.training.generation import generate
 from parallel3d.training.metrics import MetricsFile
 from parallel3d.training.progress import Progress, open_progress
 from parallel3d.training.state import load_trainer
+from parallel3d.training.stop import StopRequest, heeding_sigterm
 from parallel3d.training.trainer import Trainer
 
 
@@ -42,9 +44,11 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
             run_dir.mkdir(parents=True, exist_ok=True)
             sweep(checkpoints)
             metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
-        with open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
+        # A run without checkpoints has nowhere to save to, and ends at once.
+        heeding = nullcontext(StopRequest()) if recipe.checkpoint.every is None else heeding_sigterm()
+        with heeding as stop, open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
             _introduce(progress, trainer, corpus, resumed)
-            fit(trainer, loaders, checkpoints, metrics, progress)
+            fit(trainer, loaders, checkpoints, metrics, progress, stop)
         if recipe.train.sample_tokens:
             text = generate(
                 trainer,
