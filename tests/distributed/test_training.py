@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config import LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import NonFiniteError
 from parallel3d.training.generation import generate
@@ -55,3 +56,29 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(
     messages = world(2).run(diverge, parallel)
     assert messages[0].startswith("step 3: loss nan") and "weights are those of step 2" in messages[0]
     assert messages[0] == messages[1]
+
+
+def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool]:
+    """Of two steps, in the second of which the last rank is asked to stop."""
+    recipe = replace(make_recipe(GROUPED, parallel), local_sgd=local_sgd)
+    trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    return [
+        trainer.train_step(loader.batch(step), is_asked_to_stop=is_last and step == 1).is_asked_to_stop
+        for step in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "local_sgd"),
+    [
+        (ParallelConfig(pp=2), LocalSgdConfig()),
+        (ParallelConfig(tp=2), LocalSgdConfig()),
+        (ParallelConfig(dp_replicate=2), LocalSgdConfig(sync_every=5)),
+    ],
+    ids=str,
+)
+def test_all_ranks_hear_in_the_same_step_that_one_is_asked_to_stop(
+    world: Callable, parallel: ParallelConfig, local_sgd: LocalSgdConfig
+) -> None:
+    assert world(2).run(stop_heard, parallel, local_sgd) == [[False, True]] * 2
