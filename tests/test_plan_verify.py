@@ -289,11 +289,11 @@ def test_each_block_that_is_gathered_ahead_is_held() -> None:
     recipe = _recipe(replace(SMALL, layers=6), parallel, "bf16", 1)
     train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
     found = [
-        verify(replace(recipe, train=train, parallel=replace(parallel, prefetch=depth)), 0) for depth in (None, 2, 5)
+        verify(replace(recipe, train=train, parallel=replace(parallel, prefetch=depth)), 0) for depth in (None, 2, 3)
     ]
     assert all(abs(each.difference) < 0.002 for each in found)
-    usual, two, five = (each.dry.peak.total for each in found)
-    assert (two - usual, five - two) == (pytest.approx(2 * BLOCK, rel=0.03), pytest.approx(3 * 2 * BLOCK, rel=0.03))
+    usual, two, three = (each.dry.peak.total for each in found)
+    assert [two - usual, three - two] == pytest.approx([2 * BLOCK, 2 * BLOCK], rel=0.03)
 
 
 def test_the_last_tp_rank_has_fewer_rows_and_the_last_data_rank_none() -> None:

@@ -64,6 +64,17 @@ def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
         yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
 
 
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What a plan, which chooses layouts of its own, does not count of a recipe."""
+    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(recipe))
+    if recipe.parallel.prefetch is not None:
+        where = "in the layout of the recipe alone: a plan's own leave it to torch"
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
+    if recipe.optimizer.step_in_backward:
+        where = "where a layout has one microbatch a step; others are counted with a step after the backward"
+        yield f"optimizer.step_in_backward = true is counted {where}"
+
+
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
     states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""

@@ -141,7 +141,8 @@ class Moments:
             arriving = 0.0 if is_first else rank.sizes.b
             work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
-            if at < rank.layout.prefetch and not self._is_gathered(state):  # its own arrive, and nothing new is asked
+            is_late = at < min(rank.layout.prefetch, blocks - 1)  # nothing but its own parameters is still to arrive
+            if (at == 0 or is_late) and not self._is_gathered(state):
                 begins = self._in_backward(state, stage, around, at, at + 1, arriving + of_head)
                 yield begins._replace(buffers=begins.buffers + rank.arriving - rank.astray(stage) * (at == 0))
             if rank.sharded and weights == "kept" and (sends or at == 0):
