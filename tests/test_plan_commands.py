@@ -129,9 +129,8 @@ def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -
 def test_a_step_in_the_backward_is_planned_where_a_layout_has_one_microbatch(tmp_path: Path, capsys: Said) -> None:
     path = tmp_path / "early.yaml"
     train = "train: {steps: 1, global_batch_size: 16, seq_len: 1024, precision: bf16, grad_clip: null}\n"
-    path.write_text(
-        f"model: {{name: llama3.2-1b}}\n{train}parallel: {{dp_shard: 8, microbatch_size: 2}}\noptimizer: {{step_in_backward: true}}\n"
-    )
+    layout = "parallel: {dp_shard: 8, microbatch_size: 2}\n"
+    path.write_text(f"model: {{name: llama3.2-1b}}\n{train}{layout}optimizer: {{step_in_backward: true}}\n")
     gradients = {}
     for size in (1, 2):
         emitted = tmp_path / f"{size}.yaml"
