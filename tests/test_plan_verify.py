@@ -320,6 +320,10 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (["--measure"], "needs a CUDA device"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
+        (
+            ["optimizer.name=muon", "train.precision=bf16_pure", "optimizer.stochastic_rounding=true"],
+            "knows no such steps with optimizer.name = muon",
+        ),
         (["model.layers=zero"], "model.layers"),
     ],
 )

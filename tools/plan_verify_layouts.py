@@ -76,7 +76,7 @@ def _with_options(draw: random.Random, recipe: Recipe) -> Recipe | None:
     optimizer = OptimizerConfig(
         name=name,
         state_dtype=draw.choice((None, "fp32", "bf16")) if name != "adafactor" else None,
-        stochastic_rounding=precision == "bf16_pure" and draw.random() < 0.5,
+        stochastic_rounding=precision == "bf16_pure" and draw.random() < 0.5 and name != "muon",
     )
     stages = parallel.pp * parallel.virtual_stages
     if stages > 1 and draw.random() < 0.5:
@@ -87,7 +87,7 @@ def _with_options(draw: random.Random, recipe: Recipe) -> Recipe | None:
     if parallel.strategy not in WHOLE:
         parallel = replace(parallel, prefetch=draw.choice((None, None, 1, 2, 3)))
     if name in ("adamw", "sgd") and draw.random() < 0.4:  # which takes one microbatch, and no norm first
-        optimizer = replace(optimizer, step_in_backward=True)
+        optimizer = replace(optimizer, step_in_backward=True, stochastic_rounding=False)
         train = replace(train, grad_clip=None, global_batch_size=parallel.dp * parallel.microbatch_size)
     changed = replace(recipe, model=model, parallel=parallel, train=train, optimizer=optimizer)
     try:

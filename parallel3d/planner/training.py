@@ -58,10 +58,20 @@ def training_of(recipe: Recipe) -> Training:
 
 def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
     """What would change the memory, and is not counted."""
+    yield from _unpriced_rounding(recipe)
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
         yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
+
+
+def _unpriced_rounding(recipe: Recipe) -> Iterator[Unpriced]:
+    optimizer = recipe.optimizer
+    if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
+        other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
+        known = f"the memory model knows no such steps with {other}"
+        instead = "optimizer.stochastic_rounding=false"
+        yield Unpriced(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
