@@ -17,7 +17,7 @@ from parallel3d.sharding.shares import divide
 from parallel3d.training.optimizers.matrices import nearest_holders
 from parallel3d.training.optimizers.muon import adjustment, orthogonalize
 from parallel3d.training.optimizers.narrow import NarrowAdamW, NarrowSGD
-from parallel3d.training.optimizers.split import Box
+from parallel3d.training.optimizers.split import Box, Place, box_of
 
 SHAPES = [(24, 40), (40, 24), (7,)]
 
@@ -90,6 +90,21 @@ def test_singular_values_become_about_one() -> None:
 def test_matrices_are_divided_by_cost() -> None:
     assert divide([1, 1, 4, 1, 1], 2) == [1, 1, 0, 1, 1]
     assert sorted(divide([2.0] * 7, 3)) == [0, 0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
+    matrix = torch.arange(10 * 6).view(10, 6)
+    held = []
+    for tp in range(2):
+        of_tp = matrix if dim is None else matrix.chunk(2, dim)[tp]
+        for shard in range(4):  # of 10 rows 3, 3, 3, 1, and of 5 rows 2, 2, 1, 0
+            parts = of_tp.chunk(4)
+            box = box_of((10, 6), dim, Place(tp, 2), Place(shard, 4))
+            expected = parts[shard] if shard < len(parts) else of_tp[:0]
+            assert torch.equal(box.of(matrix), expected)
+            held.append(box.elements)
+    assert sum(held) == 60 * (2 if dim is None else 1)
 
 
 def test_a_matrix_comes_from_the_nearest_replica() -> None:

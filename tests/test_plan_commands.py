@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.models import shape_cards
@@ -100,6 +101,7 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(tmp_path: Path, c
     changes = {
         "bf16_pure": plain,
         "adafactor": replace(plain, optimizer=OptimizerConfig(name="adafactor")),
+        "muon": replace(plain, optimizer=OptimizerConfig(name="muon")),
         "dropout": replace(plain, model=replace(plain.model, dropout=0.1)),
         "even": replace(plain, parallel=replace(plain.parallel, stage_boundaries=(3,))),
     }
@@ -116,12 +118,28 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(tmp_path: Path, c
 
 
 def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -> None:
-    path = tmp_path / "muon.yaml"
-    path.write_text(f"model: {{name: llama3.2-1b}}\n{RUN}optimizer: {{name: muon}}\n")
-    note = "optimizer.name = muon is not counted: the memory model knows adamw, sgd and adafactor"
+    path = tmp_path / "dropout.yaml"
+    path.write_text(f"model: {{name: llama3.2-1b, attention_dropout: 0.1}}\n{RUN}")
+    note = "model.attention_dropout = 0.1 is not counted: the memory model knows dropout between the layers alone"
     for command in ("memory", "recommend --gpus 8", "limits batch --gpus 8", "sweep --gpus 8"):
-        assert f"note      {note}\n" in said(f"{command} --model {path} --gpu h100", capsys)
+        assert f"note {note}" in " ".join(said(f"{command} --model {path} --gpu h100", capsys).split())
         assert tree(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
+
+
+def test_a_step_in_the_backward_is_planned_where_a_layout_has_one_microbatch(tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "early.yaml"
+    train = "train: {steps: 1, global_batch_size: 16, seq_len: 1024, precision: bf16, grad_clip: null}\n"
+    layout = "parallel: {dp_shard: 8, microbatch_size: 2}\n"
+    path.write_text(f"model: {{name: llama3.2-1b}}\n{train}{layout}optimizer: {{step_in_backward: true}}\n")
+    gradients = {}
+    for size in (1, 2):
+        emitted = tmp_path / f"{size}.yaml"
+        arguments = f"recommend --model {path} --gpu h100 --gpus 8 --fix tp=1,pp=1,dp_shard=8,microbatch_size={size}"
+        found = tree(f"{arguments} --emit-recipe {emitted}", capsys)
+        gradients[size] = found["strategies"][0]["memory_gib"]["gradients"]
+        assert any(note.startswith("optimizer.step_in_backward = true is counted where") for note in found["notes"])
+        assert yaml.safe_load(emitted.read_text())["optimizer"].get("step_in_backward", False) is (size == 2)
+    assert gradients[2] == 0 < gradients[1]
 
 
 def test_many_ranks_are_shown_by_those_that_differ(capsys: Said) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.own.ends import CHUNK_BYTES
 from parallel3d.tools.plan import main
-from parallel3d.tools.plan_verify import verify
+from parallel3d.tools.plan_verify import Verified, verify
 from parallel3d.tools.plan_verify_chunks import Chunks
 from parallel3d.training import loss
 
@@ -224,6 +225,77 @@ def test_precisions_and_optimizers_are_priced(
     assert kinds["optimizer"][0] == pytest.approx(kinds["optimizer"][1], rel=1e-3, abs=1e3)
 
 
+SMALL = replace(LLAMA, layers=3, hidden=1024, heads=16, kv_heads=4, ffn_hidden=4096, vocab=2003)
+MATRICES = 3 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)  # numbers of SMALL's blocks that Muon steps
+BLOCK = MATRICES // 3 + 2 * 1024
+
+
+@pytest.mark.parametrize(
+    ("parallel", "precision", "state_dtype"),
+    [
+        (ParallelConfig(), "bf16", None),  # one data rank, in buckets all the same
+        (ParallelConfig(dp_shard=8, tp=2, sharding="SHARD_OPTIMIZER"), "bf16", "bf16"),
+        (ParallelConfig(pp=2, dp_shard=2), "bf16", "bf16"),
+    ],
+)
+def test_a_step_in_the_backward_is_priced_by_what_waits_for_it(
+    parallel: ParallelConfig, precision: str, state_dtype: Literal["bf16"] | None
+) -> None:
+    found = _stepped(parallel, precision, OptimizerConfig(step_in_backward=True, state_dtype=state_dtype))
+    assert abs(found.difference) < 0.002
+    assert found.model.gradients == 0
+
+
+def test_a_step_in_the_backward_saves_all_gradients_but_one() -> None:
+    within, after = (
+        _stepped(ParallelConfig(recompute="full"), "fp32", OptimizerConfig(step_in_backward=early))
+        for early in (True, False)
+    )
+    saved = after.dry.peak.total - within.dry.peak.total
+    assert 4 * (after.parameters - 2 * 4096 * 1024) < saved < 4 * after.parameters
+    assert after.model.total - within.model.total == pytest.approx(saved, rel=1e-3)
+
+
+def _stepped(parallel: ParallelConfig, precision: str, optimizer: OptimizerConfig) -> Verified:
+    recipe = _recipe(SMALL, parallel, precision, 1)
+    train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp, grad_clip=None)
+    return verify(replace(recipe, train=train, optimizer=optimizer), 0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "optimizer"),
+    [
+        (ParallelConfig(), OptimizerConfig(name="muon")),
+        (ParallelConfig(dp_shard=4, dp_replicate=2, tp=8), OptimizerConfig(name="muon", state_dtype="bf16")),
+        (ParallelConfig(dp_shard=4, sharding="NO_SHARD"), OptimizerConfig(name="muon", ns_dtype="fp32")),
+    ],
+)
+def test_muon_has_one_momentum_and_gathers_whole_matrices(parallel: ParallelConfig, optimizer: OptimizerConfig) -> None:
+    recipe = _recipe(SMALL, parallel, "bf16", 1)
+    train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
+    found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
+    assert abs(found.difference) < 0.002
+    assert found.model.moment == "optimizer's step" and found.dry.at.startswith("after the last action")
+    width = 2 if optimizer.state_dtype == "bf16" else 4
+    kinds = {kind: (model, dry) for kind, model, dry in found.rows()}
+    if parallel.world_size == 1:
+        others = found.parameters - MATRICES
+        assert kinds["optimizer"][0] == width * (MATRICES + 2 * others)
+    assert kinds["optimizer"][0] == pytest.approx(kinds["optimizer"][1], abs=1e3)
+
+
+def test_each_block_that_is_gathered_ahead_is_held() -> None:
+    parallel = ParallelConfig(dp_shard=128)  # so that a reduced gradient is little
+    recipe = _recipe(replace(SMALL, layers=6), parallel, "bf16", 1)
+    train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
+    found = [
+        verify(replace(recipe, train=train, parallel=replace(parallel, prefetch=depth)), 0) for depth in (None, 2, 3)
+    ]
+    assert all(abs(each.difference) < 0.002 for each in found)
+    usual, two, three = (each.dry.peak.total for each in found)
+    assert [two - usual, three - two] == pytest.approx([2 * BLOCK, 2 * BLOCK], rel=0.03)
+
+
 def test_the_last_tp_rank_has_fewer_rows_and_the_last_data_rank_none() -> None:
     parallel = ParallelConfig(dp_shard=4, tp=8)
     for rank in (0, 7, 31):
@@ -247,13 +319,11 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (["--measure"], "needs a CUDA device"),
-        (["optimizer.name=muon"], "the memory model knows adamw, sgd and adafactor"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
         (
-            ["optimizer.step_in_backward=true", "train.grad_clip=null", "parallel.pp=1", "parallel.microbatch_size=8"],
-            "knows steps after the backward",
+            ["optimizer.name=muon", "train.precision=bf16_pure", "optimizer.stochastic_rounding=true"],
+            "knows no such steps with optimizer.name = muon",
         ),
-        (["parallel.prefetch=2"], "knows what torch gathers ahead by itself"),
         (["model.layers=zero"], "model.layers"),
     ],
 )

@@ -18,6 +18,7 @@ from parallel3d.planner.job import Job, Layout
 from parallel3d.planner.memory import memory_by_rank, quick_worst_bytes, worst_rank
 from parallel3d.planner.named import named_shape
 from parallel3d.planner.roofline import Kernels, flash_attention_s, matmul_s
+from parallel3d.planner.training import Muon
 from parallel3d.tools import plan_score
 
 HARDWARE = [plan_score.HARDWARE]
@@ -31,6 +32,20 @@ def a100() -> Cluster:
 def job(cluster: Cluster, **layout: object) -> Job:
     shape = named_shape("llama2-7b", shape_cards())
     return Job(shape=shape, cluster=cluster, layout=Layout(**layout), engine=PARALLEL3D, seq_len=2048)  # type: ignore[arg-type]
+
+
+def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
+    muon = Muon(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
+
+    def more_s(ranks: int) -> float:
+        one = job(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)
+        return step_cost(replace(one, muon=muon)).parts.optimizer - step_cost(one).parts.optimizer
+
+    square, wide = (2 * s * s * (2 * long + s) for s, long in ((4096, 4096), (4096, 11008)))
+    products = 32 * 5 * (4 * square + 3 * wide)
+    alone = more_s(1)
+    assert 1.0 < alone * a100.device.peak("bf16") / products < 2.0
+    assert alone / 8 < more_s(8) < alone / 3
 
 
 @pytest.mark.parametrize("path", sorted(plan_score.HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.named import sliding_window
+from parallel3d.planner.priced import can_step_in_backward
 from parallel3d.planner.question import Strategy
 from parallel3d.planner.report.json import sharding_of
 from parallel3d.planner.report.page import Plan
@@ -60,7 +61,10 @@ def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Rec
         train = replace(base.train, **planned, steps=base.train.steps if plan.tokens is None else steps)
         slice_ = parallel.dp * parallel.microbatch_size
         train = replace(train, eval_sequences=ceil(train.eval_sequences / slice_) * slice_)
-        return replace(base, model=replace(base.model, vocab=shape.vocab), train=train, parallel=parallel)
+        is_early = base.optimizer.step_in_backward and can_step_in_backward(parallel, q.global_batch_size)
+        optimizer = replace(base.optimizer, step_in_backward=is_early)
+        model = replace(base.model, vocab=shape.vocab)
+        return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
     large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
     optimizer = OptimizerConfig(
         lr=1.5e-4 if large else 3e-4, warmup_steps=0 if plan.tokens is None else min(2000, steps // 10)

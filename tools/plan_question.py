@@ -14,7 +14,7 @@ from parallel3d.planner.engines import in_precision, named_engine
 from parallel3d.planner.hardware import Cluster, with_links
 from parallel3d.planner.question import Fixed, Question
 from parallel3d.planner.report.text import wrapped
-from parallel3d.planner.training import Training, training_of, unpriced
+from parallel3d.planner.training import Training, notes, training_of
 from parallel3d.sharding.strategy import How, ShardingName
 from parallel3d.tools.plan_devices import find_cluster
 from parallel3d.tools.plan_shape import Model, find_model
@@ -85,8 +85,7 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         memory_fraction=options.mem_fraction,
     )
     if model.recipe is not None:
-        notes = (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(model.recipe))
-        model = replace(model, notes=(*model.notes, *notes))
+        model = replace(model, notes=(*model.notes, *notes(model.recipe)))
     if model.longest is not None and seq_len > model.longest:
         note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
         model = replace(model, notes=(*model.notes, note))

@@ -35,7 +35,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every
 _HOW: tuple[How, ...] = ("step", "step", "microbatch")
 _FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
 _LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
-_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw", "sgd", "adafactor")
+_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw", "sgd", "adafactor", "muon")
 _MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 
@@ -56,7 +56,7 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
 
 def random_options(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
     """`random_layouts` with what they leave at its default: 16-bit precisions, optimizers and their states' dtype,
-    stages cut by hand, dropout, a loss in chunks."""
+    stages cut by hand, dropout, a loss in chunks, blocks gathered ahead, a step in the backward."""
     draw = random.Random(seed)
     found = 0
     for recipe, rank in random_layouts(10 * count, seed):
@@ -75,20 +75,21 @@ def _with_options(draw: random.Random, recipe: Recipe) -> Recipe | None:
     name: OptimizerName = draw.choice(_OPTIMIZERS)
     optimizer = OptimizerConfig(
         name=name,
-        state_dtype=draw.choice((None, "fp32", "bf16")) if name in ("adamw", "sgd") else None,
-        stochastic_rounding=precision == "bf16_pure" and draw.random() < 0.5,
+        state_dtype=draw.choice((None, "fp32", "bf16")) if name != "adafactor" else None,
+        stochastic_rounding=precision == "bf16_pure" and draw.random() < 0.5 and name != "muon",
     )
     stages = parallel.pp * parallel.virtual_stages
     if stages > 1 and draw.random() < 0.5:
         cuts = tuple(sorted(draw.sample(range(1, model.layers), stages - 1)))
         parallel = replace(parallel, stage_boundaries=cuts)
-    changed = replace(
-        recipe,
-        model=replace(model, dropout=draw.choice((0.0, 0.0, 0.1))),
-        parallel=parallel,
-        train=replace(train, precision=precision, loss_chunk_tokens=draw.choice((None, None, 256, 1024))),
-        optimizer=optimizer,
-    )
+    train = replace(train, precision=precision, loss_chunk_tokens=draw.choice((None, None, 256, 1024)))
+    model = replace(model, dropout=draw.choice((0.0, 0.0, 0.1)))
+    if parallel.strategy not in WHOLE:
+        parallel = replace(parallel, prefetch=draw.choice((None, None, 1, 2, 3)))
+    if name in ("adamw", "sgd") and draw.random() < 0.4:  # which takes one microbatch, and no norm first
+        optimizer = replace(optimizer, step_in_backward=True, stochastic_rounding=False)
+        train = replace(train, grad_clip=None, global_batch_size=parallel.dp * parallel.microbatch_size)
+    changed = replace(recipe, model=model, parallel=parallel, train=train, optimizer=optimizer)
     try:
         validate(changed)
     except ConfigError:

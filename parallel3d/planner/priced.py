@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from parallel3d.config import ParallelConfig
 from parallel3d.pipeline.balance import sizes_between
+from parallel3d.pipeline.schedules import WHOLE_INSTEAD
 from parallel3d.planner.cost import step_cost
 from parallel3d.planner.engine import PARALLEL3D
 from parallel3d.planner.job import Job, from_config
 from parallel3d.planner.memory import worst_rank
 from parallel3d.planner.question import Question, Strategy
 from parallel3d.planner.shapes import ModelShape, padded
+from parallel3d.sharding.strategy import HYBRID_OF
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
@@ -34,9 +36,16 @@ def job_of(question: Question, parallel: ParallelConfig) -> Job:
         muon=training.muon,
         rounded=training.rounded,
         drops=training.drops,
-        steps_in_backward=training.steps_in_backward,
+        steps_in_backward=training.steps_in_backward and can_step_in_backward(parallel, question.global_batch_size),
         loss_chunk_tokens=training.loss_chunk_tokens,
     )
+
+
+def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int) -> bool:
+    """As `validation_optimizer` has it: of one microbatch, whose backward is in one piece."""
+    is_hybrid = parallel.dp_replicate > 1 and parallel.strategy in HYBRID_OF.values()
+    is_one = global_batch_size == parallel.dp * parallel.microbatch_size
+    return is_one and parallel.schedule not in WHOLE_INSTEAD and not is_hybrid
 
 
 def strategy(question: Question, parallel: ParallelConfig) -> Strategy:

@@ -58,10 +58,31 @@ def training_of(recipe: Recipe) -> Training:
 
 def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
     """What would change the memory, and is not counted."""
+    yield from _unpriced_rounding(recipe)
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
         yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
+
+
+def _unpriced_rounding(recipe: Recipe) -> Iterator[Unpriced]:
+    optimizer = recipe.optimizer
+    if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
+        other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
+        known = f"the memory model knows no such steps with {other}"
+        instead = "optimizer.stochastic_rounding=false"
+        yield Unpriced(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What a plan, which chooses layouts of its own, does not count of a recipe."""
+    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(recipe))
+    if recipe.parallel.prefetch is not None:
+        where = "in the layout of the recipe alone: a plan's own leave it to torch"
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
+    if recipe.optimizer.step_in_backward:
+        where = "where a layout has one microbatch a step; others are counted with a step after the backward"
+        yield f"optimizer.step_in_backward = true is counted {where}"
 
 
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:

@@ -141,9 +141,10 @@ class Moments:
             arriving = 0.0 if is_first else rank.sizes.b
             work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
-            if at == 0 and not self._is_gathered(state):  # its own parameters arrive, and no others
+            is_late = at < min(rank.layout.prefetch, blocks - 1)  # nothing but its own parameters is still to arrive
+            if (at == 0 or is_late) and not self._is_gathered(state):
                 begins = self._in_backward(state, stage, around, at, at + 1, arriving + of_head)
-                yield begins._replace(buffers=begins.buffers + rank.arriving - rank.astray(stage))
+                yield begins._replace(buffers=begins.buffers + rank.arriving - rank.astray(stage) * (at == 0))
             if rank.sharded and weights == "kept" and (sends or at == 0):
                 yield self._block_done(state, stage, around, at, of_head)
         if stage.part.embedding:
@@ -159,7 +160,8 @@ class Moments:
     def _places(self, blocks: int, *, is_even: bool) -> list[int]:
         """The blocks to look at; `is_even`: at each as much more or less is held than at the one before it."""
         near = self.rank.layout.recompute_every + (0 if is_even else 1)
-        return [at for at in range(blocks) if at < near or at >= blocks - near]
+        first = near if is_even else max(near, self.rank.layout.prefetch + 1)  # from there on fewer are gathered ahead
+        return [at for at in range(blocks) if at < first or at >= blocks - near]
 
     def _head(self, state: State, stage: Stage, around: Around, weights: Weights) -> Iterator[Moment]:
         """The loss, then the head: all of the stage's blocks wait."""
@@ -230,7 +232,9 @@ class Moments:
         most = self._reducing(unit, new, whole)
         if not self.rank.job.steps_in_backward:
             return most
-        arrived = self._reducing(unit, min(new, 1.0), whole)
+        layout = self.rank.layout
+        rounded_from = layout.reduce_bytes * unit.shard * (layout.reduce_bytes != self.rank.master)
+        arrived = self._reducing(unit, min(new, 1.0), whole) - rounded_from
         return max(most, arrived + self.rank.job.step_bytes * self.rank.largest_of(stage))
 
     def _reducing(self, unit: Unit, new: float, whole: float) -> float:
