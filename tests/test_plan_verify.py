@@ -165,6 +165,10 @@ SMALL_LAYOUTS = {
         (replace(SMALL_GPT, dropout=0.1), ParallelConfig(dp_shard=8, recompute="full")),
         ("bf16", 1, 1024, None, SGD, 0),
     ),
+    "a gradient that was received, to the end of its backward": (
+        (replace(SMALL_GPT, layers=2, ffn_hidden=512), ParallelConfig(pp=2, dp_shard=64)),
+        ("bf16", 2, 256, None, SGD, 0),
+    ),
     "the embedding's mask beside buckets": (
         (
             replace(SMALL, dropout=0.1),

@@ -139,7 +139,7 @@ class Moments:
         for at in self._places(blocks, is_even=not sends and not rank.walk.frees_each and not rank.frees_forward):
             is_first = at == blocks - 1 and not stage.part.head
             arriving = 0.0 if is_first else rank.sizes.b
-            work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights)
+            work = backward_work(rank.sizes, rank.recompute(stage.first + at), weights, is_received=is_first)
             yield self._in_backward(state, stage, around, at, at + 1, arriving + work.peak + of_head)
             is_late = at < min(rank.layout.prefetch, blocks - 1)  # nothing but its own parameters is still to arrive
             if (at == 0 or is_late) and not self._is_gathered(state):

@@ -134,10 +134,17 @@ def forward_work(sizes: BlockSizes, recompute: BlockRecompute) -> Work:
 
 @lru_cache(maxsize=4096)
 def backward_work(
-    sizes: BlockSizes, recompute: BlockRecompute, weights: Weights, *, opens: float = 0.0, step: float = 0.0
+    sizes: BlockSizes,
+    recompute: BlockRecompute,
+    weights: Weights,
+    *,
+    is_received: bool = False,
+    opens: float = 0.0,
+    step: float = 0.0,
 ) -> Work:
-    """From the gradient of its output, which is there, to that of its input, in the place of the other. `left` is less
-    than nothing by what the forward has kept, and has the weights' gradients where they are kept. `opens`, `step`: see
+    """From the gradient of its output, which is there, to that of its input, in the place of the other, or where
+    another stage's backward has given it (`is_received`) beside it: the runtime has it to the end. `left` is less than
+    nothing by what the forward has kept, and has the weights' gradients where they are kept. `opens`, `step`: see
     `Tape`."""
     tape, s = Tape(opens=opens, step=step), sizes
     is_replay = recompute == "full"
@@ -148,7 +155,7 @@ def backward_work(
             tape.make(s.b)
         _forward(tape, s, keeps=True, keeps_softmax=True, is_replay=True)
     _mlp_backward(tape, s, weights, is_replay=is_replay)
-    _norm_backward(tape, s, weights)
+    _norm_backward(tape, s, weights, keeps=is_received)
     if s.mask:
         _dropout_backward(tape, s)
     # The attention's kernel keeps its output, too, unless it is made again.
@@ -338,12 +345,13 @@ def _weight(tape: Tape, weight: int, weights: Weights) -> None:
         tape.touch(weight)
 
 
-def _norm_backward(tape: Tape, s: BlockSizes, weights: Weights) -> None:
-    """And adds its gradient to what passes by it, which a product that is put off has taken, too."""
+def _norm_backward(tape: Tape, s: BlockSizes, weights: Weights, *, keeps: bool = False) -> None:
+    """And adds its gradient to what passes by it, which a product that is put off has taken, too; `keeps`: or someone
+    else."""
     tape.make(s.b)
     tape.drop(s.norm, s.b)
     tape.make(s.b)
-    tape.drop(s.b, 0 if weights == "later" and not s.gathers else s.b)
+    tape.drop(s.b, 0 if keeps or (weights == "later" and not s.gathers) else s.b)
 
 
 def _dropout_forward(tape: Tape, s: BlockSizes) -> None:
