@@ -20,7 +20,7 @@ quickstart: $(INSTALLED) ## train a small model on eight local processes: tensor
 
 test: lint ## lint, then every test
 	@echo "==> pytest"
-	@$(RUN)/python -m pytest
+	@$(RUN)/python -m pytest -n 2 --dist loadscope
 
 lint: $(INSTALLED_DEV) ## ruff, mypy, and the size of the core
 	@echo "==> ruff check, ruff format --check, mypy"

@@ -26,7 +26,11 @@ settings.load_profile("project")
 # made a reference of 1 s of processor time one of 65 s. For the tests' own process and all that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Imported once, before the workers are forked: in each of them it would take seconds.
+# torch.compile in a worker: other processes of its own to compile in would each import torch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Imported once, before the workers are forked: in each of them it would take seconds. A module of tests whose jobs
+# import more names it in PRELOAD.
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -119,11 +123,27 @@ def _forget_meshes() -> None:
         torch._dynamo.reset()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With `pytest -n 2` one runner has all of tests/distributed, so that there is one pool of each size, and the other
+    the rest, a file at a time. pytest-xdist's own groups (--dist loadgroup) do nothing under pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePoolOfEachSize(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "distributed" if "distributed/" in file else file
+
+    return OnePoolOfEachSize(config, log)
+
+
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
     """`world(n)`: the pool of n processes, started when first asked for."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    modules = {item.module for item in request.session.items if "world" in getattr(item, "fixturenames", ())}
+    more = {name for module in modules for name in getattr(module, "PRELOAD", ())}
+    context.set_forkserver_preload([*_PRELOAD, *sorted(more)])
     pools: dict[int, World] = {}
 
     def pool(size: int) -> World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from parallel3d.config import ParallelConfig
 from parallel3d.errors import ConfigError, RendezvousError
-from parallel3d.mesh import Axis, axes_of, build_mesh, choose_device, process_group
+from parallel3d.mesh import Axis, choose_device, process_group
 from parallel3d.rendezvous import Rendezvous
 
 LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -25,17 +24,6 @@ def rendezvous(rank: int = 0, world_size: int = 1, store: str = "store") -> Rend
         local_world_size=world_size,
         init_method=f"file://{store}",
     )
-
-
-def coordinates_on_the_mesh() -> tuple[dict[str, int], list[str]]:
-    mesh = build_mesh(LAYOUT, "cpu")
-    return {name: axis.rank for name, axis in axes_of(mesh).items()}, list(mesh.mesh_dim_names or ())
-
-
-def test_ranks_stand_where_the_config_says(world: Callable) -> None:
-    for rank, (place, axes) in enumerate(world(8).run(coordinates_on_the_mesh)):
-        assert axes == ["pp", "dp_replicate", "dp_shard", "tp"]
-        assert place == LAYOUT.coordinates(rank).__dict__
 
 
 def test_tp_is_innermost() -> None:

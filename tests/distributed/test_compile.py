@@ -21,6 +21,7 @@ from parallel3d.layers.parameter import local_tensor, named_specs
 from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 
+PRELOAD = ("torch._functorch.aot_autograd",)
 B, S = 2, 8
 LLAMA = ModelConfig(layers=1, hidden=32, heads=4, kv_heads=1, ffn_hidden=48, vocab=67, qkv_bias=True, qk_norm=True)
 MODELS = {

@@ -19,6 +19,7 @@ from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD, build_
 from parallel3d.toolchain import check_compiler
 from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
 
+PRELOAD = ("torch._inductor.compile_fx",)
 PARALLEL = ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microbatch_size=2)
 
 

@@ -6,16 +6,21 @@ Random weights from a small config; no model is downloaded.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import get_world_size
@@ -27,6 +32,7 @@ from parallel3d.layers import rules
 from parallel3d.layers.convert import tensor_parallelize
 from parallel3d.layers.rules import Column, Rules
 
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # and with it what all of transformers' models import
 ROOT = Path(__file__).parents[2]
 VOCAB, B, S = 101, 2, 12  # of ids that no tp divides
 TABLES: dict[str, Rules] = {
@@ -258,12 +264,32 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
     return [(name, text) for text, name in found]
 
 
+def run_program(path: Path) -> str:
+    """What a program prints in this process group, which it would open and close itself."""
+    open_, close = patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group")
+    with open_, close, redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
+def assert_learns(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+    assert len(losses) == 3 and losses[-1] < 0.1
+
+
 @pytest.mark.parametrize(("name", "text"), blocks_of("layers-in-your-model.md"), ids=lambda value: value.split("\n")[0])
-def test_the_programs_of_the_page_run_as_printed(tmp_path: Path, name: str, text: str) -> None:
+def test_the_programs_of_the_page_run_as_printed(world: Callable, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    first, other = world(2).run(run_program, tmp_path / name)
+    assert_learns(first)
+    assert other == ""
+
+
+def test_a_program_of_the_page_is_started_by_torchrun(tmp_path: Path) -> None:
+    name, text = blocks_of("layers-in-your-model.md")[0]
     (tmp_path / name).write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", run.stdout)]
-    assert len(losses) == 3 and losses[-1] < 0.1
+    assert_learns(run.stdout)

@@ -16,6 +16,7 @@ from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.positions import LearnedPositions
 from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
 
+PRELOAD = ("torch._inductor.compile_fx",)
 B, S, D, OUT = 2, 8, 12, 20
 SHAPE = (B, S, D)
 
