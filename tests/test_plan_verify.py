@@ -325,6 +325,10 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--measure"], "needs a CUDA device"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
         (
+            ["parallel.dp_shard=1", "parallel.dp_replicate=2", "local_sgd.sync_every=4"],
+            "local_sgd.sync_every = 4: the memory model knows replicas that sum their gradients in each step",
+        ),
+        (
             ["optimizer.name=muon", "train.precision=bf16_pure", "optimizer.stochastic_rounding=true"],
             "knows no such steps with optimizer.name = muon",
         ),

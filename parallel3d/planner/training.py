@@ -63,6 +63,10 @@ def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
         yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
+    if recipe.local_sgd.sync_every is not None:
+        setting = f"local_sgd.sync_every = {recipe.local_sgd.sync_every}"
+        known = "the memory model knows replicas that sum their gradients in each step"
+        yield Unpriced(setting=setting, known=known, instead="local_sgd.sync_every=null")
 
 
 def _unpriced_rounding(recipe: Recipe) -> Iterator[Unpriced]:
