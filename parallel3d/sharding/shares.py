@@ -1,5 +1,5 @@
-"""How an optimizer that needs whole matrices takes them: a few at a time, each to one of the ranks. No torch: the
-planner prices the same shares.
+"""How an optimizer takes parameters of which it makes much: a few at a time, and whole matrices each on one of the
+ranks. No torch: the planner prices the same shares.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapreplace
 from typing import TypeVar
 
-ROUND_ELEMENTS = 2**25
+ROUND_ELEMENTS = 2**25  # of a rank's part
+WIDE_ELEMENTS = 2**26  # over all ranks, of parameters that are float32 for a moment (`training.rounding`)
 
 T = TypeVar("T")
 
 
-def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
-    """A few at a time, so that what a step makes of them takes little memory: ROUND_ELEMENTS or so of a rank's part.
-    Cut alike on all ranks, where the items are and `elements_of` is."""
+def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int = ROUND_ELEMENTS) -> Iterator[list[T]]:
+    """A few at a time, so that what a step makes of them takes little memory: `most` elements or so. Cut alike on all
+    ranks, where the items are and `elements_of` is."""
     found: list[T] = []
     elements = 0.0
     for item in items:
         found.append(item)
         elements += elements_of(item)
-        if elements >= ROUND_ELEMENTS:
+        if elements >= most:
             yield found
             found, elements = [], 0.0
     if found:

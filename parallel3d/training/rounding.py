@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.shares import WIDE_ELEMENTS, rounds
 from parallel3d.torch_private import offsets_of
-
-WIDE_ELEMENTS = 2**26  # of the parameters that are float32 at a time, counted over all ranks
 
 
 @torch.no_grad()
@@ -32,7 +31,7 @@ def step_in_float32(
     gradients = {parameter.local: parameter.local.grad for parameter in parameters}
     for local in gradients:
         local.grad = None  # an optimizer leaves out what has none
-    for group in _groups(parameters):
+    for group in rounds(parameters, lambda parameter: math.prod(parameter.spec.shape), most=WIDE_ELEMENTS):
         narrow, widened = {}, {}
         for parameter in group:
             local = parameter.local
@@ -91,17 +90,3 @@ def _hash(x: Tensor) -> Tensor:
 def _narrow_states(optimizer: torch.optim.Optimizer, local: Tensor) -> list[str]:
     """The names of the states in bf16; wider ones are stepped as they are."""
     return [name for name, state in optimizer.state[local].items() if state.dtype == torch.bfloat16]
-
-
-def _groups(parameters: Sequence[OwnParameter]) -> Iterator[list[OwnParameter]]:
-    """Cut alike on all ranks: an optimizer may speak with the others in its step."""
-    group: list[OwnParameter] = []
-    elements = 0
-    for parameter in parameters:
-        elements += math.prod(parameter.spec.shape)
-        group.append(parameter)
-        if elements >= WIDE_ELEMENTS:
-            yield group
-            group, elements = [], 0
-    if group:
-        yield group

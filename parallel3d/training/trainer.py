@@ -266,9 +266,10 @@ class Trainer:
 
     def _over_replicas(self, own: Totals, local_sgd: LocalSgd) -> Totals:
         """Of replicas that train apart, each of which knows its `own`; no tokens where one of them has none."""
-        known = (own.loss * own.tokens, own.grad_norm**2, float(own.tokens), float(own.tokens == 0))
+        flags = float(own.tokens == 0), float(own.is_asked_to_stop)
+        known = (own.loss * own.tokens, own.grad_norm**2, float(own.tokens), *flags)
         loss, square, tokens, empty, asking = local_sgd.mean(
-            torch.tensor((*known, float(own.is_asked_to_stop)), dtype=torch.float64, device=self.device)
+            torch.tensor(known, dtype=torch.float64, device=self.device)
         ).tolist()
         whole = 0 if empty else round(tokens * local_sgd.replicas.size)
         return replace(

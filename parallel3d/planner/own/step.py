@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from parallel3d.planner.parameters import Table
-
-ROUND_ELEMENTS = 2**25  # of a rank's part, as training.optimizers.split's
-WIDE_ELEMENTS = 2**26  # over all ranks, as training.rounding's
+from parallel3d.sharding.shares import WIDE_ELEMENTS, rounds
 
 
 def adafactor_states(tables: Iterable[Table], shards: int) -> int:
@@ -34,17 +32,9 @@ def adafactor_step(tables: Iterable[Table], shards: int, *, narrow: bool) -> flo
 
 def _rounds(tables: Iterable[Table], shards: int) -> Iterator[list[int]]:
     """Numbers of the parameters that are stepped together; matrices first."""
-    each = [table for table in tables for _ in range(table.times)]
-    found: list[int] = []
-    elements = 0.0
-    for table in sorted(each, key=lambda table: table.columns == 1):
-        found.append(table.shard(shards) // table.times)
-        elements += table.numel / table.times / shards
-        if elements >= ROUND_ELEMENTS:
-            yield found
-            found, elements = [], 0.0
-    if found:
-        yield found
+    each = sorted(_single(tables), key=lambda table: table.columns == 1)
+    for some in rounds(each, lambda table: table.numel / shards):
+        yield [table.shard(shards) for table in some]
 
 
 def rounded_step(tables: Iterable[Table], shards: int, tp: int, *, states: int, step_bytes: float | None) -> float:
@@ -53,7 +43,7 @@ def rounded_step(tables: Iterable[Table], shards: int, tp: int, *, states: int, 
     then rounded one after the other, with noise."""
     wide, rounding = 8 + 2 * states, 10  # of a number: noise, its sum with the wide number, and the result
     most = 0.0
-    for group in _wide_groups(tables, tp):
+    for group in rounds(_single(tables), lambda table: table.numel * tp, most=WIDE_ELEMENTS):
         numels = [table.shard(shards) for table in group]
         left = wide * sum(numels)
         own = adafactor_step(group, shards, narrow=False) if step_bytes is None else step_bytes * max(numels)
@@ -64,15 +54,6 @@ def rounded_step(tables: Iterable[Table], shards: int, tp: int, *, states: int, 
     return most
 
 
-def _wide_groups(tables: Iterable[Table], tp: int) -> Iterator[list[Table]]:
-    """Parameters that are wide together: each a table by itself."""
-    group: list[Table] = []
-    elements = 0
-    for table in (replace(some, times=1) for some in tables for _ in range(some.times)):
-        group.append(table)
-        elements += table.numel * tp
-        if elements >= WIDE_ELEMENTS:
-            yield group
-            group, elements = [], 0
-    if group:
-        yield group
+def _single(tables: Iterable[Table]) -> Iterator[Table]:
+    """Each parameter as a table by itself."""
+    return (replace(some, times=1) for some in tables for _ in range(some.times))
