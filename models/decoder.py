@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.config import BlockRecompute, ModelConfig
+from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from parallel3d.config import BlockRecompute, ModelConfig
+from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import normal

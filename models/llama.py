@@ -3,7 +3,7 @@ With `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral."""
 
 from __future__ import annotations
 
-from parallel3d.config import BlockRecompute, ModelConfig
+from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import normal

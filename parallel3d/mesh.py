@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError, RendezvousError
-from parallel3d.rendezvous import Rendezvous
+from parallel3d.launch.rendezvous import Rendezvous
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

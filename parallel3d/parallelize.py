@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.compile import compile_blocks
-from parallel3d.config import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
+from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
+from parallel3d.config.strategy import WHOLE
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, set_fused_gradients
 from parallel3d.mesh import Axis
-from parallel3d.pipeline.balance import balanced_cut, part_costs, sizes_between
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
+from parallel3d.schedules.balance import balanced_cut, part_costs, sizes_between
+from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import ShardedData, shard
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import Part
-from parallel3d.sharding.strategy import WHOLE
 
 
 class ModelClass(Protocol):

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import parallel3d
-from parallel3d.config import Recipe
+from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.recipe import Recipe
+from parallel3d.config.rules import warnings_for
 from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
-from parallel3d.failure import Failure, print_error
-from parallel3d.launch import launch_local
+from parallel3d.launch.failure import Failure, print_error
+from parallel3d.launch.local import launch_local
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.run_dir import Outcome, prepare_run_dir, write_outcome
+from parallel3d.launch.toolchain import check_compiler
 from parallel3d.models import shape_cards
-from parallel3d.recipe_file import load_recipe, to_yaml
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.recipes.worker import work
-from parallel3d.rendezvous import Rendezvous
-from parallel3d.run_dir import Outcome, prepare_run_dir, write_outcome
-from parallel3d.toolchain import check_compiler
 from parallel3d.tools.arguments import Parser, add_recipe
-from parallel3d.validation import warnings_for
 
 _INTERRUPTED = 130
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher

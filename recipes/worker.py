@@ -3,9 +3,9 @@ main module once more under another name, which Python warns of where that modul
 
 from __future__ import annotations
 
-from parallel3d.config import Recipe
+from parallel3d.config.recipe import Recipe
+from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
-from parallel3d.rendezvous import Rendezvous
 
 
 def work(recipe: Recipe, rendezvous: Rendezvous) -> None:

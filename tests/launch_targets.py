@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
-from parallel3d.launch import Patience, Rendezvous, launch_local
+from parallel3d.launch.local import Patience, Rendezvous, launch_local
 from parallel3d.training.stop import heeding_sigterm
 
 

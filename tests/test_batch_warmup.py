@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.batch_sizes import BatchSizes
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.batch_sizes import BatchSizes
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate, warnings_for
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import ConfigError
-from parallel3d.validation import validate, warnings_for
 
 RECIPE = Recipe(
     model=ModelConfig(layers=2, hidden=32, heads=4, ffn_hidden=64, vocab=264),

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
-from parallel3d.tools import bench
-from parallel3d.tools.bench_ranks import run_ranks
-from parallel3d.tools.bench_report import (
+from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench.plain_llama import PlainLlama, Rotary
+from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.tools.bench.ranks import run_ranks
+from parallel3d.tools.bench.report import (
     Options,
     Round,
     Timing,
@@ -26,7 +28,7 @@ from parallel3d.tools.bench_report import (
     rows_against_one_process,
     rows_against_peer,
 )
-from parallel3d.tools.bench_step import (
+from parallel3d.tools.bench.step import (
     LAYOUTS,
     OVERHEAD,
     SIZES,
@@ -37,9 +39,7 @@ from parallel3d.tools.bench_step import (
     random_batch,
     recipe,
 )
-from parallel3d.tools.plain_llama import PlainLlama, Rotary
-from parallel3d.tools.plain_stack import PlainStack
-from parallel3d.tools.torch_stack import cut_stage
+from parallel3d.tools.bench.torch_stack import cut_stage
 
 TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
 TINY_SIZE = Size(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
@@ -93,7 +93,7 @@ def test_json_output_is_one_object_and_nothing_else(
 
 def test_help_does_not_import_torch() -> None:
     program = (
-        "import sys\nfrom parallel3d.tools.bench import main\n"
+        "import sys\nfrom parallel3d.tools.bench.command import main\n"
         "try: main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0

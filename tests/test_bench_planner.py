@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.cases import Case, CaseFile, read_cases
-from parallel3d.planner.job import Layout
-from parallel3d.planner.score import Prediction, predict_case, prediction, score
-from parallel3d.tools import bench, calculon_peer, mbridge_memory_peer, megatron_memory_peer, primus_memory_peer
-from parallel3d.tools.bench_planner import (
+from parallel3d.planner.model.job import Layout
+from parallel3d.planner.published.cases import Case, CaseFile, read_cases
+from parallel3d.planner.published.score import Prediction, predict_case, prediction, score
+from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench.peers import calculon as calculon_peer
+from parallel3d.tools.bench.peers import mbridge_memory as mbridge_memory_peer
+from parallel3d.tools.bench.peers import megatron_memory as megatron_memory_peer
+from parallel3d.tools.bench.peers import primus_memory as primus_memory_peer
+from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis, why_not
+from parallel3d.tools.bench.planner import (
     CASES,
     MEMORY,
     THROUGHPUT,
@@ -27,8 +32,7 @@ from parallel3d.tools.bench_planner import (
     same_runs,
     throughput_ratios,
 )
-from parallel3d.tools.llm_analysis_peer import LlmAnalysis, why_not
-from parallel3d.tools.plan_score import HARDWARE
+from parallel3d.tools.plan.score import HARDWARE
 
 
 def listed(folder: str) -> set[str]:

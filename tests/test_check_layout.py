@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.tools import check_layout
-from parallel3d.tools.check_layout_compare import Comparison, Difference, compare
-from parallel3d.tools.check_layout_data import Array, Record, StepRecord, Views
-from parallel3d.tools.check_layout_report import as_json, as_text
-from parallel3d.tools.check_layout_shrink import Size, shrink
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.tools.check_layout import command as check_layout
+from parallel3d.tools.check_layout.compare import Comparison, Difference, compare
+from parallel3d.tools.check_layout.data import Array, Record, StepRecord, Views
+from parallel3d.tools.check_layout.report import as_json, as_text
+from parallel3d.tools.check_layout.shrink import Size, shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
 SPLIT = {"norm.weight": None, "up.weight": 0, "down.weight": 1}
@@ -212,7 +212,8 @@ def test_shrinking_keeps_the_layout_and_what_it_divides(parallel: dict[str, obje
 
 def test_help_and_a_wrong_key_do_not_import_torch() -> None:
     program = (
-        "import sys; from parallel3d.tools.check_layout import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+        "import sys; from parallel3d.tools.check_layout import command; "
+        "print(command.main(sys.argv[1:]), 'torch' in sys.modules)"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, "quickstart", "modle.layers=2"], capture_output=True, text=True

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import parallel3d
-from parallel3d.config import Recipe
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, NonFiniteError
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.run_dir import prepare_run_dir
 from parallel3d.models import shape_cards
-from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe, pretrain
-from parallel3d.rendezvous import Rendezvous
-from parallel3d.run_dir import prepare_run_dir
 
 Said = pytest.CaptureFixture[str]
 

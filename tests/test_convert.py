@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.layers.convert_forms import ColumnForm, EmbeddingForm, EnterForm, ReplicatedForm, RowForm
-from parallel3d.layers.convert_plan import Plan, plan_modules, split_dims
-from parallel3d.layers.rules import GPT2, LLAMA, QWEN3, Column, Divide, Enter, Replicate, Row, Rules, Vocab
+from parallel3d.convert.forms import ColumnForm, EmbeddingForm, EnterForm, ReplicatedForm, RowForm
+from parallel3d.convert.plan import Plan, plan_modules, split_dims
+from parallel3d.convert.rules import GPT2, LLAMA, QWEN3, Column, Divide, Enter, Replicate, Row, Rules, Vocab
 
 
 class Conv1D(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.config import DataConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data.corpus import load_corpus
 
 

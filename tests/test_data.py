@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import parallel3d.data
-from parallel3d.config import DataConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data import check_data, load_corpus
 from parallel3d.errors import ConfigError, DataError
 

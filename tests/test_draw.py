@@ -8,14 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.config import ScheduleName
-from parallel3d.pipeline.draw_svg import draw_svg
-from parallel3d.pipeline.draw_text import draw_text
-from parallel3d.pipeline.draw_trace import draw_trace
-from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.pipeline.simulate import EQUAL, Costs, StageTimes, simulate
-from parallel3d.pipeline.timeline import Span, Timeline
+from parallel3d.config.recipe import ScheduleName
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.timeline.simulate import EQUAL, Costs, StageTimes, simulate
+from parallel3d.timeline.spans import Span, Timeline
+from parallel3d.timeline.svg import draw_svg
+from parallel3d.timeline.text import draw_text
+from parallel3d.timeline.trace import draw_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,8 +16,8 @@ import launch_targets
 import pytest
 
 from parallel3d.errors import ConfigError, NonFiniteError, RankError, RendezvousError
-from parallel3d.failure import Failure, is_lost_peer, root_cause
-from parallel3d.launch import Rendezvous
+from parallel3d.launch.failure import Failure, is_lost_peer, root_cause
+from parallel3d.launch.local import Rendezvous
 
 PROGRAM = launch_targets.__file__
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.init import initial_weights
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_llama import PlainLlama
 
 MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.config import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.training.local_sgd_schedule import SyncSchedule
-from parallel3d.training.local_sgd_transport import BLOCK, CODECS, blocks_of, sent_bytes
-from parallel3d.validation import validate
+from parallel3d.training.local_sgd.schedule import SyncSchedule
+from parallel3d.training.local_sgd.transport import BLOCK, CODECS, blocks_of, sent_bytes
 
 RECIPE = Recipe(
     model=ModelConfig(layers=4, hidden=32, heads=4, ffn_hidden=48, vocab=264),
@@ -136,5 +136,5 @@ def test_overlap_mixes_half_and_no_overlap_nothing() -> None:
 
 
 def test_the_rules_do_not_import_torch() -> None:
-    program = "import sys, parallel3d.validation; sys.exit('torch' in sys.modules)"
+    program = "import sys, parallel3d.config.rules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError, RendezvousError
+from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.mesh import Axis, choose_device, process_group
-from parallel3d.rendezvous import Rendezvous
 
 LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)
 

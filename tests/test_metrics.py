@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.config import ModelConfig, OptimizerConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig
 from parallel3d.training.learning_rate import learning_rate
 from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
 from parallel3d.training.progress import Bar, clock, describe, open_progress

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.init import initialize
 from parallel3d.models import model_class
 

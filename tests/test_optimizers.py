@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.config import OptimizerConfig, Recipe
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.recipe_file import load_recipe
+from parallel3d.optimizers.assignment import divide
+from parallel3d.optimizers.low_precision_state import NarrowAdamW, NarrowSGD
+from parallel3d.optimizers.matrices import nearest_holders
+from parallel3d.optimizers.muon import adjustment, orthogonalize
+from parallel3d.optimizers.parameter_sharding import Box, Place, box_of
 from parallel3d.recipes import find_recipe
-from parallel3d.sharding.shares import divide
-from parallel3d.training.optimizers.matrices import nearest_holders
-from parallel3d.training.optimizers.muon import adjustment, orthogonalize
-from parallel3d.training.optimizers.narrow import NarrowAdamW, NarrowSGD
-from parallel3d.training.optimizers.split import Box, Place, box_of
 
 SHAPES = [(24, 40), (40, 24), (7,)]
 

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.models import shape_cards
-from parallel3d.planner.cases import read_cases
-from parallel3d.planner.memory import worst_rank
-from parallel3d.planner.score import score
-from parallel3d.recipe_file import to_yaml
-from parallel3d.tools import plan, plan_accuracy, plan_score
-from parallel3d.tools.plan_devices import cluster_files, device_files, find_cluster, hardware_files
-from parallel3d.tools.plan_verify import job_of_recipe
+from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.published.score import score
+from parallel3d.tools.plan import accuracy as plan_accuracy
+from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan import score as plan_score
+from parallel3d.tools.plan.devices import cluster_files, device_files, find_cluster, hardware_files
+from parallel3d.tools.verify.command import job_of_recipe
 
 Said = pytest.CaptureFixture[str]
 CASES = Path(plan_score.__file__).with_name("cases") / "published.json"
@@ -205,7 +207,7 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
 def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
     file = read_cases(CASES, [plan_score.HARDWARE])
     today, recorded = plan_accuracy.accuracy_of(score(file), file), plan_accuracy.recorded_accuracy()
-    near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/accuracy.json"
+    near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/plan/accuracy.json"
     assert today.throughput_median == pytest.approx(recorded.throughput_median, abs=0.2), near
     assert today.memory_median == pytest.approx(recorded.memory_median, abs=0.2), near
     assert today.runs_by_hardware == recorded.runs_by_hardware, near

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.planner.memory import worst_rank
-from parallel3d.planner.priced import strategy
-from parallel3d.planner.question import Question
-from parallel3d.planner.shapes import from_config
-from parallel3d.recipe_file import to_yaml
-from parallel3d.tools import plan
-from parallel3d.tools.plan_compare import compare
-from parallel3d.tools.plan_devices import find_cluster
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.planner.search.candidate import strategy
+from parallel3d.planner.search.question import Question
+from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan.compare import compare
+from parallel3d.tools.plan.devices import find_cluster
 from parallel3d.training.metrics import MetricsFile, StepMetrics
 
 Said = pytest.CaptureFixture[str]

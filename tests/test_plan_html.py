@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.tools import plan
+from parallel3d.tools.plan import command as plan
 
 Said = pytest.CaptureFixture[str]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.planner.shapes import total_parameters
-from parallel3d.tools import plan
-from parallel3d.tools.plan_devices import device_files, file_of, find_cluster
-from parallel3d.tools.plan_question import read_layout, read_parallel
-from parallel3d.tools.plan_shape import read_model
-from parallel3d.tools.plan_units import bytes_per_s, dollars, fraction, memory_bytes, tokens
+from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan.devices import device_files, file_of, find_cluster
+from parallel3d.tools.plan.question import read_layout, read_parallel
+from parallel3d.tools.plan.shape import read_model
+from parallel3d.tools.plan.units import bytes_per_s, dollars, fraction, memory_bytes, tokens
 
 Said = pytest.CaptureFixture[str]
 LLAMA = {

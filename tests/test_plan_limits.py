@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 
 from parallel3d.models import shape_cards
-from parallel3d.planner.extent import Extent, grown, largest_batch, largest_model, longest_sequence, smallest_cluster
-from parallel3d.planner.named import named_shape
-from parallel3d.planner.question import Fixed, Question
-from parallel3d.planner.search import one_that_fits, search
-from parallel3d.planner.shapes import total_parameters
-from parallel3d.tools import plan
-from parallel3d.tools.plan_devices import find_cluster
+from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.search.fastest import one_that_fits, search
+from parallel3d.planner.search.limits import (
+    Extent,
+    grown,
+    largest_batch,
+    largest_model,
+    longest_sequence,
+    smallest_cluster,
+)
+from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan.devices import find_cluster
 from tests.test_plan_recommend import docs_page
 
 Said = pytest.CaptureFixture[str]

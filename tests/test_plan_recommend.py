@@ -17,10 +17,13 @@ from typing import Any, get_args
 
 import pytest
 
-from parallel3d.config import ParallelConfig, ScheduleName
-from parallel3d.planner.ranking import Objective
+from parallel3d.config.recipe import ParallelConfig, ScheduleName
 from parallel3d.planner.report.page import Accuracy
-from parallel3d.tools import plan, plan_answer, plan_options, plan_recommend
+from parallel3d.planner.search.ranking import Objective
+from parallel3d.tools.plan import answer as plan_answer
+from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan import options as plan_options
+from parallel3d.tools.plan import recommend as plan_recommend
 
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
@@ -232,7 +235,7 @@ def test_links_and_nodes_are_the_users(capsys: Said) -> None:
 def test_it_answers_without_torch_or_numpy() -> None:
     program = (
         "import resource, sys\n"
-        "from parallel3d.tools.plan import main\n"
+        "from parallel3d.tools.plan.command import main\n"
         f"status = main('{SMALL}'.split())\n"
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 2, 'seconds of this process alone'\n"
@@ -249,7 +252,7 @@ def test_the_options_list_every_choice() -> None:
 def test_help_is_quick() -> None:
     program = (
         "import resource, sys\n"
-        "from parallel3d.tools.plan import main\n"
+        "from parallel3d.tools.plan.command import main\n"
         "try:\n    main(['recommend', '--help'])\n"
         "except SystemExit:\n    pass\n"
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 0.3\n"

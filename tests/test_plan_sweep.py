@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.tools import plan
+from parallel3d.tools.plan import command as plan
 from tests.test_plan_recommend import docs_page
 
 Said = pytest.CaptureFixture[str]

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.schedule_csv import load_schedule
-from parallel3d.pipeline.schedules import BUILDERS
-from parallel3d.tools import plan
+from parallel3d.schedules.builders import BUILDERS
+from parallel3d.schedules.csv_file import load_schedule
+from parallel3d.tools.plan import command as plan
 
 Said = pytest.CaptureFixture[str]
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"
@@ -148,7 +148,7 @@ def test_nothing_that_fits_ends_with_the_status_of_its_error(monkeypatch: pytest
     def main(arguments: list[str]) -> int:
         raise NothingFits(" ".join(arguments))
 
-    module = ModuleType("parallel3d.tools.plan_other")
+    module = ModuleType("parallel3d.tools.plan.other")
     module.main = main  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(plan.COMMANDS, "other", plan.Command(module.__name__, "does something else"))
@@ -175,7 +175,7 @@ def test_help_lists_the_commands(capsys: Said) -> None:
 def test_it_answers_without_torch_or_omegaconf() -> None:
     program = (
         "import sys\n"
-        "from parallel3d.tools.plan import main\n"
+        "from parallel3d.tools.plan.command import main\n"
         f"status = main('{SMALL}'.split())\n"
         "sys.exit(status or bool({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )

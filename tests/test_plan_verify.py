@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.own.ends import CHUNK_BYTES
-from parallel3d.tools.plan import main
-from parallel3d.tools.plan_verify import Verified, verify
-from parallel3d.tools.plan_verify_chunks import Chunks
+from parallel3d.tools.plan.command import main
+from parallel3d.tools.verify.chunks import Chunks
+from parallel3d.tools.verify.command import Verified, verify
 from parallel3d.training import loss
 
 LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)

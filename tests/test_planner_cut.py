@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.config import ModelConfig, ParallelConfig, ScheduleName
-from parallel3d.planner.cost import Known, least_step_s, step_cost
-from parallel3d.planner.cut import Cut
-from parallel3d.planner.hardware import load_cluster
-from parallel3d.planner.memory import least_bytes, least_held, worst_rank
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, ScheduleName
+from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.memory.rank_memory import least_bytes, least_held, worst_rank
+from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.own.memory import Least
-from parallel3d.planner.priced import job_of
-from parallel3d.planner.question import Question
-from parallel3d.planner.shapes import from_config
-from parallel3d.planner.space import families, freed, kinds, ways
-from parallel3d.tools import plan_score
+from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.space import families, freed, kinds, ways
+from parallel3d.planner.search.tp_pp_search import Cut
+from parallel3d.planner.time.step import Known, least_step_s, step_cost
+from parallel3d.tools.plan import score as plan_score
 
 MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632, vocab=32000)
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from parallel3d.models import shape_cards
-from parallel3d.planner.case_fields import Fields
-from parallel3d.planner.case_job import build_job
-from parallel3d.planner.cases import read_cases
-from parallel3d.planner.cost import step_cost
-from parallel3d.planner.engine import Engine
-from parallel3d.planner.engines import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, engine_of
-from parallel3d.planner.hardware import load_cluster
-from parallel3d.planner.job import Job, Layout
-from parallel3d.planner.memory import RankMemory, memory_by_rank
-from parallel3d.planner.named import named_shape
-from parallel3d.planner.shapes import layer_parameters
-from parallel3d.tools import plan_score
+from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.hardware.program import Engine
+from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
+from parallel3d.planner.model.job import Job, Layout
+from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.shapes import layer_parameters
+from parallel3d.planner.published.case_job import build_job
+from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.published.fields import Fields
+from parallel3d.planner.published.programs import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, engine_of
+from parallel3d.planner.time.step import step_cost
+from parallel3d.tools.plan import score as plan_score
 
 HARDWARE = [plan_score.HARDWARE]
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.planner.block import block_times
-from parallel3d.planner.hardware import Cluster, cluster_from_tree
-from parallel3d.planner.measured import Curve, Overhead, measured_from_tree, process_from_tree
-from parallel3d.planner.roofline import Kernels
-from parallel3d.planner.timeline import StageTimes, makespan_s, shared_makespan_s
-from parallel3d.tools import plan_calibrate_check as check
-from parallel3d.tools.plan_calibrate_file import ANY, hardware_text
-from parallel3d.tools.plan_calibrate_fit import larger_job, overhead_of
-from parallel3d.tools.plan_calibrate_probes import (
+from parallel3d.planner.hardware.calibration import Curve, Overhead, measured_from_tree, process_from_tree
+from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
+from parallel3d.planner.time.block import block_times
+from parallel3d.planner.time.pipeline import StageTimes, makespan_s, shared_makespan_s
+from parallel3d.planner.time.roofline import Kernels
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.tools.calibrate import check as check
+from parallel3d.tools.calibrate.fit import larger_job, overhead_of
+from parallel3d.tools.calibrate.hardware_file import ANY, hardware_text
+from parallel3d.tools.calibrate.probes import (
     LARGER,
     LARGER_LAYERS,
     LARGER_MICROBATCHES,

@@ -12,8 +12,8 @@ from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import Walk, fullest_states, states
 from parallel3d.planner.own.work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work
-from parallel3d.tools.plan_verify import job_of_recipe
-from parallel3d.tools.plan_verify_layouts import random_layouts
+from parallel3d.tools.verify.command import job_of_recipe
+from parallel3d.tools.verify.layouts import random_layouts
 
 BLOCK = BlockActivations(
     batch=2, seq=512, hidden=1024, heads=16, kv_heads=4, ffn_hidden=4096, item_bytes=2, tp=2, dropout=True

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.settings import read_settings
 from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
-from parallel3d.pipeline.balance import balanced_cut, part_costs
 from parallel3d.pipeline.stage import cut, spans_of
-from parallel3d.planner.named import from_hugging_face, named_shape, shape_names
-from parallel3d.planner.parameters import rank_numel
-from parallel3d.planner.shapes import ModelShape, StageSlice, from_config, total_parameters
-from parallel3d.settings import read_settings
+from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config, total_parameters
+from parallel3d.schedules.balance import balanced_cut, part_costs
 
 CARDS = shape_cards()
 NO_MODULE = {"nemotron4-15b", "nemotron4-340b"}  # squared ReLU with LayerNorm and rotation

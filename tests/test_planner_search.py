@@ -10,23 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config import DataConfig, ModelConfig, ParallelConfig, Recipe, Recompute, ScheduleName, TrainConfig
+from parallel3d.config.recipe import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    Recompute,
+    ScheduleName,
+    TrainConfig,
+)
+from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.advice import reasons, remedies, run_length
-from parallel3d.planner.cases import read_cases
-from parallel3d.planner.cost import step_cost
-from parallel3d.planner.hardware import load_cluster
-from parallel3d.planner.named import named_shape
-from parallel3d.planner.priced import job_of, strategy
-from parallel3d.planner.question import Fixed, Question
-from parallel3d.planner.search import search
-from parallel3d.planner.shapes import from_config
-from parallel3d.planner.training import Training
-from parallel3d.tools import plan_score
-from parallel3d.validation import validate
+from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.planner.model.training import Training
+from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.search.advice import reasons, remedies, run_length
+from parallel3d.planner.search.candidate import job_of, strategy
+from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.time.step import step_cost
+from parallel3d.tools.plan import score as plan_score
 
-CASES = Path(plan_score.__file__).parent / "cases" / "published.json"
+CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"
 MODEL = ModelConfig(layers=6, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816, vocab=32000)
 
 
@@ -134,7 +142,9 @@ def test_an_impossible_question_is_a_config_error() -> None:
 
 
 def test_planning_never_imports_torch() -> None:
-    code = "import sys, parallel3d.planner.search, parallel3d.tools.plan_score; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, parallel3d.planner.search.fastest, parallel3d.tools.plan.score; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

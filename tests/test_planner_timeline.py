@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import ScheduleName
-from parallel3d.pipeline.schedule import Kind
-from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.pipeline.simulate import Costs, simulate
-from parallel3d.planner.activations import live_amid, live_microbatches
-from parallel3d.planner.timeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
+from parallel3d.config.recipe import ScheduleName
+from parallel3d.planner.memory.activations import live_amid, live_microbatches
+from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Kind
+from parallel3d.timeline.simulate import Costs, simulate
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 

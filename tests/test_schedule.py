@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import ScheduleName
+from parallel3d.config.recipe import ScheduleName
 from parallel3d.errors import ScheduleError
-from parallel3d.pipeline.check import slots_needed
-from parallel3d.pipeline.schedule import Action, Kind, Schedule
-from parallel3d.pipeline.schedules import BUILDERS, STAGES_PER_RANK, build_schedule, forward_only, placement
-from parallel3d.pipeline.schedules_classic import groups
+from parallel3d.schedules.builders import BUILDERS, STAGES_PER_RANK, build_schedule, forward_only, placement
+from parallel3d.schedules.check import slots_needed
+from parallel3d.schedules.classic import groups
+from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 sizes = st.integers(1, 8)

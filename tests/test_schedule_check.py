@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from work import lines_run
 
 from parallel3d.errors import ScheduleError
-from parallel3d.pipeline.check import blocks, check_schedule, in_order, slots_needed
-from parallel3d.pipeline.schedule import Action, Kind, Schedule
-from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.check import blocks, check_schedule, in_order, slots_needed
+from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 
 def parse(text: str) -> tuple[Action, ...]:

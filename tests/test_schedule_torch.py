@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel3d.pipeline.schedule_csv import from_csv, to_csv
-from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.csv_file import from_csv, to_csv
 
 LOOPED = {
     "looped_bfs": theirs.ScheduleLoopedBFS,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.pipeline.boundary import Message, TensorSpec
-from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, prepare
+from parallel3d.schedules.schedule import Action, Kind
 
 
 @pytest.fixture(scope="module")

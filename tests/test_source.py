@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config import DataConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
 from parallel3d.errors import ConfigError, DataError
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.pipeline.balance import PartCosts, balanced_cut, cut_points, part_costs, sizes_between
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.stage import (
     boundaries_of,
@@ -26,7 +26,7 @@ from parallel3d.pipeline.stage import (
     names_of,
     spans_of,
 )
-from parallel3d.recipe_file import load_recipe, to_yaml
+from parallel3d.schedules.balance import PartCosts, balanced_cut, cut_points, part_costs, sizes_between
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
 MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)

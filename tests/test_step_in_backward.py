@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.plan_verify_run import dry_run
-from parallel3d.validation import validate
+from parallel3d.tools.verify.dry_run import dry_run
 
 MODEL = ModelConfig(layers=8, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816, vocab=8192)
 

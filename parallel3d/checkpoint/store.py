@@ -37,7 +37,7 @@ class SavedProgress:
     loss_scale: float | None = None  # of the next step; None: not trained in float16
     loss_scale_good_steps: int = 0  # in a row, at that scale
     optimizer: str = "adamw"  # whose states it has
-    local_sgd: dict[str, Any] | None = None  # of replicas that train apart (training/local_sgd_state.py)
+    local_sgd: dict[str, Any] | None = None  # of replicas that train apart (training/local_sgd/state.py)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

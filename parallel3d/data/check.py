@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallel3d.config import DataConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
 from parallel3d.data.split import split_documents
 from parallel3d.data.tokenizer import Tokenizer, build_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel3d.config import DataConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
 from parallel3d.data.split import split_documents
 from parallel3d.data.tokenizer import TokenIds, Tokenizer, build_tokenizer

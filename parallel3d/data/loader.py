@@ -14,7 +14,7 @@ from einops import rearrange
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from parallel3d.batch_sizes import BatchSizes
+from parallel3d.config.batch_sizes import BatchSizes
 from parallel3d.data.order import window_order
 from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import ConfigError, DataError

@@ -15,10 +15,10 @@ from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.layers.deferral import Work, deferring
 from parallel3d.pipeline.boundary import Boundary, Crossing
 from parallel3d.pipeline.links import Links
-from parallel3d.pipeline.recorder import Recorder
-from parallel3d.pipeline.schedule import Action, Kind, Schedule
 from parallel3d.pipeline.shared_link import PeerLostError
 from parallel3d.pipeline.transport import Transport
+from parallel3d.schedules.schedule import Action, Kind, Schedule
+from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
 Tensors = tuple[Tensor, ...]

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
-from parallel3d.pipeline.schedule import Schedule
 from parallel3d.pipeline.shared_link import Header, Incoming, Outgoing, PeerLostError, prepare
+from parallel3d.schedules.schedule import Schedule
 
 _MEMORY_FOLDER = Path("/dev/shm")
 

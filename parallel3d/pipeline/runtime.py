@@ -20,13 +20,13 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.layers.deferral import make_linears_deferrable
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
-from parallel3d.pipeline.check import check_schedule
 from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
 from parallel3d.pipeline.links import Connect, Links
-from parallel3d.pipeline.recorder import Recorder
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.schedules import forward_only
 from parallel3d.pipeline.transport import Buffers, Transport
+from parallel3d.schedules.builders import forward_only
+from parallel3d.schedules.check import check_schedule
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.timeline.recorder import Recorder
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.pipeline.boundary import ALIGNMENT, Message
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.schedule import Action, Kind
 
 RING_BYTES = 4 * 2**20
 LARGEST_BYTES = RING_BYTES // 4  # of a message; a larger one takes the backend, which copies while the rank computes

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel3d.pipeline.balance import cut_points
 from parallel3d.pipeline.boundary import Boundary, TensorSpec
+from parallel3d.schedules.balance import cut_points
 
 FIRST_PARTS = ("embed",)
 LAST_PARTS = ("norm", "head")

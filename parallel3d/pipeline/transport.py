@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
-from parallel3d.pipeline.schedule import Action, Kind, Schedule
 from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, PeerLostError
+from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 AHEAD = 2  # receives posted beyond the one waited for, from each rank
 IN_FLIGHT = 4  # sends to each rank before the oldest is waited for; its receive is always posted, so none blocks

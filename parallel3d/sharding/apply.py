@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
+from parallel3d.config.strategy import HYBRID_OF, WHOLE, ZERO_3, How, ShardingName
 from parallel3d.mesh import Axis
 from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.fully_sharded import AloneData, FullyShardedData
 from parallel3d.sharding.part import Part
-from parallel3d.sharding.strategy import HYBRID_OF, WHOLE, ZERO_3, How, ShardingName
 from parallel3d.sharding.units import Wrap, units_of
 from parallel3d.sharding.whole import WholeData
 

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel3d.sharding.strategy import WHOLE, ZERO_3, How, ShardingName
+from parallel3d.config.strategy import WHOLE, ZERO_3, How, ShardingName
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from parallel3d.config import OptimizerConfig
+from parallel3d.config.recipe import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config import Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 

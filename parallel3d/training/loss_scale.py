@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.config import LossScaleConfig
+from parallel3d.config.recipe import LossScaleConfig
 
 SMALLEST = 1.0  # a loss that overflows unscaled has diverged
 LARGEST = 2.0**127  # of float32, in which losses are multiplied

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.config import ModelConfig, Precision
+from parallel3d.config.recipe import ModelConfig, Precision
 
 # Dense peak FLOP/s of a device by the name that CUDA gives it, from the makers' data sheets (bf16, without sparsity).
 PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

@@ -13,15 +13,15 @@ from torch import Tensor
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
+from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.parallelize import OwnParameter
-from parallel3d.training.local_sgd_state import (
+from parallel3d.training.local_sgd.state import (
     SavedReplicas,
     after_loading,
     saved_replicas,
     tensors_to_load,
     tensors_to_save,
 )
-from parallel3d.training.optimizers.build import LocalOptimizer
 from parallel3d.training.trainer import Trainer
 
 

@@ -12,11 +12,11 @@ from statistics import mean
 import torch.distributed as dist
 
 from parallel3d.data.loader import Batch
-from parallel3d.pipeline.draw_trace import draw_trace
-from parallel3d.pipeline.recorder import Recorder
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.simulate import measured_costs, simulate
-from parallel3d.pipeline.timeline import Span, Timeline
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.timeline.recorder import Recorder
+from parallel3d.timeline.simulate import measured_costs, simulate
+from parallel3d.timeline.spans import Span, Timeline
+from parallel3d.timeline.trace import draw_trace
 from parallel3d.training.trainer import StepResult, Trainer
 
 

@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.store import SavedProgress
-from parallel3d.config import Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import IGNORED, Batch
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
+from parallel3d.optimizers.build import build_optimizer
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.links import Connect, Links
-from parallel3d.pipeline.recorder import Recorder
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.timeline.recorder import Recorder
 from parallel3d.training.gradients import GradientSync, sum_over_mesh
 from parallel3d.training.learning_rate import learning_rate
-from parallel3d.training.local_sgd import LocalSgd
+from parallel3d.training.local_sgd.replicas import LocalSgd
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_scale import LossScaler
-from parallel3d.training.optimizers.build import build_optimizer
 from parallel3d.training.update import Observe, Update, UpdateAfterBackward, UpdateInBackward, step_with
 
 

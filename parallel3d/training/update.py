@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from parallel3d.mesh import Axis
+from parallel3d.optimizers.build import LocalOptimizer
+from parallel3d.optimizers.stochastic_rounding import step_in_float32
 from parallel3d.parallelize import OwnParameter
 from parallel3d.torch_private import scale_
 from parallel3d.training.gradients import GradientSync, squared_norm
 from parallel3d.training.learning_rate import set_learning_rate
-from parallel3d.training.optimizers.build import LocalOptimizer
-from parallel3d.training.rounding import step_in_float32
 
 Observe = Callable[[OwnParameter], None]
 Step = Callable[[torch.optim.Optimizer, Sequence[OwnParameter], int], None]

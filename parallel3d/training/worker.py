@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.checkpoint.store import find_checkpoints, sweep
-from parallel3d.config import Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import DamagedCheckpointError
+from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.mesh import build_mesh, choose_device, process_group
 from parallel3d.parallelize import ModelClass
-from parallel3d.rendezvous import Rendezvous
 from parallel3d.training.fit import Loaders, fit
 from parallel3d.training.generation import generate
 from parallel3d.training.metrics import MetricsFile

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel3d.config import ParallelConfig, Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_stack import PlainStack, token_loss
+from parallel3d.tools.bench.plain_stack import PlainStack, token_loss
 from tests.distributed.layouts import make_loader
 
 Curve = list[tuple[float, float]]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.schedule import Schedule
+from parallel3d.schedules.schedule import Schedule
 
 D, IDS, BATCH = 6, 5, 2
 F64 = torch.float64

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from einops import rearrange
 
-from parallel3d.config import ParallelConfig, Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import DEEP_TIED, make_recipe, make_trainer, train, whole_batch
 

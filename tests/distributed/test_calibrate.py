@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parallel3d.config import ParallelConfig
-from parallel3d.tools.plan_calibrate_links import measure_collectives, measure_contention, measure_transfers
-from parallel3d.tools.plan_calibrate_probes import TINY, probe, time_probes
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
+from parallel3d.tools.calibrate.probes import TINY, probe, time_probes
 
 CPU = torch.device("cpu")
 

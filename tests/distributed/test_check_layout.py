@@ -23,21 +23,22 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.config import ParallelConfig, Recipe
-from parallel3d.layers import convert_forms, norm
-from parallel3d.layers.convert import tensor_parallelize
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.convert import forms as convert_forms
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.rules import Column, Rules
+from parallel3d.layers import norm
 from parallel3d.layers.parameter import ParameterSpec, local_tensor
-from parallel3d.layers.rules import Column, Rules
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.parallelize import OwnParameter
-from parallel3d.recipe_file import load_recipe
 from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.tools.check_layout_compare import Comparison, compare
-from parallel3d.tools.check_layout_data import Record
-from parallel3d.tools.check_layout_model import ModelJob, record_model
-from parallel3d.tools.check_layout_record import record_recipe
-from parallel3d.tools.check_layout_shrink import Size, shrink
+from parallel3d.tools.check_layout.compare import Comparison, compare
+from parallel3d.tools.check_layout.data import Record
+from parallel3d.tools.check_layout.model import ModelJob, record_model
+from parallel3d.tools.check_layout.record import record_recipe
+from parallel3d.tools.check_layout.shrink import Size, shrink
 from parallel3d.training import gradients, update
 
 ROOT = Path(__file__).parents[2]
@@ -287,7 +288,14 @@ def test_the_command_checks_the_model_of_its_page(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(# (\S+)\n.*?)```", (ROOT / "docs" / "check-layout.md").read_text(), re.DOTALL)
     for text, name in blocks:
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "parallel3d.tools.check_layout", "--model", "my_model:build", "parallel.tp=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "parallel3d.tools.check_layout",
+        "--model",
+        "my_model:build",
+        "parallel.tp=2",
+    ]
     run = subprocess.run([*command, "--layers", "3", "--json"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     content = json.loads(run.stdout)

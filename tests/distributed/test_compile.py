@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import DeviceMesh, get_rank, get_world_size
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.dropout import Dropout, dropout_key
 from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.init import initialize

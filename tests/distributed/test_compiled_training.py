@@ -13,10 +13,10 @@ from typing import get_args
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config import ParallelConfig, ScheduleName
+from parallel3d.config.recipe import ParallelConfig, ScheduleName
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.schedules import STAGES_PER_RANK, WHOLE_INSTEAD, build_schedule
-from parallel3d.toolchain import check_compiler
+from parallel3d.launch.toolchain import check_compiler
+from parallel3d.schedules.builders import STAGES_PER_RANK, WHOLE_INSTEAD, build_schedule
 from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PRELOAD = ("torch._inductor.compile_fx",)

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.layers import rules
-from parallel3d.layers.convert import tensor_parallelize
-from parallel3d.layers.rules import Column, Rules
+from parallel3d.convert import rules
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.rules import Column, Rules
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # and with it what all of transformers' models import
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_world_size
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.activations import BlockActivations
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import local_tensor, set_fused_gradients

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.init import initial_weights, initialize, normal, set_initializers
 from parallel3d.layers.parameter import named_specs
 from parallel3d.models.llama import Llama

@@ -9,10 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.config import LocalSgdConfig, LossScaleConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import (
+    LocalSgdConfig,
+    LossScaleConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+)
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.update import UpdateAfterBackward
 from tests.distributed.layouts import (
     DEEP,

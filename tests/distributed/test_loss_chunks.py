@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
 from parallel3d.training.loss import chunk_tokens
 from tests.distributed.layouts import DEEP_TIED, GROUPED, TIED, make_loader, make_recipe, make_trainer, train

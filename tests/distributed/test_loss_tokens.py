@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 
-from parallel3d.config import ParallelConfig, Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED, Batch
 from parallel3d.errors import DataError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_stack import PlainStack
 from tests.distributed.layouts import DEEP_TIED, SEQ_LEN, make_recipe, make_trainer, whole_batch
 
 REAL = (24, 23, 24, 20, 0, 1, 0, 2)  # labels of each sequence: nearly all are in the first half, which is data rank 0's

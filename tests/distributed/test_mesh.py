@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.mesh import axes_of, build_mesh
 
 LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)

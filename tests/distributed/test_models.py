@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.reader import IndexReader
-from parallel3d.config import ModelConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import DROPPED, GPT, MANY_HEADS, QWEN, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_layers_llama import ODD, ODD_1005

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.config import OptimizerConfig, OptimizerName, ParallelConfig
+from parallel3d.config.recipe import OptimizerConfig, OptimizerName, ParallelConfig
 from tests.distributed.layouts import GROUPED, make_recipe, make_trainer, train
 
 STEPS = 8

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
+from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.parallelize import OwnParameter
-from parallel3d.tools.plain_llama import PlainLlama
-from parallel3d.tools.plain_optimizer import plain_optimizers
-from parallel3d.tools.plain_stack import PlainStack
-from parallel3d.training.optimizers.build import is_hidden_matrix
+from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_optimizer import plain_optimizers
+from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
 from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch

@@ -1,8 +1,8 @@
 """Every layout trains the model that plain torch trains in one process: losses and gradient norms of 20 clipped steps.
 
-The referee (tools/plain_llama.py) has none of the project's layers. In float32 the first loss and norm agree to 1e-6,
-so every parameter counts once in the norm; every loss agrees to 1e-5, and the twentieth norm to 1e-4. Norms between are
-not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
+The referee (tools/bench/plain_llama.py) has none of the project's layers. In float32 the first loss and norm agree to
+1e-6, so every parameter counts once in the norm; every loss agrees to 1e-5, and the twentieth norm to 1e-4. Norms
+between are not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import cache
 import pytest
 import torch
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_stack import PlainStack
 from tests.distributed.layouts import (
     BATCH,
     DEEP,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.config import ScheduleName
+from parallel3d.config.recipe import ScheduleName
 from parallel3d.pipeline import transport
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.schedules import STAGES_PER_RANK, build_schedule
+from parallel3d.schedules.builders import STAGES_PER_RANK, build_schedule
 from tests.distributed.pipeline_cases import Pipeline
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

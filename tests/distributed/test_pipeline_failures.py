@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.schedules import build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Schedule
 from tests.distributed.test_pipeline import without_shared_memory
 
 WIDTH, MICROBATCHES = 4, 6

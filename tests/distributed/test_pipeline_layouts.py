@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers import linear
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import (
     DEEP,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config import ParallelConfig
-from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.pipeline.schedules import build_schedule
-from parallel3d.pipeline.simulate import StageTimes, measured_costs
-from parallel3d.pipeline.timeline import Span
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.timeline.simulate import StageTimes, measured_costs
+from parallel3d.timeline.spans import Span
 from parallel3d.training.timeline import TimelineReport, traced_step
 from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
 

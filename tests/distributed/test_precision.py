@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config import LossScaleConfig, ParallelConfig, Precision, Recipe
+from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.tools.plain_llama import PlainLlama
-from parallel3d.tools.plain_optimizer import adamw
-from parallel3d.tools.plain_stack import token_loss
-from parallel3d.training.rounding import noise, round_stochastically
+from parallel3d.optimizers.stochastic_rounding import noise, round_stochastically
+from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_optimizer import adamw
+from parallel3d.tools.bench.plain_stack import token_loss
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.update import UpdateAfterBackward

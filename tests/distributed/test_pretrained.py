@@ -14,11 +14,11 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d.convert import pretrained
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.pretrained import load_safetensors, parameters_on_meta
 from parallel3d.errors import CheckpointError
-from parallel3d.layers import pretrained
-from parallel3d.layers.convert import tensor_parallelize
 from parallel3d.layers.parameter import local_tensor
-from parallel3d.layers.pretrained import load_safetensors, parameters_on_meta
 from tests.distributed.test_convert import TABLES, VOCAB, B, S, build, whole
 
 

@@ -17,7 +17,7 @@ from parallel3d.checkpoint.checksums import CHECKSUMS, write_checksums
 from parallel3d.checkpoint.files import load_tensors
 from parallel3d.checkpoint.reader import INDEX, IndexReader
 from parallel3d.checkpoint.store import list_checkpoints
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.worker import resume_from

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.config import ModelConfig, ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.parallelize import OwnParameter
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes

@@ -14,15 +14,15 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.config.strategy import ShardingName
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.apply import ShardedData, named_parts, shard
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.part import own_rows
-from parallel3d.sharding.strategy import ShardingName
 from parallel3d.sharding.wire import CollectiveCounter
-from parallel3d.tools.bench_data import STRATEGIES, build_ours, build_peer, finish_step
-from parallel3d.tools.bench_step import OVERHEAD, random_batch, recipe
+from parallel3d.tools.bench.data import STRATEGIES, build_ours, build_peer, finish_step
+from parallel3d.tools.bench.step import OVERHEAD, random_batch, recipe
 
 BF16 = Dtypes(compute=torch.bfloat16, master=torch.float32, reduce=torch.float32)
 

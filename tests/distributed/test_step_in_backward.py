@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.config import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.config.strategy import ShardingName
 from parallel3d.data.loader import IGNORED
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.sharding.apply import named_parts, shard
-from parallel3d.sharding.strategy import ShardingName
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.layouts import DEEP, GPT, GROUPED, QWEN, TIED, make_loader, make_recipe, make_trainer, train
 

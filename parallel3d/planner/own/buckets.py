@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.planner.job import Job
-from parallel3d.planner.parameters import Table, block_tables, end_tables
-from parallel3d.planner.shapes import ModelShape, StageSlice
-from parallel3d.sharding.strategy import WHOLE
+from parallel3d.config.strategy import WHOLE
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.parameters import Table, block_tables, end_tables
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 
 Unit = tuple[Table, ...]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.planner.job import Job
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.parameters import vocabulary_rows
 from parallel3d.planner.own.work import Tape, Weights, Work, input_backward
-from parallel3d.planner.parameters import vocabulary_rows
 
 CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from parallel3d.pipeline.schedules import WHOLE_INSTEAD
-from parallel3d.planner.activations import live_amid, live_microbatches
-from parallel3d.planner.job import Job
+from parallel3d.planner.memory.activations import live_amid, live_microbatches
+from parallel3d.planner.model.job import Job
 from parallel3d.planner.own.buckets import published_by
 from parallel3d.planner.own.moment import Moment, What, total
 from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import received_into
 from parallel3d.planner.own.stepped import SteppedMoments
+from parallel3d.schedules.builders import WHOLE_INSTEAD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import add, mul
 
-from parallel3d.pipeline.schedule import Kind
 from parallel3d.planner.own.buckets import sent_by
 from parallel3d.planner.own.ends import embedding_backward, head_backward, head_forward, loss_backward, loss_forward
 from parallel3d.planner.own.moment import Around, Moment, What, total
 from parallel3d.planner.own.rank import Rank, Stage, Unit
 from parallel3d.planner.own.states import State, fullest_states, received_into
 from parallel3d.planner.own.work import Weights, backward_work, forward_work, weights_work
+from parallel3d.schedules.schedule import Kind
 
 
 class Moments:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.planner.job import Job
+from parallel3d.optimizers.assignment import divide, orthogonalize_cost, rounds
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.parameters import Table, block_tables
+from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.model.training import Muon
 from parallel3d.planner.own.work import Tape
-from parallel3d.planner.parameters import Table, block_tables
-from parallel3d.planner.shapes import ModelShape
-from parallel3d.planner.training import Muon
-from parallel3d.sharding.shares import divide, orthogonalize_cost, rounds
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+from parallel3d.config.strategy import WHOLE, ZERO_3
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
-from parallel3d.pipeline.schedules import WHOLE_INSTEAD
-from parallel3d.planner.job import Job
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.parameters import Table, block_tables, end_tables
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.own.ends import EndSizes
 from parallel3d.planner.own.muon import hidden_matrices, muon_step, ranks_of
 from parallel3d.planner.own.states import Walk
 from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
-from parallel3d.planner.parameters import Table, block_tables, end_tables
-from parallel3d.planner.shapes import ModelShape, StageSlice
-from parallel3d.sharding.strategy import WHOLE, ZERO_3
+from parallel3d.schedules.builders import WHOLE_INSTEAD
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from parallel3d.planner.parameters import Table
-from parallel3d.sharding.shares import WIDE_ELEMENTS, rounds
+from parallel3d.optimizers.assignment import WIDE_ELEMENTS, rounds
+from parallel3d.planner.model.parameters import Table
 
 
 def adafactor_states(tables: Iterable[Table], shards: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.schedule import Action, Kind
 
 _AHEAD = 2  # as pipeline.transport's: receives posted beyond the one waited for, from each rank
 _IN_FLIGHT = 4  # and sends to each rank that are kept

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import chain
 
-from parallel3d.pipeline.draw_svg import draw_svg
-from parallel3d.planner.advice import reasons
-from parallel3d.planner.memory import RankMemory, memory_by_rank
-from parallel3d.planner.priced import job_of
-from parallel3d.planner.question import Question, Strategy
-from parallel3d.planner.ranking import at_size
+from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
 from parallel3d.planner.report.json import hardware_tree, rounded
 from parallel3d.planner.report.page import Plan, header, how_sure, limits, run_text, searched_text, why_text
 from parallel3d.planner.report.svg import memory_figure, scatter_figure, time_figure
 from parallel3d.planner.report.text import MEMORY_KINDS, layout_text, memory_text, money, telling_ranks, time_text
 from parallel3d.planner.report.timeline import planned_timeline
+from parallel3d.planner.search.advice import reasons
+from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.ranking import at_size
+from parallel3d.timeline.svg import draw_svg
 
 _GIB = 2**30
 _MOST_ROWS = 20

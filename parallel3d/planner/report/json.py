@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from parallel3d.config import ParallelConfig
-from parallel3d.planner.advice import RunLength, reasons
-from parallel3d.planner.hardware import Cluster
-from parallel3d.planner.memory import RankMemory
-from parallel3d.planner.priced import planned_shape
-from parallel3d.planner.question import Question, Rejected, Strategy
-from parallel3d.planner.ranking import Why, at_size
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.shapes import ModelShape, total_parameters
 from parallel3d.planner.report.page import Plan, limits
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.shapes import ModelShape, total_parameters
+from parallel3d.planner.search.advice import RunLength, reasons
+from parallel3d.planner.search.candidate import planned_shape
+from parallel3d.planner.search.question import Question, Rejected, Strategy
+from parallel3d.planner.search.ranking import Why, at_size
 
 SCHEMA = "parallel3d.plan/1"
 _GIB = 2**30

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from parallel3d.planner.advice import RunLength, reasons, run_length
-from parallel3d.planner.priced import planned_shape, strategy
-from parallel3d.planner.question import Answer, Question, Strategy
-from parallel3d.planner.ranking import Objective, Why, at_size, slower_by
+from parallel3d.planner.model.shapes import total_parameters
 from parallel3d.planner.report.text import (
     bar,
     days_column,
@@ -26,7 +23,10 @@ from parallel3d.planner.report.text import (
     time_text,
     wrapped,
 )
-from parallel3d.planner.shapes import total_parameters
+from parallel3d.planner.search.advice import RunLength, reasons, run_length
+from parallel3d.planner.search.candidate import planned_shape, strategy
+from parallel3d.planner.search.question import Answer, Question, Strategy
+from parallel3d.planner.search.ranking import Objective, Why, at_size, slower_by
 
 _GIB = 2**30
 _MOST_REJECTED = 3

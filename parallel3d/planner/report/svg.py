@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from parallel3d.planner.memory import RankMemory
-from parallel3d.planner.question import Strategy
+from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.time_parts import TimeParts
+from parallel3d.planner.search.question import Strategy
+from parallel3d.planner.time.parts import TimeParts
 
 _GIB = 2**30
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 900, 90, 90, 24, 18

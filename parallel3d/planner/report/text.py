@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
-from parallel3d.config import ParallelConfig
-from parallel3d.planner.hardware import Cluster
-from parallel3d.planner.memory import RankMemory
-from parallel3d.planner.time_parts import TimeParts
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.time.parts import TimeParts
 
 WIDTH = 100
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name != "rank")

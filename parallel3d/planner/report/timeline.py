@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parallel3d.pipeline.schedules import BUILDERS, build_schedule
-from parallel3d.pipeline.simulate import Costs, StageTimes, simulate
-from parallel3d.pipeline.timeline import Timeline
-from parallel3d.planner.cost import stage_times
-from parallel3d.planner.job import Job
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.time.step import stage_times
+from parallel3d.schedules.builders import BUILDERS, build_schedule
+from parallel3d.timeline.simulate import Costs, StageTimes, simulate
+from parallel3d.timeline.spans import Timeline
 
 _MOST_ACTIONS = 8000  # some 200 KB of picture
 _DEPTHS = (4, 2, 1)  # pipelines' depths of microbatches that are drawn, whichever is not too many

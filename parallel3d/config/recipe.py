@@ -1,0 +1,288 @@
+"""What a run is: the sections of a recipe as frozen dataclasses. `recipe_file` reads and writes them, `validation` says
+what they may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from parallel3d.config.batch_sizes import BatchSizes
+from parallel3d.config.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
+
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
+]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
+BlockRecompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "every_n"]
+ReduceDtype = Literal["fp32", "bf16"]
+Transport = Literal["fp32", "fp16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a transformer. `name` picks a shape card of `models/`; the numbers beside it win over the card's."""
+
+    name: str | None = None
+    architecture: Literal["llama", "gpt"] = "llama"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None  # None: as many as heads
+    ffn_hidden: int
+    vocab: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+    dropout: float = 0.0  # of the embedding's output and of what each half of a block adds
+    attention_dropout: float = 0.0  # of the attention's probabilities
+    qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
+    qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
+    window: int | None = None  # llama: keys that a query sees at most (Mistral's sliding window); None: all before it
+    max_positions: int | None = None  # gpt: rows of the table of learned positions
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Where a rank stands on the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ways along each axis of the mesh, and how. The fields pp to tp are the axes, outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    virtual_stages: int = 1  # stages on each pipeline rank
+    stage_boundaries: tuple[int, ...] | None = None  # first block of each stage but the first; None: balanced by cost
+    schedule: ScheduleName = "1f1b"
+    microbatch_size: int = 1  # sequences
+    sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
+    zero_stage: int | None = None  # 0 to 3: the same by another name
+    gather: How = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
+    reduce: How = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
+    reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
+    prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
+    bucket_mib: float = USUAL_BUCKET_MIB  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full
+
+    @property
+    def strategy(self) -> ShardingName:
+        """What `sharding` and `zero_stage` stand for."""
+        return strategy_of(self)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that the global batch is divided over."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in the whole model."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, outermost first."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of `rank` (row-major over `axes`, tp innermost)."""
+        place = {}
+        for axis, size in reversed(self.axes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return Coordinates(**place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on how much at a time, and on what."""
+
+    steps: int
+    global_batch_size: int  # sequences
+    batch_warmup_start: int | None = None  # sequences of the first steps' global batch; None: no warm-up
+    batch_warmup_increment: int | None = None  # sequences that it grows by at a time; None: batch_warmup_start
+    batch_warmup_steps: int | None = None  # steps until it has its full size
+    seq_len: int  # tokens
+    seed: int = 0
+    precision: Precision = "fp32"
+    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, where they are not large
+    compile: bool = False  # each block by torch.compile
+    grad_clip: float | None = 1.0  # largest global gradient norm; None: no clipping
+    eval_every: int | None = None  # steps; None: no validation
+    eval_sequences: int = 64
+    sample_tokens: int = 0  # tokens generated after the last step; 0: none
+    sample_prompt: str = "def "
+    sample_top_k: int = 1  # 1: greedy
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 300.0  # of a collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """What the loss is multiplied by with train.precision = fp16, so that small gradients do not vanish."""
+
+    initial: float = 65536.0
+    growth: float = 2.0  # the factor after `interval` steps in a row with finite gradients
+    backoff: float = 0.5  # the factor after a step without
+    interval: int = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer, with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
+
+    A key that an optimizer has no use for is refused unless it is left at its default (`validation_optimizer`). None
+    stands for the optimizer's own default, which docs/optimizers.md gives."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    betas: tuple[float, float] = (0.9, 0.95)  # of adamw, and with muon of what is no matrix of a block
+    eps: float = 1e-8  # likewise
+    momentum: float | None = None  # of sgd and muon
+    nesterov: bool | None = None  # of sgd and muon
+    muon_lr: float | None = None  # peak rate of muon's matrices; None: lr
+    lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # of muon, by a matrix's shape
+    ns_steps: int | None = None  # Newton-Schulz iterations of muon
+    ns_dtype: Literal["fp32", "bf16"] | None = None  # that they, and what is sent for them, have
+    beta2_decay: float | None = None  # of adafactor: beta2 of step t is 1 - t ** beta2_decay
+    update_clip: float | None = None  # of adafactor: largest root mean square of an update, before the rate
+    state_dtype: Literal["fp32", "bf16"] | None = None  # of moments and momentum; None: that of the parameters
+    step_in_backward: bool = False  # each parameter when its gradient is complete, which is then dropped
+    stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # None: train.steps
+    min_lr_ratio: float = 0.1
+
+    @property
+    def resolved(self) -> OptimizerConfig:
+        """With the optimizer's own defaults in the place of None, where it has one."""
+        defaults = _OPTIMIZER_DEFAULTS[self.name]
+        missing = {key: value for key, value in defaults.items() if getattr(self, key) is None}
+        return replace(self, **missing)
+
+
+_OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"momentum": 0.9, "nesterov": False},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "lr_adjust": "match_rms_adamw",
+        "ns_steps": 5,
+        "ns_dtype": "bf16",
+    },
+    "adafactor": {"beta2_decay": -0.8, "update_clip": 1.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgdConfig:
+    """Replicas (dp_replicate) that train apart and meet every `sync_every` steps: local SGD, DiLoCo, Streaming DiLoCo.
+    docs/low-bandwidth.md says when."""
+
+    sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    transport: Transport = "fp32"  # of what replicas send each other
+    fragments: int = 1  # parts of the model that are synchronised by turns, each every `sync_every` steps
+    overlap_steps: int = 0  # steps trained while a fragment is on its way
+    mixing: float | None = None  # of a replica's own parameters kept; None: 0, and 0.5 with overlap_steps
+
+    @property
+    def kept(self) -> float:
+        """What `mixing` stands for."""
+        if self.mixing is None:
+            return 0.5 if self.overlap_steps else 0.0
+        return self.mixing
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from. Sequences are windows of one stream, in an order that the seed alone decides."""
+
+    source: Literal["stdlib", "text"] = "stdlib"  # stdlib: the Python standard library's own source files
+    path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
+    pattern: str = "*.txt"
+    tokenizer: Literal["bytes"] = "bytes"
+    validation_fraction: float = 0.05  # of the files (of the bytes, where there is a single file)
+    ignore_token_ids: tuple[int, ...] = ()  # labels that are not trained on, such as padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int | None = None  # steps; None: no checkpoints
+    keep: int = 2  # newest ones kept
+    resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    every: int = 10  # steps
+    timeline: int | None = None  # the step whose actions are recorded on all ranks, into run_dir; None: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One YAML file that says everything about a run."""
+
+    model: ModelConfig
+    train: TrainConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run_dir: str | None = None  # None: runs/<recipe name>
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that each pipeline runs per step (fewer during a warm-up of the batch)."""
+        return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each step."""
+        train = self.train
+        return BatchSizes.of(
+            train.global_batch_size, train.batch_warmup_start, train.batch_warmup_increment, train.batch_warmup_steps
+        )
+
+    @property
+    def of_one_replica(self) -> Recipe:
+        """The run of each replica where they train apart: one of its own, on its share of the batch. Else this run."""
+        if self.local_sgd.sync_every is None:
+            return self
+        share = self.train.global_batch_size // self.parallel.dp_replicate
+        alone = replace(self.parallel, dp_replicate=1)
+        return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))

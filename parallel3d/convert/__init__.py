@@ -1,0 +1,1 @@
+"""Models written by others made tensor-parallel, and pretrained weights read into them."""

@@ -1,0 +1,217 @@
+"""What `tensor_parallelize` is to do with each module, decided and checked before the first one is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel3d.convert.forms import (
+    ColumnForm,
+    EmbeddingForm,
+    EnterForm,
+    Form,
+    ReplicatedForm,
+    RowForm,
+    ScatterForm,
+    is_conv1d,
+)
+from parallel3d.convert.rules import WORDS, Column, Divide, Enter, Replicate, Row, Rules, Scatter, Style, Vocab
+from parallel3d.layers.parameter import ParallelModule
+
+
+def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[Plan]:
+    """A plan for each module that is not tensor-parallel already. Raises ValueError."""
+    styles = _match(module, rules)
+    return [
+        _plan(Part(name, part, module.get_submodule(name.rpartition(".")[0]), tp), styles)
+        for name, part in module.named_modules()
+        if not _is_parallel(part)
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of the whole, its global name, and tp."""
+
+    name: str
+    module: nn.Module
+    parent: nn.Module
+    tp: int
+
+    def size_of_weight(self, dim: int) -> int:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight.shape[dim]
+
+    def count(self, attribute: str, owner: nn.Module) -> int:
+        value = getattr(owner, attribute, None)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.name}: its rule needs {type(owner).__name__}.{attribute}, and that is {value!r}")
+        return value
+
+    def uneven(self, size: int, what: str) -> ValueError:
+        would_do = [str(d) for d in range(1, min(size, 64) + 1) if size % d == 0]
+        return ValueError(
+            f"{self.name}: {size} {what} cannot be split over tp = {self.tp}; try tp = {' or '.join(would_do)}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of one module: its form, the dim that each of its parameters is split in (None: whole), and the
+    counts on modules that follow from it."""
+
+    part: Part
+    form: type[Form] | None
+    settings: dict[str, object] = field(default_factory=dict)
+    dims: dict[str, int | None] = field(default_factory=dict)
+    counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
+
+
+def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
+    """The style of each module that a pattern matches."""
+    names = [name for name, _ in module.named_modules() if name]
+    styles: dict[str, Style] = {}
+    by_pattern: dict[str, str] = {}
+    for pattern, rule in rules.items():
+        if isinstance(rule, str) and rule not in WORDS:
+            raise ValueError(f"rule {pattern!r}: {rule!r} is no style; try one of {', '.join(WORDS)}")
+        found = [name for name in names if _expression(pattern).fullmatch(name)]
+        if not found:
+            nearest = get_close_matches(pattern.replace("**.", ""), names, 1, cutoff=0.0)
+            near = f"the nearest name is {nearest[0]!r}" if nearest else f"{type(module).__name__} has none inside"
+            raise ValueError(f"rule {pattern!r}: matches no module; {near}")
+        for name in found:
+            if name in styles:
+                raise ValueError(f"{name}: matched by two rules, {by_pattern[name]!r} and {pattern!r}; keep one")
+            styles[name], by_pattern[name] = WORDS[rule] if isinstance(rule, str) else rule, pattern
+    return styles
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    text = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
+    return re.compile(text)
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    return isinstance(module, ParallelModule) or any(isinstance(p, DTensor) for p in module._parameters.values())
+
+
+def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
+    style = styles.get(part.name)
+    whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
+    if style is None:
+        if isinstance(part.module, nn.Linear | nn.Embedding) or is_conv1d(part.module):
+            raise ValueError(
+                f"{part.name}: no rule says how to split this {type(part.module).__name__}; "
+                f'try "replicate", which leaves it whole on every rank'
+            )
+        style = Replicate()
+    match style:
+        case Column():
+            return _plan_column(part, style, _is_entered(part.name, styles))
+        case Row():
+            dim = 0 if _is_transposed(part) else 1
+            if part.size_of_weight(dim) % part.tp:
+                raise part.uneven(part.size_of_weight(dim), "input features")
+            return Plan(part, RowForm, {"sequence": style.sequence}, {**whole, "weight": dim})
+        case Vocab():
+            _refuse_odd_embedding(part)
+            return Plan(part, EmbeddingForm, dims={"weight": 0})
+        case Enter():
+            return Plan(part, EnterForm, {"argument": style.argument, "sequence": style.sequence}, whole)
+        case Scatter():
+            return Plan(part, ScatterForm, {"argument": style.argument}, whole)
+        case Divide():
+            counts = {(part.module, name): part.count(name, part.module) for name in style.attributes}
+            for (_, name), count in counts.items():
+                if count % part.tp:
+                    raise part.uneven(count, name)
+            return Plan(
+                part, ReplicatedForm if whole else None, {}, whole, {k: v // part.tp for k, v in counts.items()}
+            )
+        case Replicate():
+            return Plan(
+                part,
+                ReplicatedForm if whole else None,
+                {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence},
+                whole,
+            )
+
+
+def _plan_column(part: Part, style: Column, entered: bool) -> Plan:
+    """Split by whole units; or shared, or packed: the notes above."""
+    transposed = _is_transposed(part)
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    features = part.size_of_weight(out_dim)
+    settings: dict[str, object] = {"features": features, "gather_output": style.gather_output, "entered": entered}
+    unit = part.count(style.unit, part.parent) if style.unit else 1
+    units, left_over = divmod(features, unit * style.packed)
+    what = f"heads (output features / {style.unit})" if style.unit else "output features"
+    if left_over:
+        raise ValueError(f"{part.name}: {features} output features are no multiple of {style.packed} x {unit}")
+    whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
+    if style.packed > 1:
+        if units % part.tp or part.size_of_weight(in_dim) % part.tp or not transposed:
+            raise (
+                part.uneven(units, what)
+                if transposed
+                else ValueError(
+                    f"{part.name}: packed matrices are known of Conv1D alone; give q, k and v a linear layer each"
+                )
+            )
+        return Plan(part, ColumnForm, {**settings, "packed": style.packed}, {**whole, "weight": in_dim})
+    if style.shared and part.tp > units and part.tp % units == 0:
+        group = part.count(style.shared, part.parent)
+        if group * units % part.tp:
+            raise part.uneven(group * units, "query heads")
+        counts = {(part.parent, style.shared): group * units // part.tp}
+        return Plan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
+    if units % part.tp and not (style.gather_output and unit == 1):
+        raise part.uneven(units, what)
+    return Plan(part, ColumnForm, settings, {name: out_dim if name == "weight" else 0 for name in whole})
+
+
+def _is_entered(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a module around this one sums the gradient of its input."""
+    while name:
+        name = name.rpartition(".")[0]
+        if isinstance(styles.get(name), Enter):
+            return True
+    return False
+
+
+def _is_transposed(part: Part) -> bool:
+    """Whether the weight is [in, out]. Raises ValueError for what is no plain linear layer."""
+    if is_conv1d(part.module):
+        return True
+    if type(part.module).forward is not nn.Linear.forward:
+        raise ValueError(f"{part.name}: is a {type(part.module).__name__}; only nn.Linear and Conv1D can be split so")
+    return False
+
+
+def _refuse_odd_embedding(part: Part) -> None:
+    module = part.module
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        raise ValueError(f"{part.name}: is a {type(module).__name__}; only nn.Embedding can be split by rows")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError(f"{part.name}: max_norm, scale_grad_by_freq and sparse look at all rows; turn them off")
+
+
+def split_dims(plans: list[Plan]) -> dict[nn.Parameter, int | None]:
+    """The dim of every parameter. Raises ValueError where the two names of a tied one disagree."""
+    dims: dict[nn.Parameter, int | None] = {}
+    for plan in plans:
+        for name, dim in plan.dims.items():
+            parameter = plan.part.module._parameters[name]
+            if parameter is not None and dims.setdefault(parameter, dim) != dim:
+                raise ValueError(
+                    f"{plan.part.name}.{name}: is tied to a parameter that another rule splits along dim "
+                    f"{dims[parameter]}, and not {dim}; give both modules rules that agree, such as vocab and column"
+                )
+    return dims

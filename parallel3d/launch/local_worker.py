@@ -1,0 +1,85 @@
+"""What a worker that `launch_local` has forked does: settle in, run its target, and report if that fails."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+
+from parallel3d.config.recipe import Recipe
+from parallel3d.launch.failure import Failure
+from parallel3d.launch.rendezvous import Rendezvous
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One worker's share of a run."""
+
+    target: str  # module:function, called with the recipe and the rendezvous
+    recipe: Recipe
+    rendezvous: Rendezvous
+    coordinates: str
+
+
+def run_job(job: Job, reports: Connection) -> None:
+    """The main function of a worker process: returns when the target has, and ends the process where it raises."""
+    _die_with_the_launcher()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
+    _set_environment(job.rendezvous)
+    try:
+        module, _, name = job.target.partition(":")
+        getattr(import_module(module), name)(job.recipe, job.rendezvous)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        failure = Failure.of(error, job.rendezvous.rank, job.coordinates)
+        reports.send(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failure.exit_status)  # not through the exit handlers: they may wait for a peer that has gone
+
+
+def _die_with_the_launcher() -> None:
+    """No worker outlives its launcher, not even one that was killed: a thread waits for its end.
+
+    The kernel does the same for the end of the fork server, which is this process's parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def follow() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="die-with-the-launcher", daemon=True).start()
+
+
+def _set_environment(rendezvous: Rendezvous) -> None:
+    """What torchrun would have set, and defaults that suit several workers on one host."""
+    os.environ["RANK"] = str(rendezvous.rank)
+    os.environ["LOCAL_RANK"] = str(rendezvous.local_rank)
+    os.environ["WORLD_SIZE"] = str(rendezvous.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(rendezvous.local_world_size)
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores() // rendezvous.local_world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:  # imported by the fork server already, so it has read the variable before
+            sys.modules["torch"].set_num_threads(threads)
+    if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
+
+
+def cores() -> int:
+    """Of this host, that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,147 @@
+"""Whole matrices out of the parts that ranks hold, divided over those ranks, and what they make of them back.
+
+Every rank of a stage becomes the owner of some matrices, by their cost. `gather` sends each part to its matrix's owner,
+`scatter` each owner's result to all who hold a part: an all-to-all each. A rank sends and receives about as many
+elements as it holds, where gathering every matrix on every rank would have it receive all of them. Where replicas hold
+the same parts, the owner takes the nearest and gives its result to all: they share the work, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d.optimizers.assignment import divide, orthogonalize_cost
+from parallel3d.optimizers.parameter_sharding import Box, Place, box_of
+from parallel3d.parallelize import OwnParameter
+
+STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """The ranks of the mesh that have this rank's pipeline stages, in the order of STAGE_AXES."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None  # None where this rank is alone
+    shards: int = 1  # of dp_shard
+    tp: int = 1
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> StageGroup:
+        """Every rank of the mesh calls it: it may make a group."""
+        axes = [mesh[name] for name in STAGE_AXES if mesh[name].size() > 1]
+        split = mesh["dp_shard"].size(), mesh["tp"].size()
+        if not axes:
+            return cls(1, 0, None)
+        if len(axes) == 1:
+            return cls(axes[0].size(), axes[0].get_local_rank(), axes[0].get_group(), *split)
+        ranks = mesh[STAGE_AXES].mesh.flatten().tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="stage")
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group, *split)
+
+    def boxes(self, matrices: Sequence[OwnParameter]) -> list[Sequence[Box]]:
+        """Of each matrix, the part of each rank. Nothing is sent: ranks are placed alike, and cut alike."""
+        cuts = [_cut_of(matrix) for matrix in matrices]
+        boxes = {cut: self._boxes(*cut) for cut in dict.fromkeys(cuts)}
+        return [boxes[cut] for cut in cuts]
+
+    def _boxes(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[Box]:
+        def box(rank: int) -> Box:
+            shard = Place(rank // self.tp % self.shards, self.shards) if is_split else Place(0, 1)
+            return box_of(shape, dim, Place(rank % self.tp, self.tp), shard)
+
+        return [box(rank) for rank in range(self.size)]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How some matrices travel. `boxes[matrix][rank]` is the part that a rank of the group holds, `owners[matrix]` the
+    rank that gets the whole, `givers[matrix]` the ranks that it gets the parts from."""
+
+    stage: StageGroup
+    boxes: Sequence[Sequence[Box]]
+    shapes: Sequence[tuple[int, ...]]
+    owners: Sequence[int]
+    givers: Sequence[frozenset[int]]
+
+    @classmethod
+    def of(cls, stage: StageGroup, boxes: Sequence[Sequence[Box]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
+        owners = divide([orthogonalize_cost(shape) for shape in shapes], stage.size)
+        givers = [nearest_holders(boxes[m], owner, shapes[m]) for m, owner in enumerate(owners)]
+        return cls(stage, boxes, shapes, owners, givers)
+
+    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each matrix -> the whole of each that it owns."""
+        if self.stage.group is None:
+            return list(parts)
+        me, ranks = self.stage.rank, range(self.stage.size)
+        given = [[matrix for matrix in self._owned_by(me) if rank in self.givers[matrix]] for rank in ranks]
+        sent = [[parts[matrix] for matrix in self._owned_by(to) if me in self.givers[matrix]] for to in ranks]
+        received = self._exchange(sent, [[self.boxes[m][rank] for m in given[rank]] for rank in ranks], parts[0])
+        wholes = {matrix: parts[0].new_empty(self.shapes[matrix]) for matrix in self._owned_by(me)}
+        for rank in ranks:
+            for matrix, part in zip(given[rank], received[rank], strict=True):
+                self.boxes[matrix][rank].of(wholes[matrix]).copy_(part)
+        return list(wholes.values())
+
+    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """The whole of each matrix that this rank owns -> its part of each, of the dtype and device of `like`."""
+        if self.stage.group is None:
+            return list(wholes)
+        me, ranks = self.stage.rank, range(self.stage.size)
+        own = self._owned_by(me)
+        sent = [[self.boxes[matrix][to].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
+        received = self._exchange(sent, [[self.boxes[m][me] for m in self._owned_by(rank)] for rank in ranks], like)
+        parts = {m: part for rank in ranks for m, part in zip(self._owned_by(rank), received[rank], strict=True)}
+        return [parts[matrix] for matrix in range(len(self.owners))]
+
+    def _owned_by(self, rank: int) -> Sequence[int]:
+        return self._owned.get(rank, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for matrix, owner in enumerate(self.owners):
+            found.setdefault(owner, []).append(matrix)
+        return found
+
+    def _exchange(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
+        """An all-to-all: `sent[rank]` goes to each rank, `expected[rank]` comes from it."""
+        flat = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank] or [like.new_empty(0)])
+        sizes = [sum(box.elements for box in of_rank) for of_rank in expected]
+        out = flat.new_empty(sum(sizes))
+        sent_sizes = [sum(part.numel() for part in of_rank) for of_rank in sent]
+        dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self.stage.group)
+        return [
+            [part.view(box.rows, box.columns) for part, box in zip(_cut(chunk, boxes), boxes, strict=True)]
+            for chunk, boxes in zip(out.split(sizes), expected, strict=True)
+        ]
+
+
+def _cut_of(matrix: OwnParameter) -> tuple[tuple[int, ...], int | None, bool]:
+    """Its shape, the dim that tp splits, and whether dp_shard splits its rows."""
+    return matrix.spec.shape, matrix.spec.dim, "dp_shard" not in matrix.part.repeated_over
+
+
+def nearest_holders(boxes: Sequence[Box], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
+    """The ranks whose parts make the whole matrix: of those that hold the same part the one nearest to its owner."""
+    holders: dict[Box, int] = {}
+    for rank in sorted(range(len(boxes)), key=lambda rank: abs(rank - owner)):
+        if boxes[rank].elements:
+            holders.setdefault(boxes[rank], rank)
+    rows, columns = shape
+    assert sum(box.elements for box in holders) == rows * columns, f"{list(holders)} are not all of {shape}"
+    return frozenset(holders.values())
+
+
+def _cut(flat: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
+    return flat.split([box.elements for box in boxes])

@@ -1,0 +1,115 @@
+"""Muon over sharded parameters: momentum whose matrix is made nearly orthogonal before it is stepped along.
+
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, "Muon is scalable for LLM training", arXiv
+2502.16982, for the rate's adjustment, weight decay and dividing the work. The arithmetic is that of torch.optim.Muon:
+the update of a sharded matrix is the one that the whole matrix has in one process, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d.optimizers.assignment import rounds
+from parallel3d.optimizers.low_precision_state import apply
+from parallel3d.optimizers.matrices import Exchange, StageGroup
+from parallel3d.optimizers.parameter_sharding import Split
+from parallel3d.parallelize import OwnParameter
+
+LrAdjust = Literal["original", "match_rms_adamw"]
+
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at zero, and near one from there on
+_EPSILON = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps matrices. The momentum is split as its parameter is; two all-to-alls over the ranks of the stage gather
+    what is to be made orthogonal and scatter the result, each of this rank's part in `ns_dtype`. `state` has
+    "momentum_buffer" of each parameter before the first step. Every rank of `mesh` builds it."""
+
+    def __init__(
+        self,
+        matrices: Sequence[OwnParameter],
+        mesh: DeviceMesh,
+        *,
+        lr: float,
+        lr_ratio: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        ns_steps: int,
+        ns_dtype: torch.dtype,
+        lr_adjust: LrAdjust,
+    ) -> None:
+        defaults = {"lr": lr, "lr_ratio": lr_ratio, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__([matrix.local for matrix in matrices], defaults)
+        self._matrices = matrices
+        self._part_elements = [Split.of(matrix).part_elements for matrix in matrices]
+        self._nesterov, self._ns_steps, self._ns_dtype, self._lr_adjust = nesterov, ns_steps, ns_dtype, lr_adjust
+        self._stage = StageGroup.of(mesh)
+        self._boxes = self._stage.boxes(matrices)
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}  # of the rounds, by the matrices of each
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        (group,) = self.param_groups
+        stepped = [index for index, matrix in enumerate(self._matrices) if matrix.local.grad is not None]
+        for matrices in rounds(stepped, self._part_elements.__getitem__):
+            self._step_together(matrices, group)
+
+    def _step_together(self, matrices: Sequence[int], group: dict[str, Any]) -> None:
+        """Steps some matrices. What is made of them goes as early as it can: it is as large as a gradient of them, and
+        of each whole matrix that this rank makes orthogonal several are."""
+        exchange = self._exchange_of(tuple(matrices))
+        wholes = exchange.gather([self._momentum(self._matrices[matrix], group["momentum"]) for matrix in matrices])
+        for at in range(len(wholes)):
+            wholes[at] = orthogonalize(wholes[at], self._ns_steps)
+        updates = exchange.scatter(wholes, self._matrices[0].local.new_empty(0, dtype=self._ns_dtype))
+        del wholes
+        for matrix, update in zip(matrices, updates, strict=True):
+            parameter = self._matrices[matrix]
+            rate = group["lr"] * adjustment(self._lr_adjust, parameter.spec.shape)
+            apply(parameter.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
+
+    def _momentum(self, matrix: OwnParameter, momentum: float) -> Tensor:
+        """What is to be made orthogonal, of this rank's part; the buffer moves on."""
+        local = matrix.local
+        assert local.grad is not None
+        gradient = local.grad.float()
+        narrow = self.state[local]["momentum_buffer"]
+        buffer = narrow.float().lerp_(gradient, 1 - momentum)
+        narrow.copy_(buffer)
+        return (gradient.lerp(buffer, momentum) if self._nesterov else buffer).to(self._ns_dtype)
+
+    def _exchange_of(self, matrices: tuple[int, ...]) -> Exchange:
+        if matrices not in self._exchanges:
+            boxes = [self._boxes[matrix] for matrix in matrices]
+            shapes = [self._matrices[matrix].spec.shape for matrix in matrices]
+            self._exchanges[matrices] = Exchange.of(self._stage, boxes, shapes)
+        return self._exchanges[matrices]
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """[rows, columns] -> nearly U V^T of its U S V^T, singular values between about 0.7 and 1.2: `steps` of the quintic
+    Newton-Schulz iteration (Jordan et al. 2024), in the dtype of `matrix`."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=_EPSILON)  # the Frobenius norm is at least the largest singular value
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def adjustment(rule: LrAdjust, shape: Sequence[int]) -> float:
+    """What a matrix's rate is multiplied by. `original`: Jordan's sqrt(rows / columns), 1 at least. `match_rms_adamw`:
+    0.2 sqrt(the longer side), with which updates are as large as AdamW's (arXiv 2502.16982, section 2.2)."""
+    rows, columns = shape
+    return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,142 @@
+"""Bytes that the backward needs of the forward, by the layers' own formulas.
+
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), taken apart so that it holds for a tiled attention, SwiGLU,
+grouped keys and values, and norms that keep float32 copies. Per block, t tokens of a microbatch, 16-bit activations:
+
+    outside tp     2 norms' inputs, 2 linear inputs (q/k/v; gate and up), 2 dropout masks         t h (8 + 2), / tp with
+                                                                                                   sequence parallelism
+    inside tp      q, k, v; the output projection's input; the activation's input(s) and output   t (...) / tp
+    softmax        its output, dropout's mask and output: 5 bytes a score                          5 a s t / tp
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import cast
+
+from parallel3d.config.recipe import ScheduleName
+from parallel3d.planner.model.job import Job
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.classic import groups
+
+
+def block_bytes(job: Job) -> float:
+    """Of one block and one microbatch, with the layout's recompute."""
+    return _block_bytes(job) * job.item_bytes / 2
+
+
+def _block_bytes(job: Job) -> float:
+    layout = job.layout
+    if layout.recompute == "full":
+        return _input_bytes(job)
+    if layout.recompute == "layer":
+        share = layout.recompute_share
+        return share * _input_bytes(job) + (1 - share) * _whole_bytes(job)
+    if layout.recompute == "op":
+        return _kept_operators_bytes(job)
+    return _whole_bytes(job)
+
+
+def whole_block_bytes(job: Job) -> float:
+    """Of one block without recompute of whole blocks: also what is alive while one is recomputed."""
+    return _whole_bytes(job) * job.item_bytes / 2
+
+
+def _whole_bytes(job: Job) -> float:
+    outside = _outside(job)
+    engine, tp = job.engine, job.layout.tp
+    masks = 2.0 if engine.dropout else 0.0
+    # Input of each norm, and its output, which is the linear layers' input; norms of a framework's own operators keep
+    # float32 copies.
+    bytes_ = outside * (8.0 + masks + engine.norm_extra_bytes)
+    bytes_ += job.tokens * (_attention_features(job) * 2.0 + _mlp_bytes(job)) / tp
+    return bytes_ + _score_bytes(job)
+
+
+def _outside(job: Job) -> float:
+    """Elements of [tokens, hidden] where tp does not divide the features."""
+    return job.tokens * job.shape.hidden / (job.layout.tp if job.layout.sequence_parallel else 1)
+
+
+def _input_bytes(job: Job) -> float:
+    return 2.0 * _outside(job)
+
+
+def _attention_features(job: Job) -> float:
+    """q, k, v and the output projection's input; q and k once more where rotation does not happen in place."""
+    shape, engine = job.shape, job.engine
+    kv = max(shape.kv_hidden, shape.head_dim * job.layout.tp)
+    rotated = (shape.hidden + kv) * engine.rope_copies if shape.positions == "rope" else 0.0
+    return 2.0 * shape.hidden + 2.0 * kv + rotated
+
+
+def _mlp_bytes(job: Job) -> float:
+    """The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too."""
+    shape = job.shape
+    kept = 2.0 * (shape.feed_forward_inputs + 1)
+    if shape.feed_forward == "swiglu" and not job.engine.fused_mlp:
+        kept += 2.0
+    return kept * shape.ffn_hidden
+
+
+def _score_bytes(job: Job) -> float:
+    """What a tiled attention keeps is a float32 per row; another keeps the scores, unless they are recomputed."""
+    shape, layout, engine = job.shape, job.layout, job.engine
+    rows = shape.heads / layout.tp * job.tokens
+    if engine.attention == "flash" or layout.recompute == "selective":
+        return 4.0 * rows
+    each = 5.0 if engine.dropout else 2.0
+    if engine.attention == "unfused":
+        each += 6.0  # scaled and masked scores in float32, read by the softmax's backward
+    return each * rows * job.seq_len
+
+
+def _kept_operators_bytes(job: Job) -> float:
+    """torchtitan's per-operator recompute: the block's input, attention's output, and every second matmul's output
+    (Liang et al. 2024, arXiv 2410.06511; torchtitan/parallelisms/parallelize_llama.py)."""
+    shape, tp = job.shape, job.layout.tp
+    # Of wq, wk, wv, wo, w1, w3, w2 every second: k, the projection's output, one of the MLP's inputs.
+    kept = 2.0 * (shape.kv_hidden + shape.ffn_hidden) / tp
+    return _input_bytes(job) * 2.0 + job.tokens * (kept + 2.0 * shape.hidden / tp) + 4.0 * shape.heads / tp * job.tokens
+
+
+def live_microbatches(schedule: str, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
+    """Forwards (of a chunk) that wait for their backward on a rank at once: the closed form of
+    `Schedule.peak_live_microbatches`, which a test compares it with."""
+    if schedule == "gpipe":
+        return microbatches
+    if schedule == "interleaved_1f1b":
+        warm_up = 2 * (pp - rank - 1) + (virtual_stages - 1) * pp
+        return min(warm_up + 1, microbatches * virtual_stages)
+    if schedule == "zb-2p":  # as many again, so that the bubble goes (Qi et al. 2023, arXiv 2401.10241, table 1)
+        return min(2 * pp - 1, microbatches)
+    if schedule == "zb-1p":
+        return min(pp, microbatches)
+    if schedule in ("1f1b", "none"):
+        return min(pp - rank, microbatches)
+    return _live_of_schedule(cast(ScheduleName, schedule), pp, microbatches, virtual_stages)[rank]
+
+
+def live_amid(schedule: str, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int | None:
+    """Of them, those that a rank has at least once when each of its stages has had a backward and none its last: its
+    gradients are all there then, and unreduced. None where there is no such moment, or nothing is known of one."""
+    if microbatches == 1:
+        return None
+    if schedule == "gpipe":
+        return microbatches - 1
+    if schedule in ("1f1b", "none"):
+        return min(pp - rank, microbatches - 1)
+    if schedule == "interleaved_1f1b" and len(sizes := groups(pp, microbatches)) > 1:
+        backwards = (virtual_stages - 1) * sizes[0] + 1  # the first group's, down to its first of the first stage
+        warm_up = 2 * (pp - rank - 1) + (virtual_stages - 1) * sizes[0]
+        return min(warm_up + 1, microbatches * virtual_stages - backwards)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _live_of_schedule(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """From the schedule itself, which repeats after a few times the pipeline's depth or grows with every microbatch."""
+    count = min(microbatches, 4 * pp)
+    schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
+    grows = name == "looped_bfs"
+    return tuple(live * microbatches // count if grows else live for live in schedule.peak_live_microbatches)

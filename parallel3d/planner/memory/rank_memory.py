@@ -1,0 +1,228 @@
+"""The memory of every pipeline rank, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from parallel3d.planner.memory.activations import block_bytes, live_microbatches, whole_block_bytes
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.shapes import StageSlice, layer_parameters, norm_parameters
+from parallel3d.planner.own.memory import Least, most_held
+from parallel3d.planner.own.memory import least_held as least_held_of_own
+from parallel3d.schedules.builders import WHOLE_INSTEAD
+
+MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
+_MOMENTS = 2 / 3  # of Adam's states with a float32 copy of the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on each device of one pipeline rank at its peak; the fields up to `fragmentation` add up to `total`."""
+
+    rank: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float  # parameters gathered and gradients on their way (FSDP), received activations
+    temporary: float  # a block under recompute, the optimizer's temporaries
+    fragmentation: float  # reserved by the allocator and not allocated
+    context: float  # CUDA, cuBLAS and NCCL, outside the allocator
+
+    @property
+    def allocated(self) -> float:
+        """What `torch.cuda.max_memory_allocated` says."""
+        return self.total - self.fragmentation - self.context
+
+    @property
+    def reserved(self) -> float:
+        """What `torch.cuda.max_memory_reserved` says."""
+        return self.total - self.context
+
+    @property
+    def total(self) -> float:
+        """What the device has in use (`nvidia-smi`)."""
+        states = self.parameters + self.gradients + self.optimizer
+        at_work = self.activations + self.logits + self.buffers + self.temporary
+        return states + at_work + self.fragmentation + self.context
+
+    @property
+    def allocated_in_first_step(self) -> float:
+        """Of `allocated`, as long as the optimizer has not made its moments: they come after the backward's peak."""
+        states = self.parameters + self.gradients + self.optimizer
+        return max(states, self.allocated - self.optimizer * _MOMENTS)
+
+    def of_kind(self, kind: MemoryKind) -> float:
+        return {
+            "allocated": self.allocated,
+            "allocated in the first step": self.allocated_in_first_step,
+            "reserved": self.reserved,
+            "device": self.total,
+        }[kind]
+
+
+def memory_by_rank(job: Job) -> list[RankMemory]:
+    """Of every pipeline rank; the ranks of the other axes have the same."""
+    return [rank_memory(job, rank) for rank in range(job.layout.pp)]
+
+
+def worst_rank(job: Job) -> RankMemory:
+    """The pipeline rank that needs most."""
+    is_known = job.is_own and job.layout.schedule not in WHOLE_INSTEAD
+    ranks = _candidates(job) if is_known else range(job.layout.pp)
+    return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.total)
+
+
+def quick_worst_bytes(job: Job, *, enough: float = inf) -> float:
+    """`worst_rank(job).total`, in any case of the few ranks that usually hold most. Where one holds more than `enough`,
+    that rank's."""
+    most = 0.0
+    for rank in _candidates(job):
+        most = max(most, rank_memory(job, rank).total)
+        if most > enough:
+            break
+    return most
+
+
+def _candidates(job: Job) -> Iterable[int]:
+    """The ranks that can be the fullest: the first, which holds most microbatches; the last, which has the logits; and,
+    where layers are uneven, the first of those that have most."""
+    pp = job.layout.pp
+    layers = [part.layers for part in job.ranks]
+    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
+
+
+def least_held(job: Job) -> tuple[Least, ...]:
+    """Of the first and the last pipeline rank of a job of this project's own engine; of others nothing is known so
+    quickly."""
+    ranks = dict.fromkeys((0, job.layout.pp - 1))
+    return tuple(least_held_of_own(job, rank) if job.is_own else Least() for rank in ranks)
+
+
+def least_bytes(job: Job, states: Sequence[Least], work: Sequence[Least]) -> float:
+    """A lower bound of `worst_rank(job).total`, from the states of one job and the activations of another that has them
+    in common with it."""
+    engine = job.engine
+    around = 0.0 if job.on_cpu or not job.is_own else engine.cache_bytes + engine.context_bytes
+    more = 1.0 if job.on_cpu else 1 + engine.fragmentation
+    most = 0.0
+    for has, does in zip(states, work, strict=True):
+        fullest = more * (has.gathered + does.activations)
+        amid = has.gradients + more * (has.gathered_amid + does.amid)
+        most = max(most, has.at_rest + max(fullest, amid))
+    return most + around
+
+
+def rank_memory(job: Job, rank: int) -> RankMemory:
+    """Of one pipeline rank: of this project's own engine at the fullest moment of a step (`own/memory`), of others by
+    what their programs keep."""
+    return _own(job, rank) if job.is_own else _others(job, rank)
+
+
+def _own(job: Job, rank: int) -> RankMemory:
+    held, engine = most_held(job, rank), job.engine
+    at_work = held.activations + held.logits + held.buffers + held.temporary
+    return RankMemory(
+        rank=rank,
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        activations=held.activations,
+        logits=held.logits,
+        buffers=held.buffers,
+        temporary=held.temporary,
+        fragmentation=0.0 if job.on_cpu else engine.fragmentation * at_work + engine.cache_bytes,
+        context=0.0 if job.on_cpu else engine.context_bytes,
+    )
+
+
+def _others(job: Job, rank: int) -> RankMemory:
+    layout, engine = job.layout, job.engine
+    part = job.ranks[rank]
+    parameters = rank_parameters(job, part)
+    activations = _activations(job, rank)
+    logits = engine.logit_bytes * job.tokens * job.loss_vocab if part.head else 0.0
+    one_block = whole_block_bytes(job) if layout.recompute in ("full", "layer", "op") else 0.0
+    buffers = _buffers(job, part, parameters)
+    # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
+    step = engine.step_bytes * parameters / layout.optimizer_shards
+    temporary = max(one_block - logits, step - activations - logits, 0.0)
+    held = RankMemory(
+        rank=rank,
+        parameters=engine.weight_bytes * parameters / layout.parameter_shards,
+        gradients=engine.gradient_bytes * parameters / layout.gradient_shards,
+        optimizer=engine.optimizer_bytes * parameters / layout.optimizer_shards,
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        temporary=temporary,
+        fragmentation=engine.fragmentation * (activations + logits + buffers + temporary) + engine.cache_bytes,
+        context=engine.context_bytes,
+    )
+    # What the allocator keeps for nothing it gives back before it runs out.
+    cached = engine.step_cached_bytes * parameters / layout.optimizer_shards
+    room = max(0.0, job.cluster.device.memory_bytes - held.total)
+    return replace(held, fragmentation=held.fragmentation + min(cached, room))
+
+
+def rank_parameters(job: Job, stage: StageSlice) -> int:
+    """Parameters of a slice of the model on one device, the token table padded as the engine pads it."""
+    shape, tp = job.shape, job.layout.tp
+    count = stage.layers * layer_parameters(shape, tp)
+    table = job.rank_vocab * shape.hidden
+    if stage.embedding:
+        count += table + (shape.position_rows * shape.hidden if shape.positions == "learned" else 0)
+        count += norm_parameters(shape) if shape.embedding_norm else 0
+    if stage.head:
+        count += norm_parameters(shape)
+        if not (shape.tied_embeddings and stage.embedding):
+            count += table
+    return count
+
+
+def live_on(job: Job, rank: int) -> int:
+    """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a pipeline rank."""
+    layout = job.layout
+    return live_microbatches(
+        layout.schedule,
+        pp=layout.pp,
+        rank=rank,
+        microbatches=layout.microbatches,
+        virtual_stages=layout.virtual_stages,
+    )
+
+
+def _activations(job: Job, rank: int) -> float:
+    layout, part = job.layout, job.ranks[rank]
+    live = live_on(job, rank)
+    stages = layout.virtual_stages
+    bytes_ = live * part.layers / stages * block_bytes(job)
+    outside = job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
+        bytes_ += live / stages * (outside * (1.0 if job.engine.dropout else 0.0) + 8.0 * job.tokens)
+    if part.head:  # the last norm's input and output
+        bytes_ += 4.0 * outside
+    return bytes_
+
+
+def _buffers(job: Job, part: StageSlice, parameters: int) -> float:
+    """FSDP: the block in use and the next one gathered, one block's gradients before and after their reduction, the
+    embedding and head gathered throughout. Pipeline: an activation and a gradient being received."""
+    layout, engine, shape = job.layout, job.engine, job.shape
+    bytes_ = 0.0
+    if layout.parameter_shards > 1 or engine.always_sharded:
+        block = min(layer_parameters(shape, layout.tp), engine.gathered_parameters / 2)
+        if job.gathers_each_microbatch:
+            ends = parameters - part.layers * layer_parameters(shape, layout.tp)
+            bytes_ += block * (2 * engine.gather_bytes + 2 * engine.reduce_bytes)
+            bytes_ += ends * (engine.gather_bytes + engine.reduce_bytes)
+        else:  # gathered once a step, and the gradients whole until the last backward
+            bytes_ += parameters * (engine.gather_bytes + engine.reduce_bytes)
+    if layout.pp > 1:
+        outside = job.tokens * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+        bytes_ += 4 * job.item_bytes * outside
+    return bytes_

@@ -1,0 +1,45 @@
+"""Floating-point operations of a step, by the definitions that papers and frameworks report with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from parallel3d.planner.model.shapes import ModelShape, layer_matrix_parameters, parameters_of_matmuls, total_parameters
+
+FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompute", "causal"]
+
+
+def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """6 per weight of a matrix plus 12 L h s for attention: forward and backward, recomputation not counted, causal
+    attention counted whole (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B). This is the `mfu` of a plan and of the trainer's metrics."""
+    return 6 * parameters_of_matmuls(shape) + 12 * shape.layers * shape.hidden * seq_len
+
+
+def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, share: float = 1.0) -> float:
+    """Those of the model, and the forward that recompute repeats: of the blocks (of a `share` of them for "layer", half
+    of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022, arXiv 2204.02311, appendix B:
+    hardware FLOPs utilisation)."""
+    matrices = 2 * shape.layers * layer_matrix_parameters(shape)
+    attention = 4 * shape.layers * shape.hidden * seq_len
+    again = {
+        "full": matrices + attention,
+        "layer": share * (matrices + attention),
+        "op": matrices / 2,
+        "selective": attention,
+    }.get(recompute, 0.0)
+    return model_flops_per_token(shape, seq_len) + again
+
+
+def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
+    """The operations per token by another definition than the plan's own."""
+    attention = 12 * shape.layers * shape.hidden * seq_len
+    if definition == "palm":  # every parameter, look-up tables too
+        return 6 * total_parameters(shape) + attention
+    if definition == "megatron_recompute":  # SC21 equation 3: the blocks' forward twice, the head's once
+        return 8 * shape.layers * layer_matrix_parameters(shape) + 6 * shape.vocab * shape.hidden + attention * 4 / 3
+    if definition == "blocks_recompute":
+        return 8 * shape.layers * layer_matrix_parameters(shape)
+    if definition == "causal":
+        return 6 * parameters_of_matmuls(shape) + attention / 2
+    return model_flops_per_token(shape, seq_len)

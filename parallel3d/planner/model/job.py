@@ -1,0 +1,286 @@
+"""One training job as the planner sees it: a shape on a cluster in a layout, run by an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from parallel3d.config.recipe import ParallelConfig, ScheduleName
+from parallel3d.config.strategy import WHOLE, How, ShardingName
+from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.program import Engine
+from parallel3d.planner.model.parameters import block_numel, rank_numel
+from parallel3d.planner.model.shapes import (
+    ModelShape,
+    StageSlice,
+    layer_matrix_parameters,
+    layer_parameters,
+    stage_parameters,
+)
+from parallel3d.planner.model.training import Muon
+from parallel3d.planner.time.collectives import Group, axis_group
+from parallel3d.schedules.balance import PartCosts, balanced_cut
+from parallel3d.schedules.builders import STAGES_PER_RANK, placement
+
+RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A `ParallelConfig` and what published runs have beyond it: cp, and separate shards of each kind of state."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    microbatch_size: int = 1
+    microbatches: int = 1
+    parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
+    gradient_shards: int = 1
+    optimizer_shards: int = 1
+    sequence_parallel: bool = False
+    recompute: RecomputeKind = "none"
+    recompute_share: float = 1.0  # of the blocks, for "layer"
+    # of this project's own engine alone: how the data dimension is carried out (`sharding/`)
+    strategy: ShardingName | None = None  # None: another engine's run
+    gather: How = "step"
+    reduce: How = "step"
+    reduce_bytes: int = 4  # of a gradient on its way
+    prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
+    prefetches_forward: bool = False  # in the forward, too
+    bucket_bytes: int = 25 * 2**20  # of gradients of whole parameters that are sent in one go, at least
+    dp_shard: int = 1
+    recompute_every: int = 1  # of so many blocks one is recomputed
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    shape: ModelShape
+    cluster: Cluster
+    layout: Layout
+    engine: Engine
+    seq_len: int
+    precision: str = "bf16"
+    stage_layers: tuple[int, ...] = ()  # empty: as the engine spreads them
+    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own engine
+    loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
+    step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
+    factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
+    muon: Muon | None = None  # likewise: of the matrices of blocks, whose states and steps those bytes are then not
+    rounded: int | None = None  # likewise: states of 16 bits in steps that are rounded stochastically, if they are
+    drops: bool = False  # likewise: dropout between the layers
+    steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.layout.microbatch_size * self.seq_len // self.layout.cp
+
+    @property
+    def rank_vocab(self) -> int:
+        """Rows of the token table on a tp rank: engines that pad go to a multiple of 128 (Megatron's default)."""
+        step = 128 if self.engine.pads_vocab else 1
+        return -(-self.shape.vocab // (step * self.layout.tp)) * step
+
+    @property
+    def loss_vocab(self) -> int:
+        """Logits of a token that one device has at the loss."""
+        return self.rank_vocab * (self.layout.tp if self.engine.gathers_logits else 1)
+
+    @property
+    def item_bytes(self) -> float:
+        """Of one element of an activation."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this project's own program runs it, in a layout of its own."""
+        return self.engine.name == "parallel3d" and self.layout.strategy is not None
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block on a tp rank, as the engine cuts it."""
+        tp = self.layout.tp
+        return block_numel(self.shape, tp) if self.is_own else layer_parameters(self.shape, tp)
+
+    def stage_parameters(self, part: StageSlice) -> int:
+        """Likewise of a slice of the model."""
+        tp = self.layout.tp
+        return rank_numel(self.shape, (part,), tp) if self.is_own else stage_parameters(self.shape, part, tp)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether operators are the CPU's, and no CUDA takes memory."""
+        return self.cluster.device.is_cpu
+
+    @property
+    def gathers_each_microbatch(self) -> bool:
+        """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward. Inside a
+        pipeline programs keep them from a stage's first microbatch to its last (torch/distributed/pipelining/stage.py,
+        `backward_maybe_with_nosync`; Llama 3, arXiv 2407.21783, section 3.3.2)."""
+        is_pipeline = self.layout.pp > 1
+        only_one = not is_pipeline and self.layout.microbatches == 1
+        asked = "microbatch" in (self.layout.gather, self.layout.reduce)
+        return (self.engine.reduces_each_microbatch and not is_pipeline) or only_one or asked
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.layout.dp * self.layout.microbatch_size * self.layout.microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        """Layers of each stage: as its engine cuts them, this project's own by what they cost (`pipeline.balance`)."""
+        engine = self.engine
+        if engine.cuts_by_cost and not self.stage_layers:
+            return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
+        return self.stage_layers or spread(
+            self.shape.layers, self.layout.stages, embedding_slots=engine.embedding_slots, rest_last=engine.rest_last
+        )
+
+    @cached_property
+    def stages(self) -> tuple[StageSlice, ...]:
+        """The slices of the model, in its order."""
+        return _slices(self._layers)
+
+    def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
+        """A pipeline rank's stages, each with the index of its first block in the whole model."""
+        return _stages_of(self._layers, self.placement, rank)
+
+    @cached_property
+    def ranks(self) -> tuple[StageSlice, ...]:
+        """What each pipeline rank holds: all of its stages together."""
+        return _together(self._layers, self.placement)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage; published schedules that `pipeline/` does not have go round and round."""
+        return _placement(self.layout.schedule, self.layout.pp, self.layout.virtual_stages)
+
+    @cached_property
+    def tp_group(self) -> Group:
+        return self._group(self.layout.tp, 1)
+
+    @cached_property
+    def cp_group(self) -> Group:
+        return self._group(self.layout.cp, self.layout.tp)
+
+    @cached_property
+    def dp_group(self) -> Group:
+        """Ranks that hold the same parameters: data and context parallel ones."""
+        return self._group(self.layout.dp * self.layout.cp, self.layout.tp)
+
+    @cached_property
+    def stage_group(self) -> Group:
+        """All ranks that have the same stages."""
+        return self._group(self.layout.dp * self.layout.cp * self.layout.tp, 1)
+
+    def shard_group(self, shards: int) -> Group:
+        return self._group(shards, self.layout.tp)
+
+    def replica_group(self, shards: int) -> Group:
+        """The ranks that hold the same shard."""
+        return self._group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
+
+    def _group(self, size: int, stride: int) -> Group:
+        return axis_group(self.cluster, size, stride, world=self.layout.world_size)
+
+
+@lru_cache(maxsize=4096)
+def _slices(layers: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    last = len(layers) - 1
+    return tuple(StageSlice(layers=n, embedding=i == 0, head=i == last) for i, n in enumerate(layers))
+
+
+@lru_cache(maxsize=4096)
+def _stages_of(layers: tuple[int, ...], holders: tuple[int, ...], rank: int) -> tuple[tuple[StageSlice, int], ...]:
+    firsts = accumulate(layers, initial=0)
+    placed = zip(_slices(layers), firsts, holders, strict=False)
+    return tuple((part, first) for part, first, holder in placed if holder == rank)
+
+
+@lru_cache(maxsize=4096)
+def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    return tuple(
+        StageSlice(
+            layers=sum(n for n, holder in zip(layers, holders, strict=True) if holder == rank),
+            embedding=holders[0] == rank,
+            head=holders[-1] == rank,
+        )
+        for rank in range(max(holders) + 1)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    name: ScheduleName = schedule if schedule in STAGES_PER_RANK else "1f1b"
+    return placement(name, pp=pp, virtual_stages=virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
+    """The trainer's own cut (`balance.part_costs`)."""
+    weights = layer_matrix_parameters(shape)
+    costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
+    return tuple(balanced_cut(shape.layers, stages, costs))
+
+
+@lru_cache(maxsize=4096)
+def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last: bool = False) -> tuple[int, ...]:
+    """Layers of each stage: even, what is left over in the middle (with `rest_last` at the end); with
+    `embedding_slots` the first and the last have one less."""
+    slots = layers + 2 if embedding_slots and stages > 1 else layers
+    each, left = divmod(slots, stages)
+    middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - (stages - 1)))
+    counts = [each] * stages
+    for stage in range(stages - left, stages) if rest_last else middle_first[:left]:
+        counts[stage] += 1
+    if slots != layers:
+        counts[0] -= 1
+        counts[-1] -= 1
+    return tuple(counts)
+
+
+def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
+    """The layout of a recipe, run by this project's own engine."""
+    strategy, shards = parallel.strategy, parallel.dp_shard
+    whole = strategy in WHOLE
+    return Layout(
+        pp=parallel.pp,
+        dp=parallel.dp,
+        tp=parallel.tp,
+        virtual_stages=parallel.virtual_stages,
+        schedule=parallel.schedule,
+        microbatch_size=parallel.microbatch_size,
+        microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
+        parameter_shards=1 if whole else shards,
+        gradient_shards=1 if whole else shards,
+        optimizer_shards=1 if strategy == "NO_SHARD" else shards,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute="layer" if parallel.recompute == "every_n" else parallel.recompute,
+        recompute_share=1 / (parallel.recompute_every or 1),
+        strategy=strategy,
+        gather=parallel.gather,
+        reduce=parallel.reduce,
+        reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
+        prefetch=parallel.prefetch or 1,
+        prefetches_forward=parallel.prefetch is not None,
+        bucket_bytes=int(parallel.bucket_mib * 2**20),
+        dp_shard=shards,
+        recompute_every=parallel.recompute_every or 1,
+    )

@@ -1,0 +1,147 @@
+"""The shape of a transformer, as much of it as memory and time depend on, and its exact parameter counts.
+
+Beside the Llama and the GPT of `models/` it covers what the published runs trained: GPT with ALiBi positions, and
+Nemotron (squared ReLU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Literal
+
+from parallel3d.config.recipe import ModelConfig
+
+FeedForward = Literal["swiglu", "gelu", "relu2"]
+Positions = Literal["rope", "learned", "alibi", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The numbers of a decoder-only transformer."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    vocab: int
+    feed_forward: FeedForward = "swiglu"
+    positions: Positions = "rope"
+    position_rows: int = 0  # rows of a learned position table
+    tied_embeddings: bool = False
+    biases: bool = False  # on every linear layer (GPT)
+    qkv_biases: bool = False  # on q, k and v alone (Qwen 2)
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys (Qwen 3)
+    layer_norm: bool = False  # LayerNorm (weight and bias) in the place of RMSNorm (weight)
+    embedding_norm: bool = False  # BLOOM's norm after the embedding
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_hidden(self) -> int:
+        """Features of all keys (or all values)."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def feed_forward_inputs(self) -> int:
+        """Matrices that go from hidden to ffn_hidden: gate and up of SwiGLU, else one."""
+        return 2 if self.feed_forward == "swiglu" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSlice:
+    """What one pipeline stage holds of the model."""
+
+    layers: int
+    embedding: bool
+    head: bool
+
+
+def padded(shape: ModelShape, tp: int) -> ModelShape:
+    """The shape with a vocabulary that tp divides and tensor cores like: a multiple of 128 where tp does not divide it
+    as it is."""
+    if shape.vocab % tp == 0:
+        return shape
+    step = lcm(128, tp)
+    return replace(shape, vocab=-(-shape.vocab // step) * step)
+
+
+def from_config(config: ModelConfig) -> ModelShape:
+    """The shape of a recipe's `model` section."""
+    is_gpt = config.architecture == "gpt"
+    return ModelShape(
+        name=config.name or config.architecture,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.key_value_heads,
+        ffn_hidden=config.ffn_hidden,
+        vocab=config.vocab,
+        feed_forward="gelu" if is_gpt else "swiglu",
+        positions="learned" if is_gpt else "rope",
+        position_rows=config.max_positions or 0,
+        tied_embeddings=config.tied_embeddings,
+        biases=is_gpt,
+        qkv_biases=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        layer_norm=is_gpt,
+    )
+
+
+def layer_matrix_parameters(shape: ModelShape) -> int:
+    """Weights of one block's matrices: what a token is multiplied with."""
+    attention = 2 * shape.hidden**2 + 2 * shape.hidden * shape.kv_hidden
+    return attention + (shape.feed_forward_inputs + 1) * shape.hidden * shape.ffn_hidden
+
+
+def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
+    """Parameters of one block on a tp rank: matrices divided, norms (and biases of row-parallel layers) whole.
+
+    Where there are fewer key-value heads than tp ranks they are repeated, as Megatron and the papers do.
+    """
+    h, f, kv = shape.hidden, shape.ffn_hidden, max(shape.kv_hidden // tp, shape.head_dim)
+    matrices = 2 * h * h // tp + 2 * h * kv + (shape.feed_forward_inputs + 1) * h * f // tp
+    norms = 2 * norm_parameters(shape) + (2 * shape.head_dim if shape.qk_norm else 0)
+    biases = h // tp + 2 * kv if shape.biases or shape.qkv_biases else 0
+    biases += h + shape.feed_forward_inputs * f // tp + h if shape.biases else 0
+    return matrices + norms + biases
+
+
+def norm_parameters(shape: ModelShape) -> int:
+    return shape.hidden * (2 if shape.layer_norm else 1)
+
+
+def embedding_parameters(shape: ModelShape, tp: int = 1) -> int:
+    """The token table divided over tp (the last rank padded), positions whole, BLOOM's norm whole."""
+    table = -(-shape.vocab // tp) * shape.hidden
+    positions = shape.position_rows * shape.hidden if shape.positions == "learned" else 0
+    return table + positions + (norm_parameters(shape) if shape.embedding_norm else 0)
+
+
+def head_parameters(shape: ModelShape, tp: int = 1, *, with_table: bool) -> int:
+    """The last norm and the output table; `with_table` False where it is the embedding's own on the same stage."""
+    return norm_parameters(shape) + (-(-shape.vocab // tp) * shape.hidden if with_table else 0)
+
+
+def stage_parameters(shape: ModelShape, part: StageSlice, tp: int = 1) -> int:
+    """Parameters of a stage on one tp rank. A tied table is on both ends of a pipeline, and once where they meet."""
+    count = part.layers * layer_parameters(shape, tp)
+    if part.embedding:
+        count += embedding_parameters(shape, tp)
+    if part.head:
+        count += head_parameters(shape, tp, with_table=not (shape.tied_embeddings and part.embedding))
+    return count
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model, a tied table counted once."""
+    return stage_parameters(shape, StageSlice(layers=shape.layers, embedding=True, head=True))
+
+
+def parameters_of_matmuls(shape: ModelShape) -> int:
+    """Weights that a token is multiplied with: every matrix and the output table, not the look-up."""
+    return shape.layers * layer_matrix_parameters(shape) + shape.vocab * shape.hidden

@@ -1,0 +1,133 @@
+"""What a recipe says of its training that a plan of this project's own engine depends on, and what it says in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel3d.config.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Of the matrices of blocks; all else is stepped by AdamW."""
+
+    state_bytes: int  # of a number's momentum
+    item_bytes: int  # in which matrices are sent and made orthogonal
+    nesterov: bool
+    iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The defaults are AdamW beside float32 masters, without dropout."""
+
+    state_bytes: float = 8.0  # of a parameter's optimizer states
+    step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
+    factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
+    muon: Muon | None = None  # then those bytes are of what it does not step
+    rounded: int | None = None  # states of 16 bits in steps that are rounded stochastically; None: no such steps
+    drops: bool = False  # dropout between the layers
+    steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
+    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpriced:
+    """A setting of a recipe that the memory model does not know."""
+
+    setting: str
+    known: str
+    instead: str
+
+
+def training_of(recipe: Recipe) -> Training:
+    """Of the optimizer, the model's dropout and the loss; see `unpriced` for what it is not."""
+    state_bytes, step_bytes = _optimizer_bytes(recipe)
+    return Training(
+        state_bytes=state_bytes,
+        step_bytes=step_bytes,
+        factors=recipe.optimizer.name == "adafactor",
+        muon=_muon(recipe),
+        rounded=_rounded_states(recipe),
+        drops=recipe.model.dropout > 0,
+        steps_in_backward=recipe.optimizer.step_in_backward,
+        loss_chunk_tokens=recipe.train.loss_chunk_tokens,
+    )
+
+
+def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
+    """What would change the memory, and is not counted."""
+    yield from _unpriced_rounding(recipe)
+    if recipe.model.attention_dropout:
+        setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
+        known = "the memory model knows dropout between the layers alone"
+        yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
+    if recipe.local_sgd.sync_every is not None:
+        setting = f"local_sgd.sync_every = {recipe.local_sgd.sync_every}"
+        known = "the memory model knows replicas that sum their gradients in each step"
+        yield Unpriced(setting=setting, known=known, instead="local_sgd.sync_every=null")
+
+
+def _unpriced_rounding(recipe: Recipe) -> Iterator[Unpriced]:
+    optimizer = recipe.optimizer
+    if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
+        other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
+        known = f"the memory model knows no such steps with {other}"
+        instead = "optimizer.stochastic_rounding=false"
+        yield Unpriced(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What a plan, which chooses layouts of its own, does not count of a recipe."""
+    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(recipe))
+    if recipe.parallel.prefetch is not None:
+        where = "in the layout of the recipe alone: a plan's own leave it to torch"
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
+    if recipe.optimizer.step_in_backward:
+        where = "where a layout has one microbatch a step; others are counted with a step after the backward"
+        yield f"optimizer.step_in_backward = true is counted {where}"
+
+
+def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
+    """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
+    states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
+    optimizer = recipe.optimizer.resolved
+    master, width = _master_bytes(recipe), _state_bytes(recipe)
+    is_wide = master == 4 or optimizer.stochastic_rounding
+    if optimizer.name == "sgd":
+        copies, total = (4.0, 4.0) if is_wide else (12.0, 2.0)
+        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else total)
+    return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
+
+
+def _muon(recipe: Recipe) -> Muon | None:
+    optimizer = recipe.optimizer.resolved
+    if optimizer.name != "muon":
+        return None
+    assert optimizer.ns_steps is not None
+    return Muon(
+        state_bytes=_state_bytes(recipe),
+        item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
+        nesterov=bool(optimizer.nesterov),
+        iterations=optimizer.ns_steps,
+    )
+
+
+def _master_bytes(recipe: Recipe) -> int:
+    return 2 if recipe.train.precision == "bf16_pure" else 4
+
+
+def _state_bytes(recipe: Recipe) -> int:
+    """Of a number in one state."""
+    return {None: _master_bytes(recipe), "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
+
+
+def _rounded_states(recipe: Recipe) -> int | None:
+    """Of each parameter, where a step widens it and them (`training.rounding`)."""
+    optimizer = recipe.optimizer.resolved
+    if not optimizer.stochastic_rounding:
+        return None
+    if optimizer.name == "adafactor" or optimizer.state_dtype == "fp32":
+        return 0
+    return 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))

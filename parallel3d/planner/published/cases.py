@@ -1,0 +1,147 @@
+"""Published runs: reading them, and what kind of figure each one measured.
+
+The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken from `inferred`, then
+from the defaults in `case_job`; `filled` says which were.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.memory.rank_memory import MemoryKind
+from parallel3d.planner.model.flops import FlopsDefinition
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.published.case_job import build_job, is_float8
+from parallel3d.planner.published.fields import Fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published run. `apart`: why it is reported apart, or empty."""
+
+    id: str
+    source: str
+    job: Job
+    measured: Mapping[str, Any]
+    tier: str
+    tags: tuple[str, ...]
+    apart: str
+    definition: FlopsDefinition  # of its TFLOP/s and MFU
+    filled: tuple[str, ...]
+    stated_parameters_b: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseFile:
+    """The cases of a file, and those that could not be read: (id, why)."""
+
+    cases: tuple[Case, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
+    """The cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that misses
+    what no default can fill, or says what cannot be, is skipped, and said so."""
+    clusters: dict[str, Cluster] = {}
+    cases: list[Case] = []
+    skipped: list[tuple[str, str]] = []
+    for number, tree in enumerate(_trees(path), start=1):
+        name = tree.get("id") if isinstance(tree, dict) else None
+        name = f"row {number}" if name is None else str(name)
+        try:
+            cases.append(_case(name, tree, hardware, clusters))
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+            skipped.append((name, str(problem)))
+    return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
+
+
+def _trees(path: Path) -> list[Any]:
+    """A line that is no JSON among lines that are becomes its own text, which no case is."""
+    try:
+        text = path.read_text()
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases") from problem
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON, it is no text ({problem.reason})") from problem
+    try:
+        trees = json.loads(text)
+    except ValueError as problem:
+        lines = [_line(line) for line in text.splitlines() if line.strip()]
+        if not any(isinstance(line, dict) for line in lines):
+            raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+        return lines
+    if isinstance(trees, dict) and "model" in trees:
+        return [trees]
+    if not isinstance(trees, list):
+        raise ConfigError(f"{path}: must be a list of cases, or a case a line")
+    return trees
+
+
+def _line(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
+    fields = Fields(tree)
+    job = build_job(fields, hardware, clusters)
+    measured = fields.measured()
+    return Case(
+        id=name,
+        source=fields.text("source_key") or "unknown",
+        job=job,
+        measured=measured,
+        tier=fields.text("tier") or "A",
+        tags=tuple(str(tag) for tag in tree.get("tags") or ()),
+        definition=flops_definition(str(measured.get("tflops_definition") or "")),
+        apart=_apart(fields, job),
+        filled=tuple(dict.fromkeys(fields.filled)),
+        stated_parameters_b=fields.stated("model", "params_b"),
+    )
+
+
+def _apart(fields: Fields, job: Job) -> str:
+    if is_float8(fields):
+        return "float8"
+    if job.layout.cp > 1:
+        return "context parallel"
+    if fields.number("parallel", "ep", 1) > 1:
+        return "expert parallel"
+    return "one layer" if job.shape.layers == 1 else ""
+
+
+def flops_definition(text: str) -> FlopsDefinition:
+    """What a source's TFLOP/s or MFU counts, from its own words; the plan's own definition where they say nothing."""
+    words = text.lower()
+    if "8 x 12" in words:
+        return "blocks_recompute"
+    if "6 n s" in words or "6n" in words:
+        return "palm"
+    if "96 b s l h^2" in words or ("recompute" in words or "recomputation" in words) and "no recompute" not in words:
+        return "megatron_recompute"
+    return "causal" if "causal attention once" in words else "model"
+
+
+def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last"]]:
+    """The kind of memory that a case's figure is, by its own note, and the pipeline rank that it is of. Where the
+    note names no kind it is taken as what is reserved."""
+    note = str(case.measured.get("memory_note") or "").lower()
+    rank: Literal["worst", "first", "last"] = (
+        "last" if "last rank" in note else "first" if "rank 0" in note else "worst"
+    )
+    if "nvidia-smi" in note:
+        return "device", rank
+    allocated, reserved = note.find("allocated"), note.find("reserved")
+    if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
+        is_first = re.search(r"after 1 iteration\b", note) and not case.job.engine.moments_at_start
+        return "allocated in the first step" if is_first else "allocated", rank
+    return "reserved", rank

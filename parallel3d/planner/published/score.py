@@ -1,0 +1,259 @@
+"""The planner against published runs: what it predicts for each, and how far off it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from statistics import median
+
+from parallel3d.planner.memory.rank_memory import memory_by_rank
+from parallel3d.planner.model.flops import reported_flops_per_token
+from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.published.cases import Case, CaseFile, memory_kind
+from parallel3d.planner.time.step import step_cost
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the planner says of a case. TFLOP/s and MFU are by the case's own definition, memory of its kind."""
+
+    parameters: int
+    fits: bool
+    memory_gib: float
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was measured, as the source states it. `metric`: which of the figures the throughput is compared by."""
+
+    status: str
+    metric: str | None
+    step_time_s: float | None
+    tokens_per_s_per_gpu: float | None
+    tflops_per_gpu: float | None
+    mfu: float | None
+    memory_gib: float | None
+    memory_kind: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredCase:
+    """`error_pct`: of throughput where that was measured, else of memory; above 0 where the planner says more."""
+
+    id: str
+    source: str
+    predicted: Prediction
+    measured: Measurement
+    error_pct: float | None
+    errors_pct: dict[str, float]  # by "throughput" and "memory"
+    apart: str  # why it is not in the totals, or empty
+    filled: tuple[str, ...]  # fields that the source leaves open, and where their values are from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Absolute errors of some cases, in per cent."""
+
+    cases: int
+    median: float | None
+    p90: float | None
+    worst: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Fit or out of memory told right, in per cent."""
+
+    cases: int
+    accuracy: float | None
+    balanced_accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """All cases and their totals; `apart` has the totals of float8, context and expert parallel runs and toys."""
+
+    cases: tuple[ScoredCase, ...]
+    skipped: tuple[tuple[str, str], ...]  # cases that could not be read: id, why
+    median_abs_error_pct: float | None
+    worst_abs_error_pct: float | None
+    throughput: Errors
+    memory: Errors
+    fit: Fit
+    by_source: dict[str, dict[str, Errors]]
+    apart: dict[str, dict[str, Errors]]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data, floats rounded."""
+        return {key: _rounded(value) for key, value in asdict(self).items()}
+
+
+def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -> Score:
+    """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals leave out what is
+    reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's."""
+    scored: list[ScoredCase] = []
+    skipped = list(file.skipped)
+    duplicates: set[int] = set()  # by place, because nothing says that ids differ
+    for case in file.cases:
+        try:
+            predicted = _answer((predict or predict_case)(case))
+        except (ArithmeticError, LookupError, ValueError) as problem:
+            skipped.append((case.id, f"cannot be priced ({problem})"))
+            continue
+        if "duplicate" in case.tags:
+            duplicates.add(len(scored))
+        scored.append(score_case(case, predicted))
+    counted: list[ScoredCase] = []
+    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
+    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
+    for place, s in enumerate(scored):
+        if s.apart:
+            of_reason[s.apart].append(s)
+        elif place not in duplicates:
+            counted.append(s)
+            of_source[s.source].append(s)
+    every = _errors([s.error_pct for s in counted])
+    return Score(
+        cases=tuple(scored),
+        skipped=tuple(skipped),
+        median_abs_error_pct=every.median,
+        worst_abs_error_pct=every.worst,
+        throughput=_errors_of(counted, "throughput"),
+        memory=_errors_of(counted, "memory"),
+        fit=_fit(counted),
+        by_source={name: _both(group) for name, group in of_source.items()},
+        apart={name: _both(group) for name, group in of_reason.items()},
+    )
+
+
+def _answer(predicted: Prediction) -> Prediction:
+    """Raises ValueError where a prediction is none."""
+    for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
+        if not (isfinite(value) and value > 0):
+            raise ValueError(f"{name} = {value}")
+    return predicted
+
+
+def score_case(case: Case, predicted: Prediction) -> ScoredCase:
+    measured = _measured(case)
+    errors: dict[str, float] = {}
+    if measured.metric is not None:
+        value, said = getattr(predicted, measured.metric), getattr(measured, measured.metric)
+        ratio = said / value if measured.metric == "step_time_s" else value / said
+        errors["throughput"] = 100 * (ratio - 1)
+    if measured.memory_gib is not None:
+        errors["memory"] = 100 * (predicted.memory_gib / measured.memory_gib - 1)
+    return ScoredCase(
+        id=case.id,
+        source=case.source,
+        predicted=predicted,
+        measured=measured,
+        error_pct=errors.get("throughput", errors.get("memory")),
+        errors_pct=errors,
+        apart=case.apart,
+        filled=case.filled,
+    )
+
+
+def predict_case(case: Case) -> Prediction:
+    """This planner's."""
+    job = case.job
+    ranks = memory_by_rank(job)
+    worst = max(ranks, key=lambda memory: memory.total)
+    kind, which = memory_kind(case)
+    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which]
+    has_memory = case.measured.get("peak_memory_gib") is not None
+    return prediction(
+        case,
+        parameters=total_parameters(job.shape),
+        fits=worst.total <= job.cluster.device.memory_bytes,
+        memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / _GIB,
+        step_time_s=step_cost(job).step_time_s,
+    )
+
+
+def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float) -> Prediction:
+    """The whole of a prediction: what follows from the step's time, by the case's own definition of a FLOP."""
+    job = case.job
+    tokens_per_s_per_gpu = job.tokens_per_step / (step_time_s * job.layout.world_size)
+    flops = tokens_per_s_per_gpu * reported_flops_per_token(job.shape, job.seq_len, case.definition)
+    return Prediction(
+        parameters=parameters,
+        fits=fits,
+        memory_gib=memory_gib,
+        step_time_s=step_time_s,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+        tflops_per_gpu=flops / 1e12,
+        mfu=flops / job.cluster.device.peak(job.precision),
+    )
+
+
+def _measured(case: Case) -> Measurement:
+    said, job = case.measured, case.job
+    tokens = said.get("tokens_per_s_per_gpu")
+    samples = said.get("samples_per_s_per_gpu")
+    if tokens is None and samples is not None:
+        tokens = samples * job.seq_len
+    mfu = None if said.get("mfu_pct") is None else said["mfu_pct"] / 100
+    memory = said.get("peak_memory_gib")
+    figures = {
+        "step_time_s": said.get("step_time_s"),
+        "tokens_per_s_per_gpu": tokens,
+        "tflops_per_gpu": said.get("tflops_per_gpu"),
+        "mfu": mfu,
+    }
+    is_timed = said["status"] == "ok" and "toy" not in case.tags and job.shape.layers > 1
+    metric = next((name for name, value in figures.items() if value is not None), None) if is_timed else None
+    return Measurement(
+        status=said["status"],
+        metric=metric,
+        memory_gib=memory if said["status"] == "ok" else None,
+        memory_kind=memory_kind(case)[0] if memory is not None else None,
+        **figures,
+    )
+
+
+def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
+    return {name: _errors_of(group, name) for name in ("throughput", "memory")}
+
+
+def _errors_of(group: Sequence[ScoredCase], name: str) -> Errors:
+    return _errors([s.errors_pct.get(name) for s in group])
+
+
+def _errors(signed: Sequence[float | None]) -> Errors:
+    sizes = sorted(abs(error) for error in signed if error is not None)
+    if not sizes:
+        return Errors(cases=0, median=None, p90=None, worst=None)
+    return Errors(cases=len(sizes), median=median(sizes), p90=sizes[int(0.9 * (len(sizes) - 1) + 0.5)], worst=sizes[-1])
+
+
+def _fit(group: Sequence[ScoredCase]) -> Fit:
+    ran = [s.predicted.fits for s in group if s.measured.status == "ok"]
+    failed = [not s.predicted.fits for s in group if s.measured.status == "oom"]
+    if not ran and not failed:
+        return Fit(cases=0, accuracy=None, balanced_accuracy=None)
+    shares = [sum(told) / len(told) for told in (ran, failed) if told]
+    return Fit(
+        cases=len(ran) + len(failed),
+        accuracy=100 * (sum(ran) + sum(failed)) / (len(ran) + len(failed)),
+        balanced_accuracy=100 * sum(shares) / len(shares),
+    )
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

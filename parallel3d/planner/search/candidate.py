@@ -1,0 +1,54 @@
+"""A layout of a question as a job, and priced exactly."""
+
+from __future__ import annotations
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.config.strategy import HYBRID_OF
+from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.model.job import Job, from_config
+from parallel3d.planner.model.shapes import ModelShape, padded
+from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.time.step import step_cost
+from parallel3d.schedules.balance import sizes_between
+from parallel3d.schedules.builders import WHOLE_INSTEAD
+
+
+def planned_shape(question: Question, tp: int) -> ModelShape:
+    """The model as the engine takes it: this project's own with any vocabulary, others with one that tp divides."""
+    return question.shape if question.engine.name == PARALLEL3D.name else padded(question.shape, tp)
+
+
+def job_of(question: Question, parallel: ParallelConfig) -> Job:
+    """A layout as a job."""
+    training, boundaries = question.training, parallel.stage_boundaries
+    return Job(
+        shape=planned_shape(question, parallel.tp),
+        cluster=question.cluster,
+        layout=from_config(parallel, question.global_batch_size),
+        engine=question.engine,
+        seq_len=question.seq_len,
+        precision=question.precision,
+        stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, question.shape.layers)),
+        state_bytes=training.state_bytes,
+        step_bytes=training.step_bytes,
+        factors=training.factors,
+        muon=training.muon,
+        rounded=training.rounded,
+        drops=training.drops,
+        steps_in_backward=training.steps_in_backward and can_step_in_backward(parallel, question.global_batch_size),
+        loss_chunk_tokens=training.loss_chunk_tokens,
+    )
+
+
+def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int) -> bool:
+    """As `validation_optimizer` has it: of one microbatch, whose backward is in one piece."""
+    is_hybrid = parallel.dp_replicate > 1 and parallel.strategy in HYBRID_OF.values()
+    is_one = global_batch_size == parallel.dp * parallel.microbatch_size
+    return is_one and parallel.schedule not in WHOLE_INSTEAD and not is_hybrid
+
+
+def strategy(question: Question, parallel: ParallelConfig) -> Strategy:
+    """A layout priced exactly, whether it fits or not."""
+    job = job_of(question, parallel)
+    return Strategy(parallel=parallel, memory=worst_rank(job), cost=step_cost(job))

@@ -1,0 +1,162 @@
+"""How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits, each tried.
+
+Whether anything fits is known much sooner than what is best (`search.one_that_fits`), so each answer is a search of a
+few dozen such questions: by doubling, then between the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import lcm
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.model.shapes import ModelShape, total_parameters
+from parallel3d.planner.search.candidate import strategy
+from parallel3d.planner.search.fastest import one_that_fits
+from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.space import MOST_MICROBATCH, divisors
+
+_STEPS = 16  # between two doublings
+_MOST_NODES = 2**16
+_LONGEST = 2**24  # tokens
+_SHORTEST = 128
+_ROUND_HEADS, _ROUND_LAYERS = 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """A question at its limit, and a layout that fits it, not the fastest that does."""
+
+    question: Question
+    parallel: ParallelConfig
+
+    @property
+    def strategy(self) -> Strategy:
+        """That layout, priced exactly."""
+        return strategy(self.question, self.parallel)
+
+
+def smallest_cluster(question: Question) -> Extent | None:
+    """The fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a 32nd to
+    a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
+    node, least = question.cluster.gpus_per_node, _least_devices(question)
+
+    def tried(gpus: int) -> Extent | None:
+        return _fits(replace(question, gpus=gpus)) if gpus >= least else None
+
+    for gpus in divisors(node):
+        if (found := tried(gpus)) is not None:
+            return found
+    nodes = 2
+    while nodes <= _MOST_NODES:
+        if (found := tried(nodes * node)) is not None:
+            break
+        nodes *= 2
+    else:
+        return None
+    step = max(1, nodes // 2 // _STEPS)
+    between = (tried(fewer * node) for fewer in range(nodes // 2 + step, nodes, step))
+    return next((fewer for fewer in between if fewer is not None), found)
+
+
+def longest_sequence(question: Question) -> Extent | None:
+    """The longest sequence that fits: the question's, doubled or halved, and then by 16ths of that. A learned table of
+    positions ends it."""
+    rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
+    first = min(question.seq_len, rows)
+
+    def tried(length: int) -> Extent | None:
+        return _fits(replace(question, seq_len=length)) if length <= rows else None
+
+    while first >= _SHORTEST and tried(first) is None:
+        first //= 2
+    return _largest(tried, first) if first >= _SHORTEST else None
+
+
+def largest_batch(question: Question) -> Extent | None:
+    """The most sequences that all data ranks together take at once, without accumulating gradients: any larger batch
+    fits too, as several microbatches, since what a device holds does not grow with their number."""
+    best: Extent | None = None
+    fixed, replicas = question.fixed, question.fixed.dp_replicate or 1
+    for dp in reversed(divisors(question.gpus)):
+        microbatch = fixed.microbatch_size or 1
+        while microbatch <= (fixed.microbatch_size or MOST_MICROBATCH) and dp % replicas == 0:
+            batch = dp * microbatch
+            if fixed.dp_shard in (None, dp // replicas) and (best is None or batch > best.question.global_batch_size):
+                ways = replace(fixed, dp_shard=dp // replicas, dp_replicate=replicas, microbatch_size=microbatch)
+                found = _fits(replace(question, global_batch_size=batch, fixed=ways))
+                if found is None:
+                    break
+                best = Extent(question=replace(found.question, fixed=fixed), parallel=found.parallel)
+            microbatch *= 2
+    return best
+
+
+def largest_model(question: Question) -> Extent | None:
+    """The largest model of the same kind that fits: see `grown`."""
+    step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
+
+    def tried(steps: int) -> Extent | None:
+        return _fits(replace(question, shape=grown(question.shape, steps * step)))
+
+    return _largest(tried, 1)
+
+
+def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Extent | None:
+    """The largest of these models that fits and has the positions for the sequence."""
+    enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
+    for shape in sorted(enough, key=total_parameters, reverse=True):
+        asked = replace(question, shape=shape)
+        if _least_devices(asked) <= asked.gpus and (found := _fits(asked)) is not None:
+            return found
+    return None
+
+
+def grown(shape: ModelShape, heads: int) -> ModelShape:
+    """A model of the same kind with so many heads: as in the families of GPT-3 and Llama layers grow with the width,
+    and heads keep their size, queries of a key their number, the feed-forward its ratio to the width (to multiples of
+    256), the vocabulary its size."""
+    hidden = heads * shape.head_dim
+    layers = max(_ROUND_LAYERS, round(shape.layers * heads / shape.heads / _ROUND_LAYERS) * _ROUND_LAYERS)
+    return replace(
+        shape,
+        name=f"a model like {shape.name}",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads * shape.kv_heads // shape.heads,
+        ffn_hidden=max(1, round(shape.ffn_hidden * hidden / shape.hidden / 256)) * 256,
+    )
+
+
+def _least_devices(question: Question) -> float:
+    """A lower bound: what must be somewhere, over what a device may use. In this project's engine that is each
+    parameter's master and its states."""
+    if question.engine.name != PARALLEL3D.name:
+        return 0.0
+    master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
+    least = master + (0.0 if training.factors else training.state_bytes)
+    return least * total_parameters(question.shape) / question.usable_bytes
+
+
+def _largest(tried: Callable[[int], Extent | None], first: int) -> Extent | None:
+    """The largest number that fits: doublings of the first, then multiples of a 16th of the last that does."""
+    found, number = tried(first), first
+    while found is not None and (more := tried(2 * number)) is not None:
+        found, number = more, 2 * number
+    if found is None:
+        return None
+    step = max(1, number // _STEPS)
+    low, high = 0, -(-number // step)  # steps beyond it that fit, and that do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        more = tried(number + middle * step)
+        low, high, found = (middle, high, more) if more is not None else (low, middle, found)
+    return found
+
+
+def _fits(question: Question) -> Extent | None:
+    found = one_that_fits(question)
+    return None if found is None else Extent(question=question, parallel=found)

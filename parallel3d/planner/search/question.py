@@ -1,0 +1,96 @@
+"""What is asked of the planner, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.recipe import ParallelConfig, Recompute, ScheduleName
+from parallel3d.config.strategy import How, ShardingName
+from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.program import PARALLEL3D, Engine
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.model.training import Training
+from parallel3d.planner.time.step import Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the user has decided: each axis or choice that is not None."""
+
+    pp: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    virtual_stages: int | None = None
+    schedule: ScheduleName | None = None
+    microbatch_size: int | None = None
+    recompute: Recompute | None = None
+    sequence_parallel: bool | None = None
+    sharding: ShardingName | None = None
+    gather: How | None = None
+    reduce: How | None = None
+    max_tp: int | None = None
+    max_pp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained, on what. `memory_fraction`: how full a device may get."""
+
+    shape: ModelShape
+    cluster: Cluster
+    gpus: int
+    seq_len: int
+    global_batch_size: int
+    precision: str = "bf16"
+    engine: Engine = PARALLEL3D
+    fixed: Fixed = Fixed()
+    training: Training = Training()  # of this project's own engine
+    memory_fraction: float = 0.95
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.cluster.device.memory_bytes * self.memory_fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A layout that fits, with what it costs."""
+
+    parallel: ParallelConfig
+    memory: RankMemory  # of the worst pipeline rank
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout that does not fit, the leanest of its tp and pp, and by how much."""
+
+    parallel: ParallelConfig
+    reason: str
+    short_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A tp x pp of which the answer has no strategy although memory is not the reason, and what is."""
+
+    tp: int
+    pp: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`strategies`, best first; every other tp x pp is in `rejected`, nearest to fitting first, or in `left_out`;
+    `considered`: how many layouts there are; `checked`, `fitting`: those whose memory was computed, and that fit. The
+    others are slower than what is told, or hold too much by a lower bound."""
+
+    strategies: tuple[Strategy, ...]
+    rejected: tuple[Rejected, ...]
+    left_out: tuple[LeftOut, ...]
+    considered: int
+    checked: int
+    fitting: int

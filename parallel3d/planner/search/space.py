@@ -1,0 +1,166 @@
+"""The space that a search goes through: every layout that the rules of `validation` and of the layers allow.
+
+What is left out is left out exactly: where another layout is never slower and never needs more memory (sequence
+parallelism wherever tp > 1 allows it; 1F1B against GPipe). Layouts that differ only in recompute and in how the data
+ranks are used are a *family*: they take one pipeline, and their activations are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
+
+from parallel3d.config.recipe import ParallelConfig, Recompute, ScheduleName
+from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName, sharding_faults
+from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.search.question import Question
+from parallel3d.schedules.builders import STAGES_PER_RANK
+
+_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules that may reduce for each microbatch
+MOST_MICROBATCH = 64  # sequences
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
+
+
+def families(question: Question) -> Iterator[ParallelConfig]:
+    """Layouts that differ in more than recompute and the split of the data ranks: tp, pp, schedule, microbatch."""
+    shape, fixed = question.shape, question.fixed
+    for tp in _tensor_sizes(question):
+        for pp in divisors(question.gpus // tp):
+            if pp > shape.layers or not _allowed(pp, fixed.pp) or fixed.max_pp is not None and pp > fixed.max_pp:
+                continue
+            dp = question.gpus // (tp * pp)
+            if question.global_batch_size % dp:
+                continue
+            for microbatch in divisors(question.global_batch_size // dp):
+                if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+                    continue
+                microbatches = question.global_batch_size // (dp * microbatch)
+                for schedule, virtual in _schedules(question, pp, microbatches):
+                    yield ParallelConfig(
+                        pp=pp,
+                        dp_shard=dp,
+                        tp=tp,
+                        virtual_stages=virtual,
+                        schedule=schedule,
+                        microbatch_size=microbatch,
+                        sequence_parallel=_sequence_parallel(question, tp),
+                    )
+
+
+def tp_rule(question: Question, tp: int) -> str | None:
+    """The rule of the layers that a tp breaks."""
+    shape, is_own = question.shape, question.engine.name == PARALLEL3D.name
+    if gcd(shape.heads, shape.ffn_hidden) % tp:
+        return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
+    if shape.kv_heads % tp and not (is_own and tp % shape.kv_heads == 0):
+        return f"must divide kv_heads {shape.kv_heads}" + ", or be a multiple of them" * is_own
+    if is_own and (tp - 1) * -(-shape.vocab // tp) >= shape.vocab:
+        return f"must leave every rank a row of the vocabulary of {shape.vocab}"
+    return None
+
+
+def _tensor_sizes(question: Question) -> Iterator[int]:
+    fixed = question.fixed
+    for tp in divisors(question.gpus):
+        if tp_rule(question, tp) is None and _allowed(tp, fixed.tp) and (fixed.max_tp is None or tp <= fixed.max_tp):
+            yield tp
+
+
+def _sequence_parallel(question: Question, tp: int) -> bool:
+    if question.fixed.sequence_parallel is not None:
+        return question.fixed.sequence_parallel and tp > 1
+    return tp > 1 and question.seq_len % tp == 0
+
+
+def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules and stages per rank: without a pipeline 1F1B alone, which is gradient accumulation."""
+    fixed = question.fixed
+    names = (fixed.schedule,) if fixed.schedule is not None else question.schedules if pp > 1 else ("1f1b",)
+    for name in names:
+        for virtual in _stages_per_rank(name, question.shape.layers, pp):
+            if _allowed(virtual, fixed.virtual_stages) and (virtual == 1 or microbatches % pp == 0):
+                yield name, virtual
+
+
+def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
+    """One where the schedule has one; two on a V; else every number that divides the layers, or where none does all
+    up to 8."""
+    rule, deepest = STAGES_PER_RANK[name], layers // pp
+    if rule.usual == 1:
+        return [1]
+    if pp == 1 or deepest < 2:
+        return []
+    if rule.most is not None:
+        return [rule.usual]
+    even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
+    return even or list(range(2, min(deepest, 8) + 1))
+
+
+def kinds(question: Question) -> list[Recompute]:
+    """What may be recomputed, from the fastest to the leanest."""
+    return [kind for kind in _RECOMPUTE if _allowed(kind, question.fixed.recompute)]
+
+
+def leanest_kinds(question: Question, pp: int) -> list[Recompute]:
+    """Those of `kinds` that may be the leanest: of a single block recompute keeps more than it saves; of several,
+    full recompute is the leanest."""
+    return kinds(question)[-1:] if question.shape.layers > pp else kinds(question)
+
+
+def ways(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    """A family's ways of using its data ranks, without recompute and with nothing `freed`."""
+    for split in _splits(question, family):
+        yield from _strategies(question, split)
+
+
+def _splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    fixed = question.fixed
+    for shards in divisors(family.dp_shard):
+        replicas = family.dp_shard // shards
+        if _allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate):
+            yield replace(family, dp_shard=shards, dp_replicate=replicas)
+
+
+def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelConfig]:
+    """The strategies of `sharding/` that differ at this split: parameters split and kept for a step, which is what
+    SHARD_GRAD_OP is, too; over all data ranks also parameters whole and the optimizer's states split; with nothing
+    split NO_SHARD."""
+    fixed = question.fixed
+    if question.engine.name != PARALLEL3D.name or split.dp == 1:
+        yield split  # other programs' runs are told apart by dp_shard alone
+        return
+    names: list[ShardingName] = ["FULL_SHARD"] if split.dp_shard > 1 else ["NO_SHARD"]
+    if split.dp_shard > 1 and split.dp_replicate == 1:
+        names.append("SHARD_OPTIMIZER")
+    if fixed.sharding is not None:
+        names = [fixed.sharding]
+    for name in names:
+        way = replace(split, sharding=HYBRID_OF.get(name, name) if split.dp_replicate > 1 else name)
+        if way.dp_replicate == 1 and name in HYBRID_OF.values():
+            continue  # nothing is repeated
+        if fixed.gather or fixed.reduce:
+            way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
+            if next(sharding_faults(way), None) is not None:
+                continue
+        yield way
+
+
+def freed(question: Question, way: ParallelConfig) -> ParallelConfig | None:
+    """The layout with parameters gathered and gradients reduced for each microbatch, where that is another one: leaner
+    and never faster, so it is tried where the layout itself does not fit as it is."""
+    fixed, is_own = question.fixed, question.engine.name == PARALLEL3D.name
+    several = question.global_batch_size > way.dp * way.microbatch_size
+    can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE and way.schedule in _WHOLE_BACKWARD
+    if not can or fixed.gather or fixed.reduce:
+        return None
+    return replace(way, gather="microbatch", reduce="microbatch")
+
+
+def _allowed(value: object, fixed: object) -> bool:
+    return fixed is None or value == fixed
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,232 @@
+"""The time of a step on a host that was calibrated: its own curves, and what this program adds to them as measured.
+
+The same parts as `cost` has, put together otherwise: on a CPU dispatch does not run beside the kernels but before each,
+and ranks that are more than the cores share them. So a pipeline is simulated with as many of its ranks at full speed as
+there are cores for (`timeline.shared_makespan_s`), and everything that all ranks do at once takes `slowdown` longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import cast
+
+from parallel3d.config.recipe import ScheduleName
+from parallel3d.config.strategy import WHOLE
+from parallel3d.planner.hardware.calibration import Measured, Overhead, Process, Together
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.time.block import block_times, embedding_times, head_times
+from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
+from parallel3d.planner.time.parts import TimeParts
+from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
+from parallel3d.planner.time.roofline import Kernels
+
+_FORWARD = 0.4  # of what a block dispatches, forward and backward
+_NONE = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """Seconds of one block and one microbatch in one direction, by cause."""
+
+    compute: float
+    recompute: float
+    tp: float
+    dp: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.recompute + self.tp + self.dp + self.overhead
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    """The measurements that hold for a job."""
+
+    measured: Measured
+    process: Process
+    ranks: Together | None
+    on_host: int  # ranks of a host
+    tp: Overhead
+    dp: Overhead
+
+    @property
+    def slowdown(self) -> float:
+        return self.measured.slowdown(self.on_host)
+
+
+def measured_parts(job: Job, measured: Measured, *, exact: bool) -> TimeParts:
+    """Seconds of a step by cause. `exact` simulates the schedule."""
+    host = _host(job, measured)
+    forward, backward = _block(job, host)
+    times, ends_s = _stage_times(job, host, forward, backward)
+    pipeline = _pipeline_s(job, host, times, exact=exact)
+    rank_s = [0.0] * job.layout.pp
+    for rank, stage in zip(job.placement, times, strict=True):
+        rank_s[rank] += stage.forward + stage.backward
+    busiest = rank_s.index(max(rank_s))
+    m, layers, part = job.layout.microbatches, job.ranks[busiest].layers, job.ranks[busiest]
+    work = min(pipeline, m * rank_s[busiest] * host.slowdown)
+    each = work / rank_s[busiest]  # m, slowed
+    both = {f.name: layers * (getattr(forward, f.name) + getattr(backward, f.name)) * each for f in fields(_Way)}
+    ends = sum(ends_s[: len(job.stages)][i] for i, rank in enumerate(job.placement) if rank == busiest) * each
+    p2p = 2 * job.layout.virtual_stages * _action_s(job, host) * each
+    once = _once(job, host, job.stage_parameters(part), layers)
+    return TimeParts(
+        compute=max(0.0, work - p2p - sum(both.values()) + both["compute"] - host.process.overhead.microbatch * each),
+        recompute=both["recompute"],
+        tp=both["tp"],
+        cp=0.0,
+        pp_bubble=pipeline - work,
+        pp_p2p=p2p,
+        dp=both["dp"] + once["dp"],
+        optimizer=once["optimizer"],
+        overhead=both["overhead"] + min(ends, host.process.overhead.microbatch * each) + once["overhead"],
+    )
+
+
+def _host(job: Job, measured: Measured) -> _Host:
+    layout = job.layout
+    on_host = min(layout.world_size, job.cluster.gpus_per_node)
+    # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
+    strategy = layout.strategy or "FULL_SHARD"
+    whole = strategy in WHOLE
+    shards = 1 if strategy == "NO_SHARD" else layout.dp_shard
+    added = [
+        measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards),
+        measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards),
+    ]
+    return _Host(
+        measured=measured,
+        process=measured.process(on_host),
+        ranks=measured.together(on_host),
+        on_host=on_host,
+        tp=measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp) or _NONE,
+        dp=_sum([each for each in added if each is not None]),
+    )
+
+
+def _sum(parts: list[Overhead]) -> Overhead:
+    return Overhead(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Overhead)})
+
+
+def _kernels(job: Job, host: _Host) -> tuple[Job, Kernels]:
+    """The job with what was measured in the place of what its engine assumes."""
+    engine = replace(job.engine, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
+    return replace(job, engine=engine), Kernels(
+        device=job.cluster.device, precision=job.precision, process=host.process
+    )
+
+
+def _block(job: Job, host: _Host) -> tuple[_Way, _Way]:
+    measured_job, kernels = _kernels(job, host)
+    block = block_times(measured_job, kernels)
+    tp_forward, tp_backward = _tp_s(job, host)
+    full = job.layout.recompute == "full"
+    # What recompute repeats costs its dispatch too, which was measured.
+    again = block.again_s + host.process.recompute.get(job.layout.recompute, 0.0)
+    ways = []
+    for share, compute, repeated, tp in (
+        (_FORWARD, block.forward_s, 0.0, tp_forward),
+        (1 - _FORWARD, block.backward_s, again, tp_backward + (tp_forward if full else 0.0)),
+    ):
+        dispatch = share * host.process.overhead.block
+        if not host.measured.synchronous:  # launched ahead: only what takes longer than the kernels shows
+            dispatch = max(0.0, dispatch - compute - repeated)
+        ways.append(
+            _Way(
+                compute=compute,
+                recompute=repeated,
+                tp=tp + share * host.tp.block,
+                dp=share * host.dp.block,
+                overhead=dispatch,
+            )
+        )
+    return ways[0], ways[1]
+
+
+def _tp_s(job: Job, host: _Host) -> tuple[float, float]:
+    """The layers' collectives beyond their smallest messages: two each way, of which those of sequence parallelism are
+    a gather and a reduce-scatter, with two more gathers in the backward."""
+    layout = job.layout
+    if layout.tp == 1:
+        return 0.0, 0.0
+    bytes_ = job.tokens * job.shape.hidden * job.item_bytes
+    if host.ranks is None or job.tp_group.nodes > 1:
+        whole = all_gather_s if layout.sequence_parallel else all_reduce_s
+        one = whole(job.cluster, job.tp_group, bytes_) * (2 if layout.sequence_parallel else 1)
+        return 2 * one, 2 * one
+    if not layout.sequence_parallel:
+        one = host.measured.collective_s("all_reduce", layout.tp, bytes_)
+        return 2 * one, 2 * one
+    gather = host.measured.collective_s("all_gather", layout.tp, bytes_)
+    scatter = host.measured.collective_s("reduce_scatter", layout.tp, bytes_)
+    return 2 * (gather + scatter), 4 * gather + 2 * scatter
+
+
+def _stage_times(job: Job, host: _Host, forward: _Way, backward: _Way) -> tuple[list[StageTimes], list[float]]:
+    """The stages, and of each what its embedding and head take."""
+    measured_job, kernels = _kernels(job, host)
+    head, embedding = head_times(measured_job, kernels), embedding_times(measured_job, kernels)
+    loss = host.process.logit_s * job.tokens * job.loss_vocab / 2
+    micro = host.process.overhead.microbatch + host.tp.microbatch + host.dp.microbatch
+    action = _action_s(job, host)
+    times, ends = [], []
+    for stage in job.stages:
+        f, b = stage.layers * forward.total, stage.layers * backward.total
+        ends_f, ends_b = 0.0, 0.0
+        if stage.embedding:
+            ends_f, ends_b = ends_f + embedding[0] + _FORWARD * micro / 2, ends_b + embedding[1] + 0.6 * micro / 2
+        if stage.head:
+            ends_f, ends_b = ends_f + head[0] + loss + _FORWARD * micro / 2, ends_b + head[1] + loss + 0.6 * micro / 2
+        times.append(StageTimes(forward=f + ends_f + action, input=b + ends_b + action))
+        ends.append(ends_f + ends_b)
+    if job.layout.schedule not in ("1f1b", "gpipe", "interleaved_1f1b"):
+        times = [_split(each) for each in times]
+    return times, ends
+
+
+def _split(times: StageTimes) -> StageTimes:
+    """Half of a backward is for weights."""
+    return StageTimes(forward=times.forward, input=times.input / 2, weight=times.input / 2)
+
+
+def _action_s(job: Job, host: _Host) -> float:
+    """What an action of a pipeline takes beside its stage: its place in the schedule, and a message."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0.0
+    bytes_ = job.tokens * job.shape.hidden * job.item_bytes / (layout.tp if layout.sequence_parallel else 1)
+    if host.ranks is None or layout.world_size > job.cluster.gpus_per_node:
+        return send_s(job.cluster, bytes_, nodes=1 if host.ranks is None else 2)
+    return host.ranks.action_s + max(0.0, host.ranks.transfer.at(bytes_) - host.ranks.transfer.points[0][1])
+
+
+def _pipeline_s(job: Job, host: _Host, times: list[StageTimes], *, exact: bool) -> float:
+    layout = job.layout
+    name = cast(ScheduleName, layout.schedule)
+    if layout.pp == 1:
+        return layout.microbatches * sum(t.forward + t.backward for t in times) * host.slowdown
+    cores = host.measured.cores or host.on_host
+    at_once = layout.pp * cores / host.on_host  # pipeline ranks that have a core for each of their processes
+    arguments = (name, layout.pp, layout.microbatches, layout.virtual_stages, times)
+    contention = host.slowdown / max(1.0, host.on_host / cores)
+    if at_once >= layout.pp:
+        return (pipeline_s if exact else closed_form_s)(*arguments, 0.0) * contention
+    if exact:
+        return shared_makespan_s(*arguments, at_once) * contention
+    work = layout.microbatches * sum(t.forward + t.backward for t in times) / at_once
+    return max(work, closed_form_s(*arguments, 0.0)) * contention
+
+
+def _once(job: Job, host: _Host, parameters: int, layers: int) -> dict[str, float]:
+    """What comes once a step."""
+    base, slow = host.process.overhead, host.slowdown
+    own = parameters / job.layout.optimizer_shards
+    added = _sum([host.tp, host.dp])
+    rounds = job.layout.microbatches if "microbatch" in (job.layout.gather, job.layout.reduce) else 1
+    return {
+        "optimizer": slow * (base.parameter * own + layers * base.layer),
+        "dp": rounds * slow * (host.dp.step + layers * host.dp.layer + parameters * host.dp.parameter),
+        "overhead": slow * (base.step + added.step - host.dp.step + layers * host.tp.layer),
+    }

@@ -1,0 +1,83 @@
+"""Seconds of collectives by the alpha-beta model, over groups whose ranks sit on one node or on several.
+
+Rank order is the mesh's: pp, dp_replicate, dp_shard, (cp,) tp, the last innermost. A ring over n ranks moves
+(n - 1) / n of the bytes through its slowest link; NCCL builds a ring for each network port of a node, so that a group
+with g ranks on a node has g ports (Thakur et al. 2005; NCCL's tuning model in src/graph/tuning.cc).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, gcd, log2
+
+from parallel3d.planner.hardware.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks of one axis: how many, how many of them share a node, and from how many nodes they are picked."""
+
+    size: int
+    per_node: int
+    span: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+
+def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
+    """`size` ranks, `stride` apart, of `world`. Where a node is no multiple of such a group, some groups lie across two
+    nodes, and the slowest of them counts; unless all ranks are on one."""
+    node = cluster.gpus_per_node
+    if world <= node:
+        return Group(size=size, per_node=size)
+    span = size * stride
+    per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
+    return Group(size=size, per_node=max(1, per_node), span=-(-span // node))
+
+
+def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
+    """Bytes per second through the slowest link that the group crosses."""
+    if group.nodes == 1:
+        return cluster.node.sustained
+    ports = 1 if one_ring else group.per_node
+    return min(cluster.node.sustained, ports * cluster.network.sustained / _spread(cluster, group.span))
+
+
+def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
+    """Each rank ends with `whole_bytes`; a reduce-scatter of them takes the same."""
+    if group.size == 1:
+        return 0.0
+    hops = (group.per_node - 1) * cluster.node.latency_s + (group.nodes - 1) * cluster.network.latency_s
+    share = (group.size - 1) / group.size
+    return share * whole_bytes / ring_bandwidth(cluster, group, one_ring=one_ring) + hops
+
+
+def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
+    """A reduce-scatter and an all-gather; small ones go by trees, whose latency grows with the logarithm."""
+    if group.size == 1:
+        return 0.0
+    ring = 2 * all_gather_s(cluster, group, whole_bytes, one_ring=one_ring)
+    bandwidth = ring_bandwidth(cluster, group, one_ring=one_ring)
+    inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s if group.per_node > 1 else 0.0
+    across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s if group.nodes > 1 else 0.0
+    tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
+    return min(ring, tree)
+
+
+def contention_s(cluster: Cluster, bytes_: float) -> float:
+    """Processors and memory that a hidden collective takes from the kernels beside it: its time at the node's speed."""
+    return bytes_ / cluster.node.sustained
+
+
+def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
+    """One transfer between neighbouring stages of a pipeline that lies on so many nodes, by the slowest link between
+    any two of them."""
+    link = cluster.network if nodes > 1 else cluster.node
+    return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
+
+
+def _spread(cluster: Cluster, nodes: int) -> float:
+    """What the network's upper tiers divide its bandwidth by, among so many nodes."""
+    return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0

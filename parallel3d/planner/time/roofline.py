@@ -1,0 +1,115 @@
+"""Seconds of one kernel on one device: matrix products, attention, and kernels bound by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+from typing import TypeVar
+
+from parallel3d.planner.hardware.calibration import Process
+from parallel3d.planner.hardware.cluster import Device
+
+# Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each reaches: a smaller tile
+# reads its operands more often (NVIDIA, "Matrix multiplication background", section "Tiling efficiency").
+_TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.92),
+    (256, 64, 0.88),
+    (64, 256, 0.88),
+    (128, 64, 0.78),
+    (64, 128, 0.78),
+    (64, 64, 0.60),
+)
+_TAIL = 0.5  # of a last, partly filled wave of tiles: half is hidden by split-k and by the next kernel's prologue
+_DEPTH = 128  # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
+_FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
+T = TypeVar("T")
+_UNALIGNED = 2.2  # slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """A device as one engine's kernels use it."""
+
+    device: Device
+    precision: str
+    matmul_speed: float = 1.0
+    attention_speed: float = 1.0
+    process: Process | None = None  # its own curves, where it was calibrated
+
+    @property
+    def half(self) -> str:
+        """The precision of what float8 leaves alone."""
+        return self.precision if self.precision in ("fp16", "fp32") else "bf16"
+
+    @property
+    def memory_rate(self) -> float:
+        if self.process is not None:
+            return 1.0 / self.process.byte_s
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+
+def _of_precision(table: Mapping[str, T], precision: str) -> T:
+    """What was measured in this precision, or in the first that was."""
+    return table[precision] if precision in table else next(iter(table.values()))
+
+
+@lru_cache(maxsize=65536)
+def _matmul_s(
+    m: int, n: int, k: int, flops: float, processors: int, memory_rate: float, kernel_s: float, itemsize: float
+) -> float:
+    per_processor = flops / processors
+    best = float("inf")
+    for rows, columns, speed in _TILES:
+        waves = -(-m // rows) * -(-n // columns) / processors
+        whole = -(-(-(-m // rows) * -(-n // columns)) // processors)
+        waves += (whole - waves) * _TAIL
+        tile_s = 2.0 * rows * columns * (k + _DEPTH) / (per_processor * speed)
+        best = min(best, waves * tile_s)
+    memory_s = itemsize * (m * k + k * n + m * n) / memory_rate
+    alignment = _UNALIGNED if any(size % 8 for size in (n, k)) else 1.0
+    return max(best * alignment, memory_s) + kernel_s
+
+
+def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None = None) -> float:
+    """[m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
+    device, precision = kernels.device, precision or kernels.precision
+    if kernels.process is not None:
+        return 2.0 * m * n * k / _of_precision(kernels.process.matmul, precision).at(sqrt(m * n), k)
+    flops = device.peak(precision) * device.matmul_efficiency * kernels.matmul_speed
+    flops *= _FLOAT8 if precision == "fp8" else 1.0
+    return _matmul_s(
+        m,
+        n,
+        k,
+        flops,
+        device.processors,
+        kernels.memory_rate,
+        device.kernel_s,
+        {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0),
+    )
+
+
+def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
+    if kernels.process is not None:
+        return traffic_bytes * kernels.process.byte_s
+    return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
+
+
+def flash_attention_s(
+    kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool, causal: bool
+) -> float:
+    """A tiled kernel (Dao 2023, arXiv 2307.08691): half the products under a causal mask, 5 for 2 in the backward."""
+    products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * (0.5 if causal else 1.0)
+    if kernels.process is not None:
+        return products / _of_precision(kernels.process.attention, kernels.precision)[backward].at(keys, head_dim)
+    key = "backward" if backward else "forward"
+    sustained = kernels.device.attention_flops[key] * kernels.attention_speed
+    # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4 to 6); heads of 64
+    # spend a larger share on the softmax.
+    length = keys / (keys + (420.0 if backward else 300.0))
+    depth = min(1.0, 0.62 + 0.38 * head_dim / 128)
+    return products / (sustained * length * depth) + kernels.device.kernel_s

@@ -1,0 +1,95 @@
+"""Schedules in files: the format of torch.distributed.pipelining's compute schedules, so that either reads the other's.
+
+One line a rank, one cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell is a hole. Two actions that
+torch overlaps, `(2F1;5B0)OVERLAP_F_B`, are read as one after the other; its communications (sends, receives, gathers,
+reductions) are passed over, because here they follow from the compute.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedules.check import check_schedule
+from parallel3d.schedules.schedule import Action, Kind, Schedule
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
+
+
+def to_csv(schedule: Schedule) -> str:
+    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks)
+
+
+def load_schedule(path: Path) -> Schedule:
+    """The checked schedule of a file. Raises ScheduleError naming the file, the rank, the action and the reason."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is not text" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+        raise ScheduleError(f"schedule {path}: {reason}") from error
+    return from_csv(text, name=str(path))
+
+
+def from_csv(text: str, *, name: str) -> Schedule:
+    """The checked schedule that `text` says. Which rank holds a stage, and how many microbatches there are, follows
+    from the actions; `name` is for messages."""
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise ScheduleError(f"schedule {name}: is no CSV ({error})") from error
+    while rows and not any(map(str.strip, rows[-1])):  # empty lines at the end of a file
+        rows.pop()
+    ranks = tuple(tuple(_actions(row, rank, name)) for rank, row in enumerate(rows))
+    actions = [action for rank in ranks for action in rank]
+    if not actions:
+        raise ScheduleError(f"schedule {name}: has no action; a line is a rank, a cell an action such as 0F0")
+    schedule = Schedule(
+        name=name,
+        placement=_placement(ranks, name),
+        microbatches=_consecutive({action.microbatch for action in actions}, "microbatch", name),
+        ranks=ranks,
+        trains=any(action.kind is not Kind.FORWARD for action in actions),
+    )
+    check_schedule(schedule)
+    return schedule
+
+
+def _actions(row: list[str], rank: int, name: str) -> Iterator[Action]:
+    for column, cell in enumerate(row):
+        cell = cell.strip()
+        overlapped = _OVERLAP.fullmatch(cell)
+        for word in overlapped[1].split(";") if overlapped else [cell]:
+            match = _ACTION.fullmatch(word.strip())
+            if match:
+                yield Action(int(match[1]), Kind(match[2]), int(match[3]))
+            elif word and not _DERIVED.fullmatch(word):
+                shown = word if len(word) <= 40 else word[:40] + "..."
+                raise ScheduleError(
+                    f"schedule {name}: rank {rank}, column {column}, {shown!r}: is no action; write stage, one of "
+                    "F B I W, and microbatch, such as 0F0"
+                )
+
+
+def _placement(ranks: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, ...]:
+    holder: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if holder.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"schedule {name}: rank {rank}, {action}: its stage stands on rank {holder[action.stage]} already"
+                )
+    return tuple(holder[stage] for stage in range(_consecutive(set(holder), "stage", name)))
+
+
+def _consecutive(numbers: set[int], what: str, name: str) -> int:
+    """How many there are, from 0 on without a gap."""
+    if len(numbers) <= max(numbers):
+        gap = next(number for number in range(max(numbers)) if number not in numbers)
+        raise ScheduleError(f"schedule {name}: {what} {gap} stands nowhere, and {what} {max(numbers)} does")
+    return len(numbers)

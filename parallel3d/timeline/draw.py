@@ -1,0 +1,58 @@
+"""Pictures of timelines, simulated or measured: what the text, the SVG and the trace share.
+
+Each of `draw_text`, `draw_svg` and `draw_trace` takes any number of timelines and sets them one above the other on one
+scale, each from its own start, so that a measured run can be held against its simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.timeline.spans import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a kind of action is shown: a word, an RGB colour for pages, a colour of 256 for terminals. A rank's second,
+    fourth, ... stages have the second of each pair."""
+
+    word: str
+    rgb: tuple[str, str]
+    ansi: tuple[int, int]
+
+
+LOOKS = {
+    Kind.FORWARD: Look(word="forward", rgb=("#4c78c8", "#8fb0e8"), ansi=(68, 110)),
+    Kind.BACKWARD: Look(word="backward", rgb=("#3f9a5f", "#86c79b"), ansi=(71, 114)),
+    Kind.INPUT: Look(word="input's gradient", rgb=("#2f9aa0", "#7fcacd"), ansi=(37, 80)),
+    Kind.WEIGHT: Look(word="weights' gradient", rgb=("#d09a35", "#e8c583"), ansi=(179, 222)),
+}
+
+
+def chunks(timeline: Timeline) -> dict[int, int]:
+    """Stage -> which of its rank's stages it is, from 0 in the order of the model."""
+    found: dict[int, int] = {}
+    for spans in timeline.by_rank:
+        for chunk, stage in enumerate(sorted({span.action.stage for span in spans})):
+            found[stage] = chunk
+    return found
+
+
+def kinds(timelines: tuple[Timeline, ...]) -> list[Kind]:
+    """Those that occur, in the order of the legend."""
+    there = {span.action.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in LOOKS if kind in there]
+
+
+def labels(action: Action, *, several_stages: bool) -> Iterator[str]:
+    """What may stand in an action's bar, the fullest first. Where each rank has one stage, the rank says which."""
+    if several_stages:
+        yield str(action)
+    yield f"{action.kind}{action.microbatch}"
+    yield action.kind.value
+
+
+def headline(timeline: Timeline) -> str:
+    return f"{timeline.name}: makespan {timeline.makespan_s:.6g}, bubble {100 * timeline.bubble_fraction:.1f}%"

@@ -1,0 +1,64 @@
+"""When each action of a schedule was done, as the simulator computes it or as a run measured it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from parallel3d.schedules.schedule import Action, peak_live
+
+
+class Span(NamedTuple):
+    """One action in time."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The spans of all ranks, each rank's in the order in which it began them. Simulated times may be in any unit."""
+
+    name: str
+    ranks: int
+    stages: int
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        rows: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+        return tuple(map(tuple, rows))
+
+    @property
+    def start_s(self) -> float:
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first action's start to the last one's end."""
+        return self.end_s - self.start_s
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each rank, how long it computes."""
+        return tuple(sum(span.end_s - span.start_s for span in spans) for spans in self.by_rank)
+
+    @cached_property
+    def peak_live_microbatches(self) -> tuple[int, ...]:
+        """For each rank, the most forwards at once whose activations wait for their backward, as of a schedule."""
+        return tuple(peak_live(span.action for span in spans) for spans in self.by_rank)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over all rank-time, which is ranks x makespan."""
+        total_s = self.ranks * self.makespan_s
+        return max(0.0, 1.0 - sum(self.busy_s) / total_s) if total_s else 0.0

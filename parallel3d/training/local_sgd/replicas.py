@@ -1,0 +1,221 @@
+"""Local SGD over dp_replicate: replicas train apart for `sync_every` steps, then take an outer step together.
+
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the replicas of
+(outer parameters - the replica's own), the outer optimizer is SGD with Nesterov momentum, and its result is where all
+replicas go on. With outer rate 1 and no momentum it is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
+With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
+
+Everything here works on this rank's plain parts of the parameters, so that tp, pp and dp_shard inside a replica are
+none of its business: the outer parameters and their momentum are cut as `OwnParameter.local` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.config.recipe import LocalSgdConfig
+from parallel3d.errors import NonFiniteError
+from parallel3d.layers.collectives import all_reduce
+from parallel3d.mesh import Axis
+from parallel3d.parallelize import OwnParameter
+from parallel3d.training.gradients import sum_over_mesh
+from parallel3d.training.local_sgd.schedule import SyncSchedule
+from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
+
+BUCKET_ELEMENTS = 2**24  # of parameters that are sent in one go: 64 MiB of float32
+
+
+class OuterParameter:
+    """What all replicas hold alike of one parameter: float32, of the shape of this rank's part."""
+
+    def __init__(self, inner: OwnParameter) -> None:
+        self.inner = inner
+        self.value = inner.local.detach().float().clone()
+        self.mean: Tensor | None = None  # of the pseudo-gradients, where it has arrived before it is due
+
+    def pseudo_gradient(self) -> Tensor:
+        return self.value - self.inner.local.detach()
+
+    @torch.no_grad()
+    def give(self, kept: float) -> None:
+        """The outer value to this replica, which keeps so much of its own."""
+        if kept == 0.0:
+            self.inner.local.copy_(self.value)
+        else:
+            self.inner.local.lerp_(self.value.to(self.inner.local.dtype), 1.0 - kept)
+
+
+class LocalSgd:
+    """The outer loop. Every rank makes it at once, when the parameters have their initial weights."""
+
+    def __init__(
+        self,
+        parameters: Sequence[OwnParameter],
+        config: LocalSgdConfig,
+        *,
+        replicas: Axis,
+        axes: Mapping[str, Axis],
+        steps: int,
+    ) -> None:
+        """`replicas`: the axis dp_replicate; `axes`: those of the replica's own mesh; `steps`: of the whole run."""
+        assert config.sync_every is not None
+        self.config, self.steps, self.replicas = config, steps, replicas
+        self.schedule = SyncSchedule(
+            sync_every=config.sync_every, fragments=config.fragments, overlap_steps=config.overlap_steps
+        )
+        self._axes, self._codec = axes, CODECS[config.transport]
+        # A group of its own: what is sent in every step must not queue behind a fragment on its way.
+        self._wire = replace(replicas, group=_group_like(replicas))
+        self.parameters = [OuterParameter(parameter) for parameter in parameters]
+        self._fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
+        for outer in self.parameters:
+            self._fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
+        self.optimizer = _outer_optimizer([outer.value for outer in self.parameters], config)
+        self._on_their_way: dict[int, list[_Sent]] = {}  # by fragment; empty where all of it has arrived
+        self._same = set(range(config.fragments))  # fragments of which the replicas now have the outer parameters
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Over the replicas, of what each knows of itself; sent with every step, so keep it small."""
+        return all_reduce(x, self.replicas) / self.replicas.size
+
+    def after_step(self, step: int) -> None:
+        """What is to be done after the replicas' own optimizers have made `step`. Raises NonFiniteError, with the outer
+        parameters unchanged, where a pseudo-gradient is not finite."""
+        self._same.clear()
+        for fragment in self.schedule.sent(step):
+            self._send(fragment)
+        for fragment in self.schedule.halfway(step):
+            for sent in self._on_their_way.get(fragment, []):
+                sent.mean.gather()
+        for fragment in self.schedule.due(step):
+            if fragment in self._on_their_way:  # not so after a resume from another schedule
+                self._receive(fragment, step, self.config.kept)
+        if step == self.steps:
+            self._finish(step)
+
+    @contextmanager
+    def outer_parameters(self, publish: Callable[[], None]) -> Iterator[None]:
+        """The outer parameters in the place of this replica's own, from here to the end of the block; `publish` is
+        called after each change."""
+        if len(self._same) == self.config.fragments:
+            yield
+            return
+        own = [outer.inner.local.detach().clone() for outer in self.parameters]
+        self._give_all()
+        publish()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for outer, value in zip(self.parameters, own, strict=True):
+                    outer.inner.local.copy_(value)
+            publish()
+
+    def settle(self) -> list[int]:
+        """Waits for all that is on its way, and leaves it in `OuterParameter.mean`; those fragments."""
+        for fragment in sorted(self._on_their_way):
+            self._arrive(fragment)
+        return sorted(self._on_their_way)
+
+    def resume(self, on_their_way: Sequence[int], *, from_outer: bool) -> None:
+        """Goes on with values that were put into the parameters, the outer ones, and the `mean` of the fragments that
+        are on their way. `from_outer`: this replica starts from the outer parameters."""
+        self._on_their_way = {fragment: [] for fragment in on_their_way}
+        self._same = set()
+        if from_outer:
+            self._give_all()
+
+    def parameters_of(self, fragment: int) -> list[OuterParameter]:
+        return self._fragments[fragment]
+
+    def _give_all(self) -> None:
+        for outer in self.parameters:
+            outer.give(0.0)
+
+    def _finish(self, step: int) -> None:
+        """Nothing stays apart at the end of a run: its result is the same on all replicas."""
+        for fragment in sorted(self._on_their_way):
+            self._receive(fragment, step, self.config.kept)
+        for fragment in range(self.config.fragments):
+            if fragment not in self._same:
+                self._send(fragment)
+                self._receive(fragment, step, 0.0)
+
+    @torch.no_grad()
+    def _send(self, fragment: int) -> None:
+        self._on_their_way[fragment] = []
+        for bucket in _buckets(self._fragments[fragment]):
+            mean = MeanOverReplicas([outer.pseudo_gradient() for outer in bucket], self._wire, self._codec)
+            self._on_their_way[fragment].append(_Sent(bucket, mean))
+            if self.config.overlap_steps == 0:
+                self._arrive(fragment)  # one bucket at a time takes less memory
+
+    def _arrive(self, fragment: int) -> None:
+        for sent in self._on_their_way[fragment]:
+            for outer, mean in zip(sent.bucket, sent.mean.wait(), strict=True):
+                outer.mean = mean
+        self._on_their_way[fragment] = []
+
+    def _receive(self, fragment: int, step: int, kept: float) -> None:
+        self._arrive(fragment)
+        parameters = self._fragments[fragment]
+        self._check_finite([outer.mean for outer in parameters if outer.mean is not None], step)
+        for outer in parameters:
+            outer.value.grad, outer.mean = outer.mean, None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for outer in parameters:
+            outer.give(kept)
+        del self._on_their_way[fragment]
+        if kept == 0.0:
+            self._same.add(fragment)
+
+    def _check_finite(self, means: Sequence[Tensor], step: int) -> None:
+        """Replicas have the same means, but ranks of one replica do not: one decision for all."""
+        bad = sum(int(not torch.isfinite(mean).all()) for mean in means)
+        device = self.parameters[0].value.device
+        if sum_over_mesh(torch.tensor(float(bad), dtype=torch.float64, device=device), self._axes).item():
+            limit = " or is beyond 65504, float16's largest number" if self.config.transport == "fp16" else ""
+            raise NonFiniteError(
+                f"step {step}: the mean difference of the replicas' parameters is not finite{limit}. "
+                "A lower optimizer.lr, or local_sgd.transport=fp32, may do"
+            )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    bucket: list[OuterParameter]
+    mean: MeanOverReplicas
+
+
+def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParameter]]:
+    """Runs of parameters of BUCKET_ELEMENTS at most, or of one that is larger."""
+    bucket: list[OuterParameter] = []
+    for outer in parameters:
+        if bucket and sum(other.value.numel() for other in (*bucket, outer)) > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(outer)
+    if bucket:
+        yield bucket
+
+
+def _outer_optimizer(values: list[Tensor], config: LocalSgdConfig) -> torch.optim.SGD:
+    optimizer = torch.optim.SGD(values, config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
+    if config.outer_momentum > 0:  # made now, not in the first step, so that every checkpoint has it
+        for value in values:
+            optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
+    return optimizer
+
+
+def _group_like(axis: Axis) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(axis.group)
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc="local_sgd")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

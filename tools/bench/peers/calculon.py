@@ -1,0 +1,147 @@
+"""Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) asked about a published run, with the system
+files of its own checkout. It is no dependency and in no package index (the package of that name there is another one):
+who wants it clones it and puts the clone on PYTHONPATH.
+
+Its attention keeps the scores, its feed-forward is two matrices, every head has keys of its own, and it shards the
+optimizer's states alone. Asked as it is, other runs are left out. Approximated, a tiled attention is one whose scores
+are recomputed, a gated feed-forward two matrices with as many parameters as the three, grouped keys one for each head.
+Each axis goes over the network, of those it allows, that it finds fastest. Memory is compared with the case's device's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.model.job import Layout
+from parallel3d.planner.published.cases import Case
+from parallel3d.planner.published.score import Prediction, prediction
+
+_GIB = 2.0**30
+_SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}  # by a part of the device's name
+_RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
+_GATED = 1.5  # three matrices as two
+_BOUNDLESS_GIB = 10**7  # what does not fit is refused instead of answered
+
+
+class Calculon:
+    """The program. `approximate`: also asked about runs that it has no exact words for."""
+
+    def __init__(self, *, approximate: bool) -> None:
+        """Raises ConfigError where it is not on the path, or without its system files."""
+        self._approximate = approximate
+        try:
+            package = import_module("calculon")
+            self._llm, self._system = import_module("calculon.llm.llm").Llm, import_module("calculon.system").System
+            folder = Path(str(package.__file__)).parents[1] / "systems"
+            self._systems = {part: json.loads((folder / name).read_text()) for part, name in _SYSTEMS.items()}
+        except (ImportError, OSError) as missing:
+            raise ConfigError(
+                f"bench planner: needs Calculon ({missing}); git clone https://github.com/calculon-ai/calculon, put "
+                "the clone on PYTHONPATH, pip install pandas psutil"
+            ) from missing
+
+    def cannot(self, case: Case) -> str:
+        """Why it cannot express a case; empty where it can."""
+        job = case.job
+        if not any(part in job.cluster.device.name for part in _SYSTEMS):
+            return "a device that it has no system file of"
+        why = why_not(job.layout)
+        if why or self._approximate:
+            return why
+        if job.engine.attention == "flash":
+            return "tiled attention"
+        if job.shape.feed_forward == "swiglu":
+            return "gated feed-forward"
+        return "grouped keys" if job.shape.kv_heads != job.shape.heads else ""
+
+    def predict(self, case: Case) -> Prediction:
+        """What it says of a case that it can express. Raises ConfigError where it refuses that after all."""
+        answers, refusals = [], []
+        for networks in _networks(case.job.layout):
+            try:
+                answers.append(self._asked(case, networks))
+            except (self._llm.Error, AssertionError) as refusal:
+                refusals.append(str(refusal))
+        if not answers:
+            raise ConfigError(f"bench planner: Calculon refuses {case.id} ({refusals[-1]})")
+        step_time_s, memory_bytes = min(answers)
+        return prediction(
+            case,
+            parameters=self._application(case).num_parameters(),
+            fits=memory_bytes <= case.job.cluster.device.memory_bytes,
+            memory_gib=memory_bytes / _GIB,
+            step_time_s=step_time_s,
+        )
+
+    def _asked(self, case: Case, networks: tuple[int, int, int]) -> tuple[float, float]:
+        """Seconds of a step and bytes of a device, with tp, pp and dp over those of the system's networks."""
+        tree = next(tree for part, tree in self._systems.items() if part in case.job.cluster.device.name)
+        system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
+        model = self._llm(self._application(case), logging.getLogger("calculon"))
+        model.compile(system, self._llm.Execution.from_json(self._execution(case, networks)))
+        model.run(system)
+        return model.get_total_time(), model.get_mem_tier1_cap_req()
+
+    def _application(self, case: Case) -> Any:
+        shape = case.job.shape
+        return self._llm.Application(
+            {
+                "hidden": shape.hidden,
+                "feedforward": int(shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)),
+                "seq_size": case.job.seq_len,
+                "attn_heads": shape.heads,
+                "attn_size": shape.hidden // shape.heads,
+                "num_blocks": shape.layers,
+            }
+        )
+
+    def _execution(self, case: Case, networks: tuple[int, int, int]) -> dict[str, Any]:
+        job, layout = case.job, case.job.layout
+        keeps_no_scores = job.engine.attention == "flash" and layout.recompute == "none"
+        return {
+            "num_procs": layout.world_size,
+            "tensor_par": layout.tp,
+            "pipeline_par": layout.pp,
+            "data_par": layout.dp,
+            "tensor_par_net": networks[0],
+            "pipeline_par_net": networks[1],
+            "data_par_net": networks[2],
+            "batch_size": job.global_batch_size,
+            "microbatch_size": layout.microbatch_size,
+            "datatype": "float16",  # bfloat16 takes as long, and its system files have no figures for it
+            "fused_activation": True,
+            "attention_type": "multihead",
+            "activation_recompute": "attn_only" if keeps_no_scores else _RECOMPUTE[layout.recompute],
+            "pipeline_interleaving": layout.virtual_stages if layout.pp > 1 else 1,
+            "optimizer_sharding": layout.optimizer_shards > 1,
+            "tensor_par_comm_type": "rs_ag" if layout.sequence_parallel else "ar",
+            "tensor_par_overlap": "none",
+            "seq_par_ag_redo": False,
+            "data_par_overlap": False,
+            "weight_offload": False,
+            "activations_offload": False,
+            "optimizer_offload": False,
+            "training": True,
+        }
+
+
+def why_not(layout: Layout) -> str:
+    """What of a layout Calculon has no word for; empty where it has them all."""
+    if layout.recompute not in _RECOMPUTE:
+        return f"recompute of a part ({layout.recompute})"
+    if layout.gradient_shards > 1 or layout.parameter_shards > 1:
+        return "sharded gradients or parameters"
+    return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
+
+
+def _networks(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """For tp, pp and dp: 0 is the node's, 1 the network between nodes."""
+    tp, pp, dp = ((0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp))
+    return product(tp, pp, dp)

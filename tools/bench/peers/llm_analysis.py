@@ -1,0 +1,131 @@
+"""llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) asked about a published run: the same job that this
+project's planner is asked about, in that package's own words. The package is no dependency: who wants it installs it.
+
+What it has no words for is left to it, not corrected. Its step is FLOPs over efficiency x peak, without bubble and
+communication; a feed-forward is two matrices, and its FLOPs those of ffn = 4 hidden; embeddings are tied; layers that
+pp does not divide are rounded down for memory. A gated feed-forward is given to it as two matrices with as many
+parameters as the three, which then keep as many activations.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.model.job import Layout
+from parallel3d.planner.published.cases import Case
+from parallel3d.planner.published.score import Prediction, prediction
+
+_GIB = 2.0**30
+_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # of a Layout -> ActivationRecomputation
+_GATED = 1.5  # three matrices as two
+
+
+class LlmAnalysis:
+    """The package, which takes a step to run at `efficiency` of the devices' peak."""
+
+    def __init__(self, *, efficiency: float) -> None:
+        """Raises ConfigError where the package is not installed."""
+        self._efficiency = efficiency
+        self._analysis = _module("llm_analysis.analysis")
+        self._config = _module("llm_analysis.config")
+        _module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)  # it warns of every run several times
+
+    def cannot(self, case: Case) -> str:
+        """Why it cannot express a case; empty where it can."""
+        return why_not(case.job.layout)
+
+    def predict(self, case: Case) -> Prediction:
+        """What it says of a case that it can express."""
+        summary = self._asked(case)
+        return prediction(
+            case,
+            parameters=round(summary["num_params_total"]),
+            fits=summary["memory_left_per_gpu"] >= 0,
+            memory_gib=summary["(weight+op_state+grad+act)_memory_per_gpu"] / _GIB,
+            step_time_s=summary["latency_per_iter"],
+        )
+
+    def _asked(self, case: Case) -> dict[str, Any]:
+        job, words = case.job, self._analysis
+        layout = job.layout
+        question = words.LLMAnalysis(
+            self._model(case),
+            self._device(case),
+            self._config.DtypeConfig(),
+            self._config.ParallelismConfig(
+                tp_size=layout.tp,
+                pp_size=layout.pp,
+                dp_size=layout.dp,
+                sp_size=layout.tp if layout.sequence_parallel else 1,
+            ),
+            flops_efficiency=self._efficiency,
+        )
+        summary: dict[str, Any] = question.training(
+            batch_size_per_gpu=layout.microbatch_size,
+            gradient_accumulation_steps=layout.microbatches,
+            global_batch_size=job.global_batch_size,
+            seq_len=job.seq_len,
+            activation_recomputation=words.ActivationRecomputation[_RECOMPUTE[layout.recompute]],
+            ds_zero=words.DSZeRO(_zero_stage(layout)),
+            flash_attn=job.engine.attention == "flash",
+            softmax_dropout=job.engine.dropout and job.engine.attention != "flash",
+        )
+        return summary
+
+    def _model(self, case: Case) -> Any:
+        shape = case.job.shape
+        inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
+        return self._config.ModelConfig(
+            name=shape.name,
+            num_layers=shape.layers,
+            n_head=shape.heads,
+            hidden_dim=shape.hidden,
+            vocab_size=shape.vocab,
+            max_seq_len=case.job.seq_len,
+            num_key_value_heads=shape.kv_heads,
+            ffn_embed_dim=inner,
+            expansion_ratio=inner / shape.hidden,
+        )
+
+    def _device(self, case: Case) -> Any:
+        cluster = case.job.cluster
+        device = cluster.device
+        return self._config.GPUConfig(
+            name=cluster.name,
+            mem_per_GPU_in_GB=device.memory_bytes / _GIB,  # which it multiplies by 1024^3
+            hbm_bandwidth_in_GB_per_sec=device.memory_bandwidth / 1e9,
+            intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
+            intra_node_min_message_latency=cluster.node.latency_s,
+            peak_fp16_TFLOPS=device.peak(case.job.precision) / 1e12,
+            inter_node_bandwidth_in_GB_per_sec=cluster.network.bandwidth / 1e9,
+        )
+
+
+def why_not(layout: Layout) -> str:
+    """What of a layout llm-analysis has no word for; empty where it has them all."""
+    if layout.recompute not in _RECOMPUTE:
+        return f"recompute of a part ({layout.recompute})"
+    if _zero_stage(layout) is None:
+        return "states sharded over a part of the data ranks"
+    return ""
+
+
+def _zero_stage(layout: Layout) -> int | None:
+    """The DeepSpeed ZeRO stage that a layout's shards are; None where they are of no stage."""
+    shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
+    stage = sum(number > 1 for number in shards)
+    return stage if shards == (layout.dp,) * stage + (1,) * (3 - stage) else None
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as missing:
+        raise ConfigError(
+            f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an environment whose "
+            "transformers may be older than 5"
+        ) from missing

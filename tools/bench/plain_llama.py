@@ -1,0 +1,127 @@
+"""A Llama in plain torch, one module after the other: the referee of the tests and the peer of the benchmarks.
+
+It shares nothing with the project's own layers but the numbers of `ModelConfig` and the names of the parameters, so
+that an error in the layers cannot hide in their referee. On a pipeline stage `embed`, `norm` and `head` may be None
+and `layers` a part of the whole: `forward` then takes and returns hidden states, as in torch's own pipelines.
+
+Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.config.recipe import ModelConfig
+
+
+class Rotary:
+    """Cosines and sines of the rotary angles, [S, K] each, kept for the last length that was asked for."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim = head_dim
+        self.theta = theta
+        self.cos = self.sin = torch.empty(0, 0)
+
+    def rotate(self, x_BHSK: Tensor) -> Tensor:
+        """Positions laid into heads, in the rotate-half convention of Hugging Face: dim i turns with dim i + K / 2."""
+        length = x_BHSK.shape[2]
+        if self.cos.shape[0] != length or self.cos.device != x_BHSK.device:
+            self.cos, self.sin = self._angles(length, x_BHSK.device)
+        left, right = x_BHSK.chunk(2, dim=-1)
+        turned = torch.cat((-right, left), dim=-1)
+        return x_BHSK * self.cos.to(x_BHSK.dtype) + turned * self.sin.to(x_BHSK.dtype)
+
+    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.theta**-exponents)  # [S, K / 2]
+        angles = torch.cat((angles, angles), dim=-1)  # [S, K]
+        return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """Causal attention, [B, S, D] to [B, S, D]; H / J query heads share a key-value head.
+
+    The heads are counted from the projections' outputs, not from the config: under tensor parallelism they are fewer.
+    """
+
+    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.key_value_heads != config.heads
+        self.rotary = rotary
+        self.q = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
+        self.k = nn.Linear(config.hidden, config.key_value_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.hidden, config.key_value_heads * config.head_dim, bias=False)
+        self.o = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q_BHSK = self.rotary.rotate(self._heads(self.q(x_BSD)))
+        k_BJSK = self.rotary.rotate(self._heads(self.k(x_BSD)))
+        v_BJSK = self._heads(self.v(x_BSD))
+        out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BJSK, v_BJSK, is_causal=True, enable_gqa=self.grouped)
+        return self.o(out_BHSK.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, S, H * K] -> [B, H, S, K]
+
+
+class Mlp(nn.Module):
+    """SwiGLU, [B, S, D] to [B, S, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.down = nn.Linear(config.ffn_hidden, config.hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class Block(nn.Module):
+    """One pre-norm layer, [B, S, D] to [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = Attention(config, rotary)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class PlainLlama(nn.Module):
+    """Tokens [B, S] to logits [B, S, V]; on a pipeline stage without `embed` or `head`, hidden states in or out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        rotary = Rotary(config.head_dim, config.rope_theta)
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleDict({str(i): Block(config, rotary) for i in range(config.layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
+        if config.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)  # [B, S] -> [B, S, D]
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None else self.head(x)  # [B, S, D] -> [B, S, V]
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies full tensors by name. Those of other pipeline stages may be there, none of this one's may miss."""
+        for name, parameter in self.named_parameters():  # a tied weight comes once, as embed.weight
+            parameter.copy_(weights[name])

@@ -1,0 +1,185 @@
+"""`bench planner`: this planner's errors on published runs, and another's on the very same runs.
+
+A run that the other cannot express is left out of both. Both are asked about the job that `planner.cases` reads, so
+that a field which the source leaves open has one value, and both are judged by the same measured figure
+(`planner.score`). llm-analysis assumes an efficiency: it is asked twice: at the one that its documentation advises, and
+at the one of all that makes its own median error on these runs smallest, which nobody who plans could know.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.published.cases import Case, CaseFile, read_cases
+from parallel3d.planner.published.score import Prediction, Score, score
+from parallel3d.tools.bench.report import Options, Row, chosen
+from parallel3d.tools.plan.score import HARDWARE
+
+CASES = Path(__file__).parents[1] / "cases" / "published.json"
+ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
+BAR = 1.0  # ours / peer: to be the better one
+_EFFICIENCIES = [step / 1000 for step in range(1, 1001)]
+
+
+class Peer(Protocol):
+    """Another planner."""
+
+    def cannot(self, case: Case) -> str:
+        """Why it cannot express a case; empty where it can."""
+
+    def predict(self, case: Case) -> Prediction:
+        """What it says of a case that it can express."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number of a score, smaller is better."""
+
+    name: str
+    unit: str
+    value: Callable[[Score], float | None]
+    runs: Callable[[Score], int]  # that it is over
+
+
+THROUGHPUT = (
+    Figure(
+        name="throughput median",
+        unit="abs_error_percent",
+        value=lambda of: of.throughput.median,
+        runs=lambda of: of.throughput.cases,
+    ),
+    Figure(
+        name="throughput 90th percentile",
+        unit="abs_error_percent",
+        value=lambda of: of.throughput.p90,
+        runs=lambda of: of.throughput.cases,
+    ),
+)
+MEMORY = (
+    Figure(
+        name="peak memory median",
+        unit="abs_error_percent",
+        value=lambda of: of.memory.median,
+        runs=lambda of: of.memory.cases,
+    ),
+    Figure(
+        name="fit or out of memory",
+        unit="balanced_error_percent",
+        value=lambda of: None if of.fit.balanced_accuracy is None else 100 - of.fit.balanced_accuracy,
+        runs=lambda of: of.fit.cases,
+    ),
+)
+_FIGURES = {  # by the peer, and what is assumed for it; memory does not depend on llm-analysis's efficiency
+    f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
+    "llm-analysis fitted": THROUGHPUT,
+    "Calculon as is": (*THROUGHPUT, *MEMORY),
+    "Calculon approximated": (*THROUGHPUT, *MEMORY),
+    "Megatron-LM's estimate": MEMORY,
+    "mbridge's estimator": MEMORY,
+    "Primus's projection": MEMORY,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameRuns:
+    """The runs that both can express, and why the peer cannot express the others."""
+
+    both: CaseFile
+    left_out: Mapping[str, int]  # by reason
+
+
+def bench_planner(options: Options) -> list[Row]:
+    """The rows of every case that `options` names. Raises ConfigError where one of their peers is not installed."""
+    if options.rounds is not None or options.steps is not None:
+        raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
+    names = {f"{who}: {figure.name}": (who, figure) for who, figures in _FIGURES.items() for figure in figures}
+    wanted = {name: names[name] for name in chosen(names, options)}
+    peers = {who: _peer(who) for who in dict.fromkeys(who for who, _ in wanted.values())}
+    file = read_cases(CASES, [HARDWARE])
+    there_are = score(counted(file))
+    scores = {who: both_scores(who, peer, file) for who, peer in peers.items()}
+    return [row(name, figure, *scores[who], of=figure.runs(there_are)) for name, (who, figure) in wanted.items()]
+
+
+def _peer(who: str) -> Peer:
+    """Raises ConfigError where it is not installed."""
+    from parallel3d.tools.bench.peers.calculon import Calculon
+    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+    from parallel3d.tools.bench.peers.mbridge_memory import MbridgeMemory
+    from parallel3d.tools.bench.peers.megatron_memory import MegatronMemory
+    from parallel3d.tools.bench.peers.primus_memory import PrimusMemory
+
+    made: dict[str, Callable[[], Peer]] = {
+        "llm-analysis": lambda: LlmAnalysis(efficiency=ADVISED),
+        "Calculon": lambda: Calculon(approximate=who == "Calculon approximated"),
+        "Megatron-LM's": MegatronMemory,
+        "mbridge's": MbridgeMemory,
+        "Primus's": PrimusMemory,
+    }
+    return made[who.split()[0]]()
+
+
+def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
+    """Ours and the peer's, over the runs that it can express."""
+    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+
+    runs = same_runs(file, peer)
+    for why, number in runs.left_out.items():
+        print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
+    ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    for name, why in (*ours.skipped, *theirs.skipped):  # or the two would be judged by different runs
+        raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
+    if who == "llm-analysis fitted":
+        best = fitted_efficiency(throughput_ratios(theirs), ADVISED)
+        print(f"{who}: efficiency {best:g}", file=sys.stderr)
+        theirs = score(runs.both, LlmAnalysis(efficiency=best).predict)
+    return ours, theirs
+
+
+def counted(file: CaseFile) -> CaseFile:
+    """The dense bf16 and fp16 runs of a file, no duplicate among them."""
+    cases = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
+    return CaseFile(cases=cases, skipped=())
+
+
+def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
+    """Of the runs that are counted, those that the peer can express."""
+    every = counted(file).cases
+    reasons = {case.id: peer.cannot(case) for case in every}
+    return SameRuns(
+        both=CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=()),
+        left_out=Counter(why for why in reasons.values() if why),
+    )
+
+
+def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> Row:
+    """`of`: so many runs there are, those included that the peer cannot express."""
+    our_error, peer_error = figure.value(ours), figure.value(peer)
+    if our_error is None or peer_error is None:
+        raise ConfigError(f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare")
+    return Row(
+        case=f"{case} ({figure.runs(ours)} of {of} runs)",
+        ours=our_error,
+        peer=peer_error,
+        unit=figure.unit,
+        ratio=our_error / peer_error,
+        bar=BAR,
+    )
+
+
+def throughput_ratios(predicted: Score) -> list[float]:
+    """Predicted over measured throughput, of each run that was timed."""
+    return [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
+
+
+def fitted_efficiency(ratios: Sequence[float], at: float) -> float:
+    """The efficiency with the smallest median error, to a thousandth, for a planner whose throughput is in proportion
+    to it. `ratios`: its predicted over measured throughput at the efficiency `at`."""
+    return min(_EFFICIENCIES, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))

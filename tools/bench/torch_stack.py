@@ -1,0 +1,201 @@
+"""The same model and layout trained by torch's own stack, as its users set it up: the peer that the benchmarks time.
+
+One plain function an axis, in the order that torchtitan made customary: cut the stage, `parallelize_module` over tp,
+`fully_shard` over the data axes, then `torch.distributed.pipelining` over pp. Where torch leaves a choice, the fastest
+one is taken: one gradient reduction a step, parameters gathered once a step, static learning rate, foreach AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_optimizer import adamw
+from parallel3d.tools.bench.plain_stack import TokenBatch, token_loss
+
+
+def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
+    """The layers of one pipeline stage, on the meta device: an even cut, the first stages taking what is left over."""
+    with torch.device("meta"):
+        model = PlainLlama(config)
+    each, left_over = divmod(config.layers, stages)
+    start = stage * each + min(stage, left_over)
+    own = range(start, start + each + (stage < left_over))
+    for index in range(config.layers):
+        if index not in own:
+            del model.layers[str(index)]
+    if stage > 0:
+        model.embed = None
+    if stage < stages - 1:
+        model.norm = model.head = None
+    return model
+
+
+def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Shards the matrices over `mesh`. Between blocks the hidden states are [B, S / tp, D] under sequence parallelism.
+
+    Without it the norms stay plain tensors and plain arithmetic: DTensor would only slow them down.
+    """
+    between = Shard(1) if sequence_parallel else Replicate()
+    norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
+    whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    ends: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        **norm,
+    }
+    block: dict[str, ParallelStyle] = {
+        "attention": whole,
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.o": RowwiseParallel(output_layouts=between),
+        "mlp": whole,
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+        **{f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()},
+    }
+    # A stage in the middle has no ends, and parallelize_module warns of names that match nothing.
+    ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
+    parallelize_module(model, mesh, ends, src_data_rank=None)
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, block, src_data_rank=None)
+
+
+def apply_fsdp(model: PlainLlama, mesh: DeviceMesh) -> None:
+    """Shards over the last axis of `mesh` and replicates over the first where it has two; one group a block.
+
+    A block stays gathered until the last microbatch's backward: gathering it anew for each one only costs time.
+    """
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def grad_norm_squared(grads: list[Tensor]) -> Tensor:
+    """Squared norm over every rank that holds a part of `grads`, which are all DTensors of one mesh or all plain."""
+    norm = nn.utils.get_total_norm(grads, foreach=True)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+
+
+class TorchStack:
+    """`train_step` on this data rank's share of the global batch. `mesh` has all four axes."""
+
+    def __init__(self, recipe: Recipe, mesh: DeviceMesh, weights: Mapping[str, Tensor]) -> None:
+        if recipe.model.tied_embeddings or recipe.parallel.recompute != "none" or recipe.train.precision != "fp32":
+            raise ConfigError("TorchStack trains in fp32, without tied embeddings and without recompute")
+        self.mesh = mesh
+        self.grad_clip = recipe.train.grad_clip
+        self.microbatches = recipe.microbatches
+        self.device = torch.device(mesh.device_type)
+        stages = [mesh["pp"].get_local_rank() + i * mesh["pp"].size() for i in range(recipe.parallel.virtual_stages)]
+        self.parts = [self._build_part(recipe, stage, weights) for stage in stages]
+        self.has_loss = stages[-1] == recipe.parallel.stages - 1
+        self.schedule = self._build_schedule(recipe.parallel, stages) if mesh["pp"].size() > 1 else None
+        self.optimizer = adamw((p for part in self.parts for p in part.parameters()), recipe.optimizer)
+
+    def _build_part(self, recipe: Recipe, stage: int, weights: Mapping[str, Tensor]) -> PlainLlama:
+        model = cut_stage(recipe.model, stage, recipe.parallel.stages).to_empty(device=self.device)
+        # Loaded before it is cut further: every rank slices the same full tensors, nothing is sent.
+        model.load(weights)
+        if self.mesh["tp"].size() > 1:
+            apply_tp(model, self.mesh["tp"], recipe.parallel.sequence_parallel)
+        if recipe.parallel.dp > 1:
+            replicated = recipe.parallel.dp_replicate > 1
+            apply_fsdp(model, self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"])
+        return model
+
+    def _build_schedule(
+        self, parallel: ParallelConfig, indices: list[int]
+    ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
+        group = self.mesh.get_group("pp")
+
+        def stages() -> Iterator[PipelineStage]:
+            for part, index in zip(self.parts, indices, strict=True):
+                yield PipelineStage(part, index, parallel.stages, self.device, group=group)
+
+        # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
+        if parallel.schedule == "interleaved_1f1b":
+            return ScheduleInterleaved1F1B([*stages()], self.microbatches, loss_fn=self._loss, scale_grads=False)
+        single = ScheduleGPipe if parallel.schedule == "gpipe" else Schedule1F1B
+        return single(next(stages()), self.microbatches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(logits, labels) / self.microbatches
+
+    def train_step(self, batch: TokenBatch) -> tuple[float, float]:
+        """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
+        self.optimizer.zero_grad()
+        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        vocabulary_is_cut: AbstractContextManager[None] = (
+            loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
+        )
+        with vocabulary_is_cut:
+            loss = self._accumulate(inputs, labels) if self.schedule is None else self._pipeline(inputs, labels)
+        loss, norm = self._reduce(loss)
+        if self.grad_clip is not None:
+            for group in self.optimizer.param_groups:
+                nn.utils.clip_grads_with_norm_(group["params"], self.grad_clip, norm, foreach=True)
+        self.optimizer.step()
+        return loss.item(), norm.item()
+
+    def _accumulate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        (model,) = self.parts
+        total = torch.zeros((), device=self.device)
+        for index in range(self.microbatches):
+            last = index == self.microbatches - 1
+            if isinstance(model, FSDPModule) and (index == 0 or last):  # each call walks the whole model
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
+                model.set_reshard_after_backward(last)
+            loss = self._loss(model(inputs[index]), labels[index])
+            loss.backward()
+            total += _local(loss.detach())
+        return total
+
+    def _pipeline(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        assert self.schedule is not None
+        losses: list[Tensor] = []
+        first = (inputs.flatten(0, 1),) if self.parts[0].embed is not None else ()
+        target = labels.flatten(0, 1) if self.has_loss else None
+        self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
+        return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self.device))
+
+    def _reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's mean loss to the global one, and the global gradient norm: [] each."""
+        for axis in ("dp_replicate", "dp_shard"):
+            if self.mesh[axis].size() > 1:
+                dist.all_reduce(loss, group=self.mesh.get_group(axis))
+                loss = loss / self.mesh[axis].size()
+        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does not mix them.
+        squares = [grad_norm_squared([p.grad for p in group["params"]]) for group in self.optimizer.param_groups]
+        loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(loss_and_square, group=self.mesh.get_group("pp"))
+        loss, square = loss_and_square.unbind()
+        return loss, square.sqrt()
+
+
+def _local(loss: Tensor) -> Tensor:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss

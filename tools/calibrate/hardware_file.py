@@ -1,0 +1,118 @@
+"""The hardware file that `parallel3d-plan calibrate` writes: the figures that every device has, and below them what was
+measured of this one."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from parallel3d.planner.hardware.calibration import Overhead
+from parallel3d.planner.hardware.cluster import Cluster, Device, Link
+from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
+
+_MOST_CPU_RANKS = 8
+_SHARE = 0.98  # of a GPU's memory, that a process can have
+_NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
+
+
+def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
+    """The file, from what each world (by its ranks) has measured."""
+    alone = worlds[min(worlds)]
+    on_cpu = alone["device"] == "CPU"
+    cores = alone["cores"] if on_cpu else 0
+    processes = {
+        int(threads): process_tree(kernels, alone["probes"][threads], ANY)
+        for threads, kernels in alone["kernels"].items()
+    }
+    ranks: dict[int, Tree] = {}
+    for size, found in worlds.items():
+        if size > 1:
+            threads = max(n for n in processes if n <= max(1, cores // size)) if on_cpu else 1
+            ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]))
+    # A host without GPUs runs as many ranks as one likes; that they share its cores is in `measured`.
+    most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
+    device = _device_tree(alone, processes[min(processes)], most=most)
+    tree = {
+        "device": device,
+        "node": _node_tree(ranks, most),
+        "network": _NETWORK,
+        "measured": {"cores": cores, "synchronous": on_cpu, "processes": processes, "ranks": ranks},
+    }
+    head = [
+        f"{alone['device']} of {platform.node() or 'this host'}, measured by parallel3d-plan calibrate on {date}",
+        f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch {alone['torch']}",
+        'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',
+    ]
+    body = yaml.safe_dump(_rounded(tree), sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {line}\n" for line in head) + body
+
+
+def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
+    """Peaks are the best that was measured, so that no efficiency is left to guess."""
+    peaks = {p: max(rate for _, _, rate in rows) / 1e12 for p, rows in process["matmul"].items()}
+    bytes_, seconds = process["memory"][-1]
+    attention = {way: max(rate for _, _, rate in rows) / 1e12 for way, rows in process["attention"]["bf16"].items()}
+    return {
+        "name": alone["device"],
+        "peak_tflops": {**peaks, "fp16": peaks["bf16"]},
+        "memory_gib": alone["memory_bytes"] * _SHARE / 2**30 / (most if alone["device"] == "CPU" else 1),
+        "memory_gb_per_s": bytes_ / seconds / 1e9,
+        "processors": alone["processors"],
+        "matmul_efficiency": 1.0,
+        "memory_efficiency": 1.0,
+        "attention_tflops": attention,
+    }
+
+
+def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
+    """The largest world's all-gather as a link: what is beyond the measured sizes is priced by it."""
+    if not ranks:
+        return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
+    size = max(ranks)
+    rows = ranks[size]["collectives"]["all_gather"]
+    (least, latency), (bytes_, seconds) = rows[0], rows[-1]
+    moved = (bytes_ - least) * (size - 1) / size
+    return {
+        "gpus": most,
+        "gb_per_s": moved / max(1e-9, seconds - latency) / 1e9,
+        "latency_us": latency / (size - 1) * 1e6,
+        "efficiency": 1.0,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def host_memory_bytes() -> int:
+    """Of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# Only its processes' curves are asked, which are given.
+ANY = Cluster(
+    name="any",
+    device=Device(
+        name="any",
+        peak_flops={"bf16": 1.0},
+        memory_bytes=1.0,
+        memory_bandwidth=1.0,
+        processors=1,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        attention_flops={"forward": 1.0, "backward": 1.0},
+    ),
+    gpus_per_node=1,
+    node=Link(bandwidth=1.0, latency_s=0.0, efficiency=1.0),
+    network=Link(bandwidth=1.0, latency_s=0.0, efficiency=1.0),
+)

@@ -1,0 +1,123 @@
+"""What `parallel3d-plan calibrate` measures between ranks: the layers' collectives and the pipeline's messages, through
+the functions that training uses (small ones between the processes of a host go through shared memory, others through
+gloo or NCCL), and how much ranks that compute at once slow each other down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.layers.collectives import start_all_reduce, start_gather, start_reduce_scatter
+from parallel3d.mesh import Axis, build_mesh
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.tools.calibrate.kernels import Rows, best_s, timed_s
+
+_FEATURES = 256
+_ROUNDS = 5
+
+
+def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[int]) -> dict[str, Rows]:
+    """[bytes of the whole tensor, seconds] of each kind over all ranks."""
+    axis = Axis.of(build_mesh(ParallelConfig(tp=world_size), device.type)["tp"])
+    found: dict[str, Rows] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    for size in sizes:
+        rows = max(world_size, size // (4 * _FEATURES))
+        rows -= rows % world_size
+        x = torch.randn(1, rows, _FEATURES, device=device)
+        part = x[:, : rows // world_size].clone()
+        works: dict[str, Callable[[], Tensor]] = {
+            "all_reduce": lambda x=x: start_all_reduce(x.clone(), axis).wait(),  # type: ignore[misc]
+            "all_gather": lambda part=part: start_gather(part, axis, 1).wait(),  # type: ignore[misc]
+            "reduce_scatter": lambda x=x: start_reduce_scatter(x, axis, 1).wait(),  # type: ignore[misc]
+        }
+        for kind, work in works.items():
+            found[kind].append([float(x.nbytes), together_s(work, device)])
+    return found
+
+
+def together_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call that all ranks make at once: the least of several rounds, of the rank that took longest."""
+    work()
+    calls = _agreed(max(1, int(0.01 / max(1e-6, timed_s(work, device, 2)))), device)
+    least = float("inf")
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        least = min(least, timed_s(work, device, calls))
+    return _largest(least, device)
+
+
+def _agreed(number: int, device: torch.device) -> int:
+    """Rank 0's."""
+    value = torch.tensor(float(number), device=device)
+    dist.broadcast(value, src=0)
+    return int(value.item())
+
+
+def _largest(number: float, device: torch.device) -> float:
+    value = torch.tensor(number, device=device, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())
+
+
+class _Passing(nn.Module):
+    """A stage that computes nothing: what it takes is what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x) if x.requires_grad else x.clone().requires_grad_()
+
+
+def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
+    """[bytes, seconds] of an action of a pipeline that only passes on what it receives."""
+    pp = build_mesh(ParallelConfig(pp=world_size), device.type)["pp"]
+    return [[float(size), _action_s(pp, device, size)] for size in sizes]
+
+
+def _action_s(pp: DeviceMesh, device: torch.device, size: int) -> float:
+    few, many = 2 * pp.size(), 6 * pp.size()
+    seconds = []
+    for microbatches in (few, many):
+        schedule = build_schedule("1f1b", pp=pp.size(), microbatches=microbatches)
+        spec = TensorSpec((size // (4 * _FEATURES), _FEATURES), torch.float32)
+        runtime = PipelineRuntime(
+            [_Passing()], schedule, pp, lambda y, _: y.flatten()[0], boundaries=spec, device=device
+        )
+        inputs = torch.zeros(microbatches, size // (4 * _FEATURES), _FEATURES, device=device)
+        seconds.append(together_s(lambda: runtime.run(inputs), device))  # noqa: B023  # called before the next
+    return max(1e-7, (seconds[1] - seconds[0]) / (many - few) / 2)
+
+
+def measure_contention(device: torch.device) -> tuple[float, float]:
+    """Seconds of the same block's forward and backward, by one rank while the others wait, and by all at once."""
+    from parallel3d.models.llama import Llama
+    from parallel3d.tools.calibrate.probes import LARGER, LARGER_SEQ
+
+    model = Llama(LARGER, device=device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    ids = torch.zeros(1, LARGER_SEQ, dtype=torch.int64, device=device)
+
+    def work() -> None:
+        model(ids).sum().backward()
+
+    alone = 0.0
+    for rank in range(dist.get_world_size()):
+        dist.barrier()
+        if rank == dist.get_rank():
+            alone = best_s(work, device, round_s=0.05)
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    calls = _agreed(max(1, int(0.1 / (time.perf_counter() - start))), device)
+    rounds = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        rounds.append(_largest(timed_s(work, device, calls), device))
+    return _largest(alone, device), min(rounds)

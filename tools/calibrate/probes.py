@@ -1,0 +1,147 @@
+"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of microbatches tell
+what the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element
+does.
+
+Which runs there are is decided without torch; `time_probes` trains them with the real trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import DeviceMesh
+
+TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
+TINY_SEQ = 8
+LARGER = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048)
+LARGER_SEQ = 128
+LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))  # sequence and microbatch: what elements take, and weights
+TINY_LAYERS, TINY_MICROBATCHES = (2, 6), (2, 10)
+LARGER_LAYERS, LARGER_MICROBATCHES = (1, 3), (2, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A run to time; `name` is what its time is looked up by."""
+
+    name: str
+    recipe: Recipe
+
+
+def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int, seq: int, microbatch_size: int) -> str:
+    size = "tiny" if model is TINY else "larger"
+    return f"{axis} {size} {layers} layers {microbatches} x {microbatch_size} x {seq}"
+
+
+def probe(
+    axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int, *, seq: int | None = None
+) -> Probe:
+    seq = seq or (TINY_SEQ if model is TINY else LARGER_SEQ)
+    numbers = {key: getattr(model, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab")}
+    batch = microbatches * parallel.dp * parallel.microbatch_size
+    recipe = Recipe(
+        model=ModelConfig(layers=layers, **numbers),
+        parallel=parallel,
+        train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq),
+        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
+    )
+    name = probe_name(axis, model, layers, microbatches, seq, parallel.microbatch_size)
+    return Probe(name=name, recipe=recipe)
+
+
+def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
+    return [probe(axis, parallel, TINY, layers, m) for layers in TINY_LAYERS for m in TINY_MICROBATCHES]
+
+
+def probes(world_size: int) -> list[Probe]:
+    """The runs of so many ranks, each along one axis."""
+    if world_size == 1:
+        alone = ParallelConfig()
+        found = _tiny("alone", alone)
+        for seq, size in LARGER_SIZES:
+            how = ParallelConfig(microbatch_size=size)
+            found += [
+                probe("alone", how, LARGER, layers, m, seq=seq) for layers in LARGER_LAYERS for m in LARGER_MICROBATCHES
+            ]
+        for kind in ("selective", "full"):
+            found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
+        return found
+    axes = {
+        "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
+        "SHARD_OPTIMIZER": ParallelConfig(dp_shard=world_size, sharding="SHARD_OPTIMIZER"),
+        "FULL_SHARD": ParallelConfig(dp_shard=world_size, sharding="FULL_SHARD"),
+        "HYBRID_SHARD": ParallelConfig(dp_replicate=world_size, sharding="HYBRID_SHARD"),
+    }
+    if TINY.heads % world_size == 0:
+        axes["tp"] = ParallelConfig(tp=world_size)
+        axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
+    found = []
+    for axis, parallel in axes.items():
+        found += _tiny(axis, parallel)
+        found += [probe(axis, parallel, LARGER, LARGER_LAYERS[-1], m) for m in LARGER_MICROBATCHES]
+    pipeline = ParallelConfig(pp=world_size)
+    return [*found, *(probe("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
+
+
+def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
+    """Seconds of a step of each recipe with the trainer, the least of several rounds. A round goes through all of them:
+    what else a machine does for a second or two then spoils a round of a few, and not all rounds of one. Every rank of
+    the world calls it."""
+    import torch.distributed as dist
+
+    from parallel3d.tools.calibrate.kernels import timed_s
+
+    meshes = _meshes(recipes, device)
+    works = [_step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes]
+    for work in works:
+        for _ in range(2):
+            work()
+    least = [float("inf")] * len(works)
+    for _ in range(rounds):
+        for i, work in enumerate(works):
+            dist.barrier()
+            least[i] = min(least[i], timed_s(work, device, 1))
+    return least
+
+
+def _meshes(recipes: Sequence[Recipe], device: torch.device) -> dict[tuple[int, ...], DeviceMesh]:
+    """By sizes, one for all recipes that have them: each of gloo's groups has a thread that wakes 100 times a second,
+    and those of forty meshes made a small step with four ranks on two cores take 40% longer."""
+    from parallel3d.mesh import build_mesh
+
+    layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
+    return {sizes: build_mesh(parallel, device.type) for sizes, parallel in layouts.items()}
+
+
+def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
+    import torch.distributed as dist
+
+    from parallel3d.models import model_class
+    from parallel3d.training.trainer import Trainer
+
+    trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class(recipe.model.architecture))
+    batch = _batch(recipe, dist.get_rank())
+    return lambda: trainer.train_step(batch)
+
+
+def _batch(recipe: Recipe, rank: int) -> Any:
+    import torch
+
+    from parallel3d.data.loader import Batch
+
+    place = recipe.parallel.coordinates(rank)
+    shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
+    # The same on the ranks of one data rank.
+    generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
+    tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
+    return Batch(
+        inputs=tokens[..., :-1].contiguous(),
+        labels=tokens[..., 1:].contiguous(),
+        samples=torch.arange(tokens[..., 0].numel()).view(shape[:2]),
+    )

@@ -1,0 +1,151 @@
+"""`parallel3d-check-layout`: proves that a layout trains the same model as one process, or says where it does not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import parallel3d
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.launch.failure import print_error
+from parallel3d.models import shape_cards
+from parallel3d.recipes import find_recipe, shipped_recipes
+from parallel3d.tools.arguments import Parser, add_recipe, whole
+from parallel3d.tools.check_layout.shrink import VOCAB, Size, shrink
+
+if TYPE_CHECKING:
+    from parallel3d.tools.check_layout.compare import Comparison
+
+_DIFFERS = 1
+_MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
+_EPILOG = """\
+examples:
+  parallel3d-check-layout quickstart
+  parallel3d-check-layout quickstart parallel.sequence_parallel=true --layers 4
+  parallel3d-check-layout --model my_model:build parallel.tp=2 parallel.dp_shard=2
+
+A recipe's model and batch are shrunk, its layout is kept; weights are random, and so are the ids, so that no data is
+read. With --model, function(mesh, ...) returns a module (docs/check-layout.md).
+
+exit status:
+    0  the same model: every loss, gradient, norm and weight agrees
+    1  it differs; the first difference and its usual causes are printed
+    2  usage, or a layout that breaks a rule
+   70  a rank failed, was killed or hung
+   71  the loss or the gradient norm is not finite
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: returns the exit status."""
+    try:
+        options = _parser().parse_intermixed_args(arguments)
+        parallel, comparison = _check_model(options) if options.model else _check_recipe(options)
+        from parallel3d.tools.check_layout.report import as_json, as_text
+    except Parallel3dError as error:
+        print_error(str(error))
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    print(as_json(comparison, parallel) if options.json else as_text(comparison, parallel))
+    return 0 if comparison.first is None else _DIFFERS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="parallel3d-check-layout",
+        description="Trains a few steps in a layout and in one process, from the same weights on the same batches, and "
+        "compares every loss, gradient, gradient norm and weight.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_recipe(parser, shipped_recipes())
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead")
+    parser.add_argument("--layers", type=whole, metavar="N", help="blocks of the model (default: 2, or the stages)")
+    parser.add_argument("--hidden", type=whole, metavar="N", help="its width (default: 64, or what heads need)")
+    parser.add_argument("--vocab", type=whole, metavar="N", help=f"with --model: ids (default: {VOCAB})")
+    parser.add_argument("--steps", type=whole, metavar="N", default=3, help="steps to compare (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+    )
+    return parser
+
+
+def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparison]:
+    if options.recipe is None:
+        raise ConfigError(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or --model module:function")
+    if options.vocab:
+        raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
+    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    size = Size(layers=options.layers or Size.layers, hidden=options.hidden or Size.hidden, steps=options.steps)
+    recipe = shrink(recipe, size)
+    _check_ranks(recipe.parallel)
+    alone = replace(
+        recipe,
+        parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),
+        train=replace(recipe.train, compile=False),
+        optimizer=replace(recipe.optimizer, step_in_backward=False),
+    )
+
+    from parallel3d.tools.bench.ranks import run_ranks  # torch, which --help and a wrong key do not wait for
+    from parallel3d.tools.check_layout.compare import compare
+    from parallel3d.tools.check_layout.record import record_recipe
+
+    reference = run_ranks(record_recipe, alone, world_size=1)
+    layout = run_ranks(record_recipe, recipe, world_size=recipe.parallel.world_size)
+    return recipe.parallel, compare(reference, layout, recipe.parallel)
+
+
+def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, Comparison]:
+    parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
+    _check_ranks(parallel)
+
+    from parallel3d.tools.bench.ranks import run_ranks
+    from parallel3d.tools.check_layout.compare import compare
+    from parallel3d.tools.check_layout.model import ModelJob, accepted, load_function, record_model
+
+    named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
+    asked = {name: value for name, value in named.items() if value is not None}
+    accepted(load_function(options.model), asked, asked=asked)  # refused here, before any process starts
+    job = ModelJob(
+        target=options.model, parallel=parallel, options=asked, vocab=options.vocab or VOCAB, steps=options.steps
+    )
+    reference = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
+    layout = run_ranks(record_model, job, world_size=parallel.world_size)
+    return parallel, compare(reference, layout, parallel)
+
+
+def _layout_of(settings: Sequence[str]) -> ParallelConfig:
+    """The axes that `parallel.tp=2` and the like name. A model function has no stages."""
+    axes = {}
+    for text in settings:
+        key, _, value = text.partition("=")
+        name = key.removeprefix("parallel.")
+        if key == name or name not in ("dp_replicate", "dp_shard", "tp"):
+            raise ConfigError(
+                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set; try parallel.tp=2"
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{text}: must be a whole number from 1; try {key}=2")
+        axes[name] = int(value)
+    parallel = ParallelConfig(
+        dp_replicate=axes.get("dp_replicate", 1), dp_shard=axes.get("dp_shard", 1), tp=axes.get("tp", 1)
+    )
+    if parallel.world_size == 1:
+        raise ConfigError("parallel: one process has nothing to be compared with; try parallel.tp=2")
+    return parallel
+
+
+def _check_ranks(parallel: ParallelConfig) -> None:
+    if parallel.world_size > _MOST_RANKS:
+        axes = " x ".join(f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1)
+        largest = max(parallel.axes, key=parallel.axes.__getitem__)
+        raise ConfigError(
+            f"parallel needs {axes} = {parallel.world_size} processes, and a check starts at most {_MOST_RANKS}; 2 "
+            f"along each axis show the same faults, so try parallel.{largest}=2"
+        )

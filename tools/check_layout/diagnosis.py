@@ -1,0 +1,235 @@
+"""The usual causes of a difference, by its pattern: what a person who has met the fault before would look at first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.tools.check_layout.data import Array, Views
+
+_NEAR = 1e-3  # two arrays are alike where they differ by less than this share of their norm
+_MOST_BLOCKS = 4  # of which every order is tried
+
+
+@dataclass(frozen=True)
+class Case:
+    """The layout, the dim in which tp splits each parameter (None: replicated), and the parameters used twice."""
+
+    parallel: ParallelConfig
+    split: Mapping[str, int | None]
+    tied: frozenset[str]
+
+    @property
+    def replicated(self) -> list[str]:
+        return [name for name, dim in self.split.items() if dim is None]
+
+
+def causes_of_weights(reference: Array, views: Mapping[int, Array], case: Case) -> list[str]:
+    """Of weights that differ before training."""
+    if len({id(view) for view in views.values()}) > 1:
+        return ["the ranks drew other values: a generator that depends on the rank"]
+    return [
+        *_orders(reference, next(iter(views.values()), reference), case),
+        "weights are drawn for this rank's shape, not drawn whole and then cut: every layout starts from another model",
+    ]
+
+
+def causes_of_output(name: str, reference: Array, views: Mapping[int, Array], weights: Views, case: Case) -> list[str]:
+    """Of a module's output, while all that was computed before it agrees."""
+    causes: list[str] = []
+    for rank, view in views.items():
+        part = expected_part(reference, view.shape, rank, case.parallel)
+        if part is None or _alike(view, part):
+            continue
+        bias = weights.get(f"{name}.bias", {}).get(rank)
+        if bias is not None and bias.shape == view.shape[-1:]:
+            times = _ratio((view - part).reshape(-1, bias.size).mean(axis=0), bias)
+            if times is not None and _alike(view - part, np.broadcast_to(times * bias, view.shape)):
+                causes.append(
+                    f"{name}.bias is added {times + 1:.3g} times{_is(times + 1, case)}: add it after the sum over tp, "
+                    f"not on every rank before it"
+                )
+        ratio = _ratio(view, part)
+        if ratio is not None:
+            causes.append(f"the output is {ratio:.4g} x the reference{_is(ratio, case)}: a sum over tp too many or few")
+        causes += _orders(part, view, case)
+        break
+    return causes or [
+        f"all that was computed before {name} agrees, so look inside it: a missing or doubled sum over tp, a gather in "
+        f"the wrong order, or a mask, a position or a dropout that is another on each rank"
+    ]
+
+
+def causes_of_loss(ours: float, reference: float, case: Case) -> list[str]:
+    """Of a loss, where every output agrees."""
+    ratio = ours / reference if reference else float("nan")
+    return [
+        f"the loss is {ratio:.4g} x the reference{_is(ratio, case)}, and every output agrees: look at what it is "
+        f"divided by, and over which ranks it is summed"
+    ]
+
+
+def causes_of_gradient(
+    name: str, differing: Sequence[str], reference: Mapping[str, Array], ours: Views, case: Case
+) -> list[str]:
+    """Of gradients, where the loss and every output agree."""
+    parallel, views, wanted = case.parallel, ours.get(name, {}), reference[name]
+    if not views:
+        return ["no rank has a gradient for it: it is cut off from the loss, frozen, or on no pipeline stage"]
+    causes = [*_missing_sums(wanted, views, case)]
+    ratios = [r for n in differing if ours.get(n) and (r := _ratio(next(iter(ours[n].values())), reference[n]))]
+    ratio = _ratio(next(iter(views.values())), wanted)
+    if ratio is not None and not causes:
+        everywhere = len(differing) == len(reference) == len(ratios) and max(ratios) - min(ratios) < _NEAR * ratio
+        causes += _causes_of_ratio(ratio, name, case, everywhere=everywhere)
+    causes += _orders(wanted, next(iter(views.values())), case)
+    if not causes and set(differing) <= set(case.replicated) and parallel.tp > 1:
+        causes.append(
+            "only parameters that tp replicates differ: their gradients are sums over tp that are not taken, or taken "
+            "where they are whole already"
+        )
+    if not causes and all(case.split.get(n) == 0 for n in differing) and parallel.tp > 1:
+        causes.append(
+            "only column-parallel weights differ, and the loss agrees: their input is gathered again in the backward, "
+            "in the wrong rank order"
+        )
+    return causes or ["the backward of a collective is not the conjugate of its forward; see layers/regions.py"]
+
+
+def causes_of_norm(
+    norms: tuple[float, float], gradients: Mapping[str, Array], case: Case
+) -> tuple[list[str], list[str]]:
+    """Of a norm of gradients that agree one by one: the parameters to blame, and why."""
+    squares = {name: float(np.square(gradient.astype(np.float64)).sum()) for name, gradient in gradients.items()}
+    excess = norms[1] ** 2 - norms[0] ** 2
+    replicated, tied = [n for n in squares if n in case.replicated], [n for n in squares if n in case.tied]
+    groups = [("replicated over tp", replicated), ("tied", tied), ("all", list(squares))]
+    groups += [(f"{name} alone", [name]) for name in squares]
+    for label, names in groups:
+        total = sum(squares[name] for name in names)
+        for times in sorted({2, 3, *case.parallel.axes.values(), case.parallel.dp, case.parallel.world_size} - {1}):
+            for counted in (float(times), 1 / times):
+                if total and abs(total * (counted - 1) - excess) <= 1e-2 * abs(excess):
+                    found = sorted(names, key=lambda name: -squares[name])
+                    why = f"parameters counted {counted:.3g} times{_is(counted, case)} in the squared norm: {label}"
+                    return found, [f"{why}; count each once, whatever the number of ranks that hold it"]
+    return [], ["the squares are not summed over every rank that holds a part, or over some twice"]
+
+
+def causes_of_parameter(views: Mapping[int, Array], before: Mapping[int, Array]) -> list[str]:
+    """Of a parameter after a step whose gradients and norm agree."""
+    if not views:
+        return ["no rank has it"]
+    if len({id(view) for view in views.values()}) > 1:
+        return ["the ranks' copies differ from each other: not every rank takes the step, or from other moments"]
+    rank = next(iter(views))
+    if rank in before and np.array_equal(views[rank], before[rank]):
+        return ["it has not moved: the optimizer steps another tensor than the model uses, or does not know it"]
+    return ["the optimizer treats it otherwise: its weight decay, its learning rate, or clipping by another norm"]
+
+
+def expected_part(whole: Array, shape: tuple[int, ...], rank: int, parallel: ParallelConfig) -> Array | None:
+    """The part of one process's output that `rank` should have: of the batch its data rank's, and of each other dim all
+    or its tp rank's. None where the shapes do not say."""
+    place = parallel.coordinates(rank)
+    dp_rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
+    if len(shape) != whole.ndim or shape[0] * parallel.dp != whole.shape[0]:
+        return None
+    part = np.split(whole, parallel.dp, axis=0)[dp_rank]
+    for dim in range(1, whole.ndim):
+        if shape[dim] * parallel.tp == whole.shape[dim]:
+            part = np.split(part, parallel.tp, axis=dim)[place.tp]
+        elif shape[dim] != whole.shape[dim]:
+            return None
+    return part
+
+
+def _missing_sums(wanted: Array, views: Mapping[int, Array], case: Case) -> Iterator[str]:
+    """Copies that should agree and do not: what a sum or a mean over an axis would make of them."""
+    parallel = case.parallel
+    for axis, size in (("tp", parallel.tp), ("dp_replicate", parallel.dp_replicate), ("dp_shard", parallel.dp_shard)):
+        places = {rank: vars(parallel.coordinates(rank)) for rank in views}
+        first = next(iter(places.values()))
+        peers = [views[rank] for rank, place in places.items() if all(place[a] == first[a] for a in place if a != axis)]
+        if size == 1 or len(peers) != size or all(peer is peers[0] for peer in peers):
+            continue
+        total = np.sum(peers, axis=0)
+        if _alike(total, wanted):
+            sequence = " (under sequence parallelism each sees other tokens)" if axis == "tp" else ""
+            yield f"each {axis} rank has a summand of it{sequence}: its gradient is not summed over {axis}"
+        elif _alike(total / size, wanted):
+            yield f"the {axis} ranks' gradients are not averaged: their mean is right"
+        else:
+            yield f"the {axis} ranks hold different gradients of what should be one parameter: a missing reduction"
+
+
+def _causes_of_ratio(ratio: float, name: str, case: Case, *, everywhere: bool) -> Iterator[str]:
+    """A gradient that is a plain multiple of what it should be."""
+    parallel = case.parallel
+    said = f"the gradient is {ratio:.4g} x the reference"
+    said = f"every gradient is {ratio:.4g} x the reference" if everywhere else said
+
+    def near(value: float) -> bool:
+        return value != 1 and abs(ratio - value) <= _NEAR * value
+
+    if name in case.tied and near(2):
+        yield f"{said}: a tied weight's gradient is summed between its two uses once too often"
+    if everywhere and near(parallel.dp):
+        yield f"{said}, which is dp: summed over data ranks and not averaged, or the loss divided by one rank's tokens"
+    if everywhere and near(1 / parallel.dp):
+        yield f"{said}, which is 1 / dp: averaged over the data ranks though the loss is divided by all tokens already"
+    if near(parallel.tp):
+        yield f"{said}, which is tp: summed over tp though each rank has the whole of it, or its input's gradient is"
+    if near(1 / parallel.tp):
+        yield f"{said}, which is 1 / tp: averaged over tp, where the ranks' parts add up"
+    if not everywhere and near(parallel.dp):
+        yield f"{said}, which is dp: summed over the data ranks where the others are averaged"
+    if near(2) and name not in case.tied:
+        yield f"{said}: counted twice, by a parameter that is used twice or a hook that runs twice"
+
+
+def _orders(reference: Array, ours: Array, case: Case) -> list[str]:
+    """Whether the blocks of some dim are there, but in another order."""
+    if ours.shape != reference.shape or not np.any(reference):
+        return []
+    far = float(np.linalg.norm(ours - reference))
+    for axis, n in (("tp", case.parallel.tp), ("dp_shard", case.parallel.dp_shard), ("dp", case.parallel.dp)):
+        for dim in range(reference.ndim):
+            if not 1 < n <= _MOST_BLOCKS or reference.shape[dim] % n:
+                continue
+            blocks = np.split(reference, n, axis=dim)
+            for order in permutations(range(n)):
+                permuted = np.concatenate([blocks[i] for i in order], axis=dim)
+                if float(np.linalg.norm(ours - permuted)) < 1e-3 * far:
+                    return [
+                        f"dim {dim} has the right {n} blocks in the order {list(order)}: a gather over {axis} that "
+                        f"joins the ranks in the wrong order"
+                    ]
+    return []
+
+
+def _ratio(ours: Array, reference: Array) -> float | None:
+    """k where ours is k x reference; None where it is no multiple."""
+    if ours.shape != reference.shape:
+        return None
+    square = float(np.vdot(reference, reference))
+    if square == 0.0:
+        return None
+    k = float(np.vdot(ours, reference)) / square
+    return k if _alike(ours, k * reference) else None
+
+
+def _alike(a: Array, b: Array) -> bool:
+    return float(np.linalg.norm(a - b)) <= _NEAR * max(float(np.linalg.norm(b)), 1e-12)
+
+
+def _is(number: float, case: Case) -> str:
+    """The axis whose size a number is."""
+    axes = {**case.parallel.axes, "dp": case.parallel.dp}
+    named = [axis for axis, size in axes.items() if size > 1 and abs(number - size) < _NEAR * size]
+    inverse = [f"1 / {axis}" for axis, size in axes.items() if size > 1 and abs(number * size - 1) < _NEAR]
+    return f" (which is {' or '.join(named + inverse)})" if named or inverse else ""

@@ -1,0 +1,178 @@
+"""Some steps of training with a model that is not ours, by plain torch: what `--model module:function` checks.
+
+The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for one process, and those
+of the options `layers`, `hidden` and `vocab` that it has parameters for. The module that it returns maps ids [B, S] to
+logits [B, S, V], or to this rank's [B, S, V / tp] of them, or to an object that has them as `logits`. After the
+backward of this rank's mean loss its gradients must be those of the mean over the data ranks, as DDP and `fully_shard`
+leave them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.errors import ConfigError
+from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.mesh import build_mesh
+from parallel3d.tools.check_layout.data import Record, StepRecord
+from parallel3d.tools.check_layout.record import activations_of, collect, gathered, jitter, joined, put, whole
+from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
+
+BATCH = 8  # sequences a step, or one for each data rank
+_LR = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """What to build, and how to train it. `options` are those that the user gave."""
+
+    target: str  # module:function
+    parallel: ParallelConfig
+    options: Mapping[str, int]
+    vocab: int
+    steps: int
+    seed: int = 0
+
+
+def record_model(job: ModelJob) -> Record:
+    """Trains on every rank of the default group; the record is whole on rank 0 alone. One process is given no mesh."""
+    mesh = build_mesh(job.parallel, "cpu") if job.parallel.world_size > 1 else None
+    build = load_function(job.target)
+    arguments = accepted(build, {**job.options, "vocab": job.vocab}, asked=job.options)
+    torch.manual_seed(job.seed)
+    alone: nn.Module = build(None, **arguments)
+    jitter(alone.named_parameters(), job.seed)
+    model = alone
+    record = Record()
+    if mesh is not None:
+        torch.manual_seed(job.seed)
+        model = build(mesh, **arguments)
+        _copy_weights(alone, model)
+    record.start = record.initial = collect(_named(model))
+    record.split = {name: _split_dim(parameter) for name, parameter in _named(model)}
+    record.tied = _tied(alone)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, eps=EPS)
+    for step in range(job.steps):
+        with activations_of([model]) as activations:
+            loss = _forward_and_backward(model, job, mesh, step)
+        gradients = collect((name, parameter.grad) for name, parameter in _named(model))
+        norm = _grad_norm(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen = gathered({_plain(name): tensor for name, tensor in joined(activations).items()})
+        record.steps.append(StepRecord(loss, norm, seen, gradients, collect(_named(model))))
+    return record
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `module:function` names, from the working directory too. Raises ConfigError."""
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--model {target}: must be module:function, such as my_model:build")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--model {target}: {error}; run this where {module_name}.py is, or install it") from error
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"--model {target}: {module_name} has no function {name}")
+    return found
+
+
+def accepted(build: Callable[..., Any], options: Mapping[str, int], *, asked: Mapping[str, int]) -> dict[str, int]:
+    """The options that the function takes. Raises ConfigError for one that the user asked for and it does not."""
+    parameters = inspect.signature(build).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name in asked:
+        if name not in parameters and not takes_all:
+            raise ConfigError(f"--{name}: {build.__name__} has no parameter {name}; give it one, or drop the option")
+    return {name: value for name, value in options.items() if takes_all or name in parameters}
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    weights = {_plain(name): parameter for name, parameter in source.named_parameters()}
+    for name, parameter in _named(target):
+        if name not in weights:
+            raise ConfigError(f"{name}: a parameter of the layout that one process does not have; keep the names alike")
+        if parameter.shape != weights[name].shape:
+            raise ConfigError(
+                f"{name}: {list(parameter.shape)} in the layout and {list(weights[name].shape)} in one process; make "
+                f"it a DTensor, whose shape is the whole one"
+            )
+        put(parameter, weights[name].detach())
+
+
+def _forward_and_backward(model: nn.Module, job: ModelJob, mesh: DeviceMesh | None, step: int) -> float:
+    """On this data rank's share; returns the mean loss over all."""
+    parallel = job.parallel
+    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
+    batch = -(-BATCH // parallel.dp) * parallel.dp
+    ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=generator)
+    place = parallel.coordinates(dist.get_rank())
+    ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
+    output = model(ids[:, :-1].contiguous())
+    logits = getattr(output, "logits", output)
+    loss = _mean_loss(logits, ids[:, 1:].contiguous(), mesh, job)
+    loss.backward()
+    total = loss.detach().double() / (parallel.world_size)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None, job: ModelJob) -> Tensor:
+    if mesh is not None and logits.shape[-1] < job.vocab:
+        return vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+def _grad_norm(model: nn.Module) -> float:
+    """As torch's users take it. Parameters of several meshes are taken apart, which torch itself refuses."""
+    by_mesh: dict[object, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter.grad)
+    squares = [whole(nn.utils.get_total_norm(gradients)).double().square() for gradients in by_mesh.values()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def _split_dim(parameter: Tensor) -> int | None:
+    """The dim that tp splits."""
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if name == "tp" and isinstance(placement, Shard):
+                return placement.dim
+    return None
+
+
+def _tied(model: nn.Module) -> list[str]:
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return sorted({_plain(original) for name, original in pairs if name != original})
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield _plain(name), parameter
+
+
+def _plain(name: str) -> str:
+    """Without what DDP and activation checkpointing put into names."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -1,0 +1,1 @@
+"""`parallel3d-plan`: its subcommands, one file each."""

@@ -1,0 +1,170 @@
+"""`parallel3d-plan memory`: what each device of one layout holds, pipeline rank by rank and line by line."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate
+from parallel3d.planner.memory.explain import explain
+from parallel3d.planner.memory.rank_memory import memory_by_rank
+from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.report.json import (
+    hardware_tree,
+    memory_tree,
+    model_tree,
+    parallel_tree,
+    rounded_tree,
+)
+from parallel3d.planner.report.page import limits
+from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
+from parallel3d.planner.search.candidate import job_of, planned_shape, strategy
+from parallel3d.planner.search.question import Question
+from parallel3d.tools.arguments import Parser, plan_parser
+from parallel3d.tools.plan.options import add_options
+from parallel3d.tools.plan.question import note_lines, read_parallel, read_question
+
+_GIB = 2**30
+_MOST_RANKS = 8  # shown one by one; of more, those that differ
+_EPILOG = """\
+examples:
+  parallel3d-plan memory --model llama3-70b --gpu h100 --layout tp=8,pp=4,dp_shard=16 --seq-len 8192 --global-batch 1024
+  parallel3d-plan memory --model my.yaml --gpu a100 --explain
+
+GiB on each device at its peak. recompute=, microbatch_size=, virtual_stages= and schedule= are keys of --layout too.
+exit status: 0 it fits, 2 a bad input, 3 it does not fit
+"""
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
+    size = asked_parallel.world_size if asked_parallel else None
+    asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
+    parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
+    question = replace(asked.question, gpus=parallel.world_size)
+    _validate(question, parallel)
+    fits = strategy(question, parallel).memory.total <= question.usable_bytes
+    if options.json:
+        print(json.dumps({**_tree(question, parallel, fits), "notes": asked.model.notes}))
+    else:
+        print("\n".join([*_page(question, parallel, whole=options.explain), *note_lines(asked)]))
+    return 0 if fits else 3
+
+
+def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
+    """A line for each pipeline rank; `whole`: then every kind of the fullest, with the product that it is."""
+    job = job_of(question, parallel)
+    ranks = memory_by_rank(job)
+    worst = max(ranks, key=lambda memory: memory.total)
+    shown = telling_ranks(ranks, _MOST_RANKS)
+    yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in _columns()) + f"{'GiB':>8}"
+    for memory in shown:
+        cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in _columns())
+        share = memory.total / question.usable_bytes
+        mark = "  <" if memory is worst else ""
+        layers = job.ranks[memory.rank].layers
+        yield f"{memory.rank:<5}{layers:>6}{cells}{gib(memory.total):>8} {bar(share)}{mark}"
+    if len(shown) < len(ranks):
+        yield f"(of {len(ranks)} pipeline ranks those that may differ most)"
+    if not whole:
+        return
+    yield ""
+    yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
+    for kind, bytes_, text in explain(job, worst):
+        lead = f"  {kind:<14}{_cell(bytes_):>7}  "
+        yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
+    yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / _GIB:.2f} usable"
+
+
+def _columns() -> tuple[str, ...]:
+    """The kinds that a column is worth; the others are in --explain and in the total."""
+    return tuple(kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context"))
+
+
+def _cell(bytes_: float) -> str:
+    if not bytes_:
+        return "-"
+    return f"{bytes_ / _GIB:.2f}" if bytes_ >= 0.005 * _GIB else f"{bytes_ / _GIB:.1g}"
+
+
+def _parser() -> Parser:
+    parser = plan_parser(
+        "memory",
+        takes="--model X --gpu NAME [--layout tp=8,pp=2] --seq-len N --global-batch N [options]",
+        does="The memory of one layout: every pipeline rank, by kind.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--layout", metavar="KEY=VALUE", nargs="+", help="the axes: tp=8,pp=2 (a recipe's by default)")
+    parser.add_argument("--explain", action="store_true", help="how each figure of the fullest rank comes about")
+    add_options(parser, gpus=False)
+    return parser
+
+
+def _validate(question: Question, parallel: ParallelConfig) -> None:
+    """Refuses what the trainer would, in its words."""
+    shape = planned_shape(question, parallel.tp)
+    model = ModelConfig(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_hidden=shape.ffn_hidden,
+        vocab=max(shape.vocab, 512 * parallel.tp),  # the rule of the byte tokenizer is none of the layout's
+    )
+    train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
+    validate(Recipe(model=model, train=train, parallel=parallel, data=DataConfig(), run_dir="runs/plan"))
+
+
+def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
+    shape, device = question.shape, question.cluster.device
+    found = strategy(question, parallel)
+    yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
+    yield f"layout    {layout_text(parallel)}"
+    yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / _GIB:.1f} GiB each"
+    yield ""
+    yield from explained(question, parallel, whole=whole)
+    yield ""
+    short = found.memory.total - question.usable_bytes
+    usable = f"{question.usable_bytes / _GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
+    if short > 0:
+        yield f"does not fit: {short / _GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
+    else:
+        yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
+        yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
+
+
+def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str, Any]:
+    job = job_of(question, parallel)
+    ranks = memory_by_rank(job)
+    worst = max(ranks, key=lambda memory: memory.total)
+    tree = {
+        "schema": "parallel3d.memory/1",
+        "model": model_tree(question.shape),
+        "hardware": hardware_tree(question.cluster),
+        "parallel": parallel_tree(parallel),
+        "seq_len": question.seq_len,
+        "global_batch_size": question.global_batch_size,
+        "precision": question.precision,
+        "usable_gib": question.usable_bytes / _GIB,
+        "fits": fits,
+        "worst_rank": worst.rank,
+        "memory_gib": memory_tree(worst),
+        "ranks": [
+            {
+                "rank": memory.rank,
+                "layers": job.ranks[memory.rank].layers,
+                "parameters": job.stage_parameters(job.ranks[memory.rank]),
+                "memory_gib": memory_tree(memory),
+            }
+            for memory in ranks
+        ],
+        "explain": [
+            {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(job, worst)
+        ],
+    }
+    return rounded_tree(tree)

@@ -1,0 +1,182 @@
+"""From the options of the plan commands to a `Question`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+from parallel3d.config.recipe import BlockRecompute, ParallelConfig, ScheduleName
+from parallel3d.config.strategy import How, ShardingName
+from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.cluster import Cluster, with_links
+from parallel3d.planner.hardware.program import Engine
+from parallel3d.planner.model.training import Training, notes, training_of
+from parallel3d.planner.published.programs import in_precision, named_engine
+from parallel3d.planner.report.text import wrapped
+from parallel3d.planner.search.constraints import check_fixed
+from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.tools.plan.devices import find_cluster
+from parallel3d.tools.plan.shape import Model, find_model
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+# Recompute of every n-th block is a recipe's to choose: no plan says how often.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": get_args(BlockRecompute),
+    "sequence_parallel": ("true", "false"),
+    "sharding": get_args(ShardingName),
+    "gather": get_args(How),
+    "reduce": get_args(How),
+}
+# What people call a key of `parallel:` elsewhere.
+_ALIASES = {
+    "vpp": "virtual_stages",
+    "vp": "virtual_stages",
+    "mb": "microbatch_size",
+    "mbs": "microbatch_size",
+    "micro_batch": "microbatch_size",
+    "micro_batch_size": "microbatch_size",
+    "microbatch": "microbatch_size",
+    "ac": "recompute",
+    "sp": "sequence_parallel",
+    "rep": "dp_replicate",
+    "shard": "dp_shard",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+}
+_FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question, and where its model came from."""
+
+    question: Question
+    model: Model
+
+
+def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> Asked:
+    """The question without what is fixed; `asks` says how the devices are given. Raises ConfigError for what is missing
+    or contradicts itself."""
+    model = find_model(options)
+    train = model.recipe.train if model.recipe else None
+    devices = gpus or (model.recipe.parallel.world_size if model.recipe else None)
+    seq_len = options.seq_len or (train.seq_len if train else None)
+    batch = options.global_batch or (train.global_batch_size if train else None)
+    if devices is None or seq_len is None or batch is None:
+        needed = {asks.partition(" ")[0]: devices, "--seq-len": seq_len, "--global-batch": batch}
+        missing = ", ".join(name for name, value in needed.items() if value is None)
+        raise ConfigError(f"{missing}: required; try {asks} --seq-len 4096 --global-batch 1024")
+    if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
+        rows = model.shape.position_rows
+        raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
+    cluster = _cluster(options)
+    precision = options.precision or (train.precision if train else "bf16")
+    question = Question(
+        shape=model.shape,
+        cluster=cluster,
+        gpus=devices,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=precision,
+        engine=_engine(options, cluster, precision),
+        training=training_of(model.recipe) if model.recipe else Training(),
+        memory_fraction=options.mem_fraction,
+    )
+    if model.recipe is not None:
+        model = replace(model, notes=(*model.notes, *notes(model.recipe)))
+    if model.longest is not None and seq_len > model.longest:
+        note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
+        model = replace(model, notes=(*model.notes, note))
+    return Asked(question=question, model=model)
+
+
+def note_lines(asked: Asked) -> list[str]:
+    """On what the model's file says and a plan does not count, as lines of a page."""
+    return [line for note in asked.model.notes for line in wrapped("note", note)]
+
+
+def with_fixed(question: Question, fixed: Fixed) -> Question:
+    """The question with this fixed. Raises ConfigError with the rule that a value breaks, and values that would do."""
+    fixed_question = replace(question, fixed=fixed)
+    check_fixed(fixed_question)
+    return fixed_question
+
+
+def read_fixed(options: argparse.Namespace) -> Fixed:
+    """Of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError where two of them contradict each other."""
+    said = read_layout(options.fix, "--fix")
+    schedule = said.pop("schedule", options.schedule)
+    if options.schedule not in (None, schedule):
+        raise ConfigError(f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two")
+    return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
+
+
+def read_layout(texts: list[str], option: str) -> dict[str, Any]:
+    """`tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values."""
+    found: dict[str, Any] = {}
+    for text in (part.strip() for whole_text in texts for part in whole_text.split(",")):
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_").lower()
+        name = _ALIASES.get(key, key)
+        if not equals or name not in _FIXABLE:
+            raise ConfigError(f"{option} {text}: write key=value with a key of {', '.join(_FIXABLE)}; try tp=8")
+        if name in found:
+            raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
+        found[name] = _value(option, name, value.strip())
+    return found
+
+
+def read_parallel(texts: list[str], option: str) -> ParallelConfig:
+    """A whole layout, the rest at its default; virtual stages imply interleaving, tp its sequence parallelism."""
+    said = read_layout(texts, option)
+    if said.get("virtual_stages", 1) > 1:
+        said = {"schedule": "interleaved_1f1b", **said}
+    return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
+
+
+def _value(option: str, name: str, text: str) -> object:
+    if name in _WORDS:
+        if text not in _WORDS[name]:
+            raise ConfigError(f"{option} {name}={text}: must be one of {', '.join(_WORDS[name])}")
+        return text == "true" if name == "sequence_parallel" else text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{option} {name}={text}: must be a whole number from 1 on")
+    return int(text)
+
+
+def _engine(options: argparse.Namespace, cluster: Cluster, precision: str) -> Engine:
+    """The program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
+    engine = in_precision(named_engine(options.engine), precision)
+    said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
+    if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
+        raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")
+    return replace(
+        engine,
+        fragmentation=engine.fragmentation if options.fragmentation is None else options.fragmentation,
+        context_bytes=options.context_memory or engine.context_bytes,
+    )
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    if options.gpu and options.hardware:
+        raise ConfigError("--gpu and --hardware: give one of the two")
+    name = options.hardware or options.gpu
+    if name is None:
+        raise ConfigError("--gpu: required, or --hardware FILE; try --gpu h100")
+    cluster = find_cluster(name)
+    network, node = options.network_gb_per_s, options.node_gb_per_s
+    cluster = with_links(
+        cluster,
+        network_gb_per_s=None if network is None else network / 1e9,
+        node_gb_per_s=None if node is None else node / 1e9,
+        gpus_per_node=options.gpus_per_node,
+    )
+    device = cluster.device
+    device = replace(
+        device,
+        memory_bytes=options.gpu_memory or device.memory_bytes,
+        price_per_hour=options.price or device.price_per_hour,
+    )
+    return replace(cluster, device=device)

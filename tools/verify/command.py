@@ -1,0 +1,190 @@
+"""`parallel3d-plan verify`: one rank of a recipe trained dry, on tensors without memory, and what it held at its most
+beside what the memory model says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.planner.model.training import training_of, unpriced
+from parallel3d.planner.own.memory import Held, most_held
+from parallel3d.planner.report.json import rounded_tree
+from parallel3d.planner.report.text import layout_text
+from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.question import Question
+from parallel3d.recipes import find_recipe
+from parallel3d.tools.arguments import Parser, plan_parser
+from parallel3d.tools.plan.devices import FOLDER
+
+if TYPE_CHECKING:
+    from parallel3d.tools.verify.dry_run import DryRun
+
+_GIB = 2**30
+_EPILOG = """\
+examples:
+  parallel3d-plan verify quickstart
+  parallel3d-plan verify my.yaml parallel.pp=16 parallel.dp_shard=64 --pipeline-rank 15
+  parallel3d-plan verify my.yaml --rank 4097 --json
+
+Without --rank the pipeline rank that the memory model finds fullest is run. train.device = cpu: the CPU's operators;
+else a GPU's. What a GPU takes beyond tensors (CUDA, NCCL, kernels' own workspaces, the allocator's fragmentation) is
+in neither column. docs/verify.md says how it is done.
+exit status: 0 done, 2 a bad input
+"""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One rank of a recipe: the model's figure, the dry run's, and the parameters that each counts."""
+
+    recipe: Recipe
+    rank: int
+    pipeline_rank: int
+    model: Held
+    dry: DryRun
+    parameters: int  # by the model
+
+    @property
+    def difference(self) -> float:
+        """Of the totals, as a share of the dry run's."""
+        return self.model.total / self.dry.peak.total - 1
+
+    def rows(self) -> Iterator[tuple[str, float, float]]:
+        """(kind, the model's bytes, the dry run's)."""
+        model, peak = self.model, self.dry.peak
+        yield "parameters", model.parameters, peak.made.get("parameters", 0)
+        yield "optimizer", model.optimizer, peak.made.get("optimizer", 0)
+        waiting = sum(peak.waiting(kind) for kind in ("backward", "between", "gathered"))
+        yield "gradients, gathered, on their way", model.gradients + model.buffers, waiting
+        at_work = peak.waiting("forward") + sum(peak.at_work.values())
+        yield "activations, at work", model.activations + model.logits + model.temporary, at_work
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_intermixed_args(arguments)
+    if options.measure:
+        raise ConfigError("--measure: needs a CUDA device, and this version runs dry alone; leave it out")
+    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    rank = _rank(recipe, options)
+    found = verify(recipe, rank)
+    print(json.dumps(_tree(found)) if options.json else "\n".join(_page(found)))
+    return 0
+
+
+def verify(recipe: Recipe, rank: int) -> Verified:
+    """Runs `rank` dry, and asks the model about its pipeline rank."""
+    from parallel3d.tools.verify.dry_run import dry_run  # torch, which a bad input does not wait for
+
+    job = job_of_recipe(recipe)
+    place = recipe.parallel.coordinates(rank)
+    parts = tuple(part for part, holder in zip(job.stages, job.placement, strict=True) if holder == place.pp)
+    dry = dry_run(recipe, rank, fused_norm=not job.on_cpu)
+    count = rank_numel(
+        job.shape, parts, job.layout.tp, shards=job.layout.optimizer_shards, at=(place.tp, place.dp_shard)
+    )
+    return Verified(recipe, rank, place.pp, most_held(job, place.pp), dry, count)
+
+
+def job_of_recipe(recipe: Recipe) -> Job:
+    """What the planner makes of a recipe; of the hardware only CPU or GPU matters here. Raises ConfigError for what the
+    memory model does not know."""
+    for vain in unpriced(recipe):
+        raise ConfigError(f"{vain.setting}: {vain.known}; try {vain.instead}")
+    question = Question(
+        shape=from_config(recipe.model),
+        cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),
+        gpus=recipe.parallel.world_size,
+        seq_len=recipe.train.seq_len,
+        global_batch_size=recipe.train.global_batch_size,
+        precision=recipe.train.precision,
+        training=training_of(recipe),
+    )
+    return job_of(question, recipe.parallel)
+
+
+def _rank(recipe: Recipe, options: argparse.Namespace) -> int:
+    """The rank that is asked for. Raises ConfigError for one that the layout does not have."""
+    parallel = recipe.parallel
+    if options.rank is not None and options.pipeline_rank is not None:
+        raise ConfigError("--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank")
+    if options.rank is not None:
+        if not 0 <= options.rank < parallel.world_size:
+            raise ConfigError(
+                f"--rank {options.rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0"
+            )
+        return int(options.rank)
+    pipeline_rank = options.pipeline_rank
+    if pipeline_rank is None:
+        pipeline_rank = worst_rank(job_of_recipe(recipe)).rank
+    if not 0 <= pipeline_rank < parallel.pp:
+        raise ConfigError(
+            f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to {parallel.pp - 1}; "
+            f"try --pipeline-rank 0"
+        )
+    return int(pipeline_rank) * (parallel.world_size // parallel.pp)
+
+
+def _page(found: Verified) -> Iterator[str]:
+    recipe, dry = found.recipe, found.dry
+    place = recipe.parallel.coordinates(found.rank)
+    yield f"recipe    {recipe.model.name or recipe.model.architecture}, {layout_text(recipe.parallel)}"
+    yield f"rank      {found.rank} of {recipe.parallel.world_size}: {place}"
+    said = f"{dry.microbatches} of {recipe.microbatches} microbatches" if dry.microbatches < recipe.microbatches else ""
+    yield f"dry run   a step in {dry.seconds:.1f} s{f' ({said}: more hold no more)' if said else ''}"
+    yield ""
+    yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
+    for kind, model, run in found.rows():
+        yield f"{kind:<34}{model / _GIB:>10.3f}{run / _GIB:>10.3f}{(model - run) / _GIB:>+12.3f}"
+    total = f"{'total':<34}{found.model.total / _GIB:>10.3f}{dry.peak.total / _GIB:>10.3f}"
+    yield f"{total}{(found.model.total - dry.peak.total) / _GIB:>+12.3f}  {found.difference:+.2%}"
+    yield ""
+    yield f"fullest   model: {found.model.moment}; dry run: {dry.at}"
+    same = "the same" if found.parameters == dry.parameter_count else f"the model counts {found.parameters:,}"
+    yield f"steps     {dry.parameter_count:,} parameters on this rank, {same}"
+
+
+def _tree(found: Verified) -> object:
+    tree = {
+        "schema": "parallel3d.verify/1",
+        "rank": found.rank,
+        "pipeline_rank": found.pipeline_rank,
+        "world_size": found.recipe.parallel.world_size,
+        "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
+        "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
+        "kinds": [
+            {"kind": kind, "model_gib": model / _GIB, "dry_run_gib": run / _GIB} for kind, model, run in found.rows()
+        ],
+        "total_gib": {"model": found.model.total / _GIB, "dry_run": found.dry.peak.total / _GIB},
+        "difference_pct": 100 * found.difference,
+        "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
+        "seconds": found.dry.seconds,
+    }
+    counts = tree.pop("parameters")  # exact
+    return {**rounded_tree(tree), "parameters": counts}
+
+
+def _parser() -> Parser:
+    parser = plan_parser(
+        "verify",
+        takes="RECIPE [key=value ...] [--rank R | --pipeline-rank P] [--json]",
+        does="One rank of a recipe, trained dry: its memory beside the memory model's.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank of the whole job that is run")
+    parser.add_argument("--pipeline-rank", type=int, metavar="P", help="or the first rank of this pipeline rank")
+    parser.add_argument("--measure", action="store_true", help="refused: measures on a CUDA device")
+    return parser

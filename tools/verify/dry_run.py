@@ -1,0 +1,205 @@
+"""A dry run: one rank of a recipe trains a step on tensors that have a shape and no memory, in a process group of the
+full size that sends nothing. The model, the sharding, the pipeline's runtime, its transport and the optimizer are the
+trainer's own. Of torch it needs no GPU, and of this machine no more than Python's objects.
+
+What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is not for CPUs, the
+kernels that only GPUs have are put in the place of the CPU's (`gpu_kernels`), because they keep less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.utils._pytree import tree_iter
+
+from parallel3d.config.recipe import Recipe
+from parallel3d.data.loader import Batch
+from parallel3d.mesh import build_mesh
+from parallel3d.models import model_class
+from parallel3d.pipeline.links import LoneLinks
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.timeline.recorder import Recorder
+from parallel3d.tools.verify.chunks import chunks_on_demand
+from parallel3d.tools.verify.ledger import Ledger, Snapshot
+from parallel3d.training.trainer import Trainer
+
+_GROWING = ("gpipe", "looped_bfs")  # schedules whose live microbatches grow with their number
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank held at its most. `at` is what it did then: an action of the schedule or what follows them."""
+
+    peak: Snapshot
+    at: str
+    parameter_count: int  # elements that this rank's optimizer steps
+    microbatches: int  # that were run: the schedule repeats itself after so many
+    seconds: float
+
+
+class _Clock(Recorder):
+    """Tells the ledger which action begins: the runtime asks a recorder for the time before and after each."""
+
+    def __init__(self, ledger: Ledger, actions: tuple[Action, ...]) -> None:
+        self._ledger = ledger
+        self._actions = iter(actions)
+        self._is_in_action = False
+
+    def now(self) -> float:
+        if not self._is_in_action:
+            self._is_in_action = True
+            self._ledger.begin("forward" if next(self._actions).kind is Kind.FORWARD else "backward")
+        return 0.0
+
+    def add(self, action: Action, start: object, end: object) -> None:
+        self._is_in_action = False
+        self._ledger.begin("between")
+
+
+class ShapesOnly(FakeTensorMode):
+    """torch's fake tensors, with two changes. Tensors that are none, such as the ranks of a mesh, are computed with;
+    and what a program reads from a fake tensor is one, or true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:  # which is torch.tensor(1.0)
+            tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            if tensors and all(type(tensor) is Tensor for tensor in tensors):
+                return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # Which tensor a fake one stands for is remembered, and a module does not give other memory (`to_empty`) to
+        # parameters that anyone remembers.
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return result
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a token, where the
+    CPU's operators keep several copies in float32. By its name in torch: a mode for functions is off in recompute."""
+    plain = F.rms_norm
+
+    def fused(x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+        y: Tensor = _FusedRMSNorm.apply(x, weight)
+        return y
+
+    F.rms_norm = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
+
+
+class _FusedRMSNorm(Function):
+    """What the kernel allocates, forward and backward, and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, torch.empty((*x.shape[:-1], 1), dtype=wide, device=x.device))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
+    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there. `fused_norm`: as on
+    GPUs."""
+    start = time.perf_counter()
+    recipe = shortened(recipe)
+    with _world(recipe.parallel.world_size, rank), ExitStack() as modes:
+        mesh = build_mesh(recipe.parallel, "cpu")
+        modes.enter_context(ShapesOnly())
+        ledger = modes.enter_context(Ledger())
+        modes.enter_context(chunks_on_demand())
+        if fused_norm:
+            modes.enter_context(gpu_kernels())
+        trainer = Trainer(
+            recipe,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            model_class=model_class(recipe.model.architecture),
+            connect=LoneLinks,
+        )
+        actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
+        batch = _batch(recipe)
+        trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
+        for parameter in trainer.parameters:
+            parameter.refresh()
+        locals_ = [parameter.local for parameter in trainer.parameters]
+        ledger.mark(locals_, "parameters")
+        states = (value for state in trainer.optimizer.state.values() for value in state.values())
+        ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
+        ledger.forget_peak()
+        trainer.train_step(batch, _Clock(ledger, actions))
+        count = sum(local.numel() for local in locals_)
+        return DryRun(
+            ledger.peak, _place(ledger.peak, actions), count, recipe.microbatches, time.perf_counter() - start
+        )
+
+
+def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
+    """What the rank did: odd numbers are actions, even ones the time after them."""
+    number, between = divmod(peak.action - 1, 2)
+    if not between:
+        return f"action {number + 1} of {len(actions)}, {actions[number]}"
+    return f"after {actions[number]}" if number + 1 < len(actions) else "after the last action: gradients or optimizer"
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """The recipe with so few microbatches as hold as much on every rank: the same again and again adds nothing."""
+    parallel, train = recipe.parallel, recipe.train
+    if parallel.schedule in _GROWING:
+        return recipe
+
+    def peaks(microbatches: int) -> tuple[int, ...]:
+        schedule = build_schedule(
+            parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+        )
+        return schedule.peak_live_microbatches
+
+    whole = peaks(recipe.microbatches)
+    few = next(m for m in _few(parallel.pp, recipe.microbatches) if peaks(m) == whole)
+    batch = few * parallel.dp * parallel.microbatch_size
+    return replace(recipe, train=replace(train, global_batch_size=batch))
+
+
+def _few(pp: int, microbatches: int) -> Iterator[int]:
+    """Multiples of pp, which interleaved schedules like, and one at least to accumulate onto."""
+    yield from (m for m in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if m < microbatches)
+    yield microbatches
+
+
+def _batch(recipe: Recipe) -> Batch:
+    shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return Batch(inputs=ids, labels=torch.zeros_like(ids), samples=torch.zeros(shape[:2], dtype=torch.int64))
+
+
+@contextmanager
+def _world(size: int, rank: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this process is one and the others are nowhere."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # there is no public name
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no other place
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would give the next world's tensors a mesh of this one's groups

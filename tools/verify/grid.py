@@ -1,0 +1,82 @@
+"""`python -m parallel3d.tools.verify.grid`: the memory model against dry runs of random layouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from statistics import median
+
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import Parallel3dError
+from parallel3d.launch.failure import print_error
+from parallel3d.planner.report.text import layout_text
+from parallel3d.tools.arguments import Parser, whole
+from parallel3d.tools.verify.command import Verified, verify
+from parallel3d.tools.verify.layouts import random_layouts, random_options
+
+_BAR = 0.02  # of the dry run's peak
+_GIB = 2**30
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 where a layout is further off than the bar, or a count of parameters is not the real one."""
+    parser = Parser(
+        prog="python -m parallel3d.tools.verify.grid",
+        description="Dry runs of random layouts (Llama and GPT, up to 530B and 16,384 ranks), each against the model.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layouts", type=whole, default=40, help="how many (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--options", action="store_true", help="draw precisions, optimizers, dropout and more, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options = parser.parse_args(arguments)
+    draw = random_options if options.options else random_layouts
+    try:
+        found = [_told(*layout) for layout in draw(options.layouts, options.seed)]
+    except Parallel3dError as error:
+        print_error(str(error))
+        return error.exit_status
+    worst = max(abs(each.difference) for each in found)
+    exact = all(each.parameters == each.dry.parameter_count for each in found)
+    if options.json:
+        tree = {
+            "layouts": [_tree(each) for each in found],
+            "median_abs_error_pct": 100 * median(abs(each.difference) for each in found),
+            "worst_abs_error_pct": 100 * worst,
+            "parameters_exact": exact,
+        }
+        print(json.dumps(tree))
+    else:
+        print("\n".join(map(_line, found)))
+        middle = median(abs(each.difference) for each in found)
+        print(f"worst {worst:.2%}, median {middle:.2%}, bar {_BAR:.0%}; parameters exact: {exact}")
+    return 0 if worst <= _BAR and exact else 1
+
+
+def _told(recipe: Recipe, pipeline_rank: int) -> Verified:
+    found = verify(recipe, pipeline_rank * (recipe.parallel.world_size // recipe.parallel.pp))
+    print(_line(found), file=sys.stderr, flush=True)
+    return found
+
+
+def _line(found: Verified) -> str:
+    recipe = found.recipe
+    return (
+        f"{found.difference:+7.2%}  {found.model.total / _GIB:8.2f} {found.dry.peak.total / _GIB:8.2f} GiB  "
+        f"{recipe.model.name} seq_len={recipe.train.seq_len} {recipe.train.precision} {layout_text(recipe.parallel)} "
+        f"x {recipe.microbatches}, rank {found.rank} of {recipe.parallel.world_size}"
+    )
+
+
+def _tree(found: Verified) -> dict[str, object]:
+    return {
+        "layout": _line(found),
+        "model_gib": found.model.total / _GIB,
+        "dry_run_gib": found.dry.peak.total / _GIB,
+        "error_pct": 100 * found.difference,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
