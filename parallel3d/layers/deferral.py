@@ -1,11 +1,12 @@
-"""Weight gradients put off: the second half of a backward that a zero-bubble schedule splits (Qi et al. 2023,
+"""Weight gradients that are delayed: the second half of a backward that a zero-bubble schedule splits (Qi et al. 2023,
 arXiv 2401.10241).
 
-Between the gradient of a layer's input, for which the stage before waits, and that of its weight, for which nobody
-waits, a layer's backward asks `deferred(work)`: where the runtime does the first half alone, the work is kept, with the
-two tensors that it multiplies, and done in the second half; else the layer does it at once. So no forward is computed
-again, the graph and all other activations are freed in the first half, and activation recompute happens once. What has
-no such layer (a norm's weight, an embedding, a module of another library) is done in the first half.
+A layer's backward computes the gradient of its input first, for which the stage before waits, and then the gradient of
+its weight, for which nobody waits. Before the second product it asks `delay_if_split(work)`: where the runtime runs the
+first half alone, the work is kept, with the two tensors that it multiplies, and is done in the second half; else the
+layer does it at once. So no forward is computed again, the graph and all other activations are freed in the first half,
+and activation recompute happens once. The gradients of all other parameters (a norm's weight, an embedding, a module of
+another library) are computed in the first half.
 
 The switch is the process's and no thread's: on a GPU autograd runs a backward in a thread of its own.
 """
@@ -22,7 +23,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from parallel3d.layers.main_grad import add_product, total_gradient
+from parallel3d.layers.main_grad import accumulated_gradient, add_product
 
 Work = Callable[[], object]
 
@@ -40,7 +41,7 @@ def deferring() -> Iterator[list[Work]]:
         _put_off = before
 
 
-def deferred(work: Work) -> bool:
+def delay_if_split(work: Work) -> bool:
     """Whether the work was put off; else the caller does it."""
     if _put_off is None:
         return False
@@ -92,10 +93,10 @@ class _Linear(Function):
         grad_bias = flat_grad.sum(0) if ctx.has_bias else None
 
         def add() -> None:
-            total = total_gradient(weight)
+            total = accumulated_gradient(weight)
             if total is None:
                 weight.grad = flat_grad.t() @ flat_x
             else:
                 add_product(total, flat_grad, flat_x)
 
-        return grad_x, None if deferred(add) else flat_grad.t() @ flat_x, grad_bias
+        return grad_x, None if delay_if_split(add) else flat_grad.t() @ flat_x, grad_bias

@@ -19,8 +19,15 @@ from torch.nn import functional as F
 from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
 from parallel3d.layers.init import normal
 from parallel3d.layers.loss import wide_dtype
-from parallel3d.layers.main_grad import total_gradient
-from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, give_gradient, local_tensor, traced
+from parallel3d.layers.main_grad import accumulated_gradient
+from parallel3d.layers.parameter import (
+    Initializer,
+    ParallelModule,
+    ParameterSpec,
+    accumulate_or_return,
+    local_tensor,
+    traced,
+)
 from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
 from parallel3d.mesh import Axis
 
@@ -102,16 +109,16 @@ class _VocabParallelEmbedding(Function):
             grad = gather_sequence(grad, ctx.axis)
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
-        return None, _give_rows(weight, ids, grad, fused=ctx.fused), None, None, None, None
+        return None, _accumulate_or_return_looked_up(weight, ids, grad, fused=ctx.fused), None, None, None, None
 
 
-def _give_rows(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:
+def _accumulate_or_return_looked_up(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:
     """The gradient `grad` of the looked-up rows, added to those rows alone where there is a total already: a dense
     gradient of the vocabulary's size for every microbatch costs more than the look-up."""
-    if fused and (total := total_gradient(weight)) is not None:
+    if fused and (total := accumulated_gradient(weight)) is not None:
         total.index_put_((ids,), grad.to(total.dtype), accumulate=True)  # deterministic on GPUs too
         return None
     dtype = grad.dtype if fused else wide_dtype(grad)  # rows that many tokens look up are rounded once, at the end
     dense = torch.zeros_like(local_tensor(weight), dtype=dtype)
     dense.index_put_((ids,), grad.to(dtype), accumulate=True)
-    return give_gradient(weight, dense.to(grad.dtype), fused=fused)
+    return accumulate_or_return(weight, dense.to(grad.dtype), fused=fused)

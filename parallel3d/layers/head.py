@@ -20,8 +20,8 @@ from parallel3d.layers.init import normal
 from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
 from parallel3d.layers.linear_autograd import padded_product
 from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
-from parallel3d.layers.main_grad import add_product, total_gradient
-from parallel3d.layers.parameter import Initializer, give_gradient, local_tensor, traced
+from parallel3d.layers.main_grad import accumulated_gradient, add_product
+from parallel3d.layers.parameter import Initializer, accumulate_or_return, local_tensor, traced
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
 
 
@@ -155,7 +155,7 @@ class _HeadCrossEntropy(Function):
             add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
         if not given:
-            result = give_gradient(weight, grad_weight.to(rows.dtype), fused=ctx.fused)
+            result = accumulate_or_return(weight, grad_weight.to(rows.dtype), fused=ctx.fused)
             return grad_x, result, None, None, None, None, None
         return grad_x, None, None, None, None, None, None
 
@@ -163,7 +163,7 @@ class _HeadCrossEntropy(Function):
 def _where_to_add(weight: Tensor, *, fused: bool) -> tuple[Tensor, bool]:
     """The tensor that the chunks' weight gradients are added to, and whether it is the weight's total itself."""
     rows = local_tensor(weight)
-    total = total_gradient(weight) if fused else None
+    total = accumulated_gradient(weight) if fused else None
     if total is not None and total.dtype == wide_dtype(rows):
         return total, True
     return torch.zeros_like(rows, dtype=wide_dtype(rows)), False

@@ -22,7 +22,12 @@ from parallel3d.layers.collectives import (
     start_gather_sequence,
     start_reduce_scatter_sequence,
 )
-from parallel3d.layers.parameter import give_gradient, give_matmul_gradient, give_rows_gradient, local_tensor
+from parallel3d.layers.parameter import (
+    accumulate_or_return,
+    accumulate_or_return_product,
+    accumulate_or_return_rows,
+    local_tensor,
+)
 from parallel3d.mesh import Axis
 
 if TYPE_CHECKING:
@@ -92,14 +97,14 @@ class ColumnParallelProduct(Function):
         given = []
         for weight, rows, grad in zip(ctx.weights, ctx.rows, flat, strict=True):
             if rows is None:
-                given.append(give_matmul_gradient(weight, grad, x, fused=ctx.fused))
+                given.append(accumulate_or_return_product(weight, grad, x, fused=ctx.fused))
             else:
-                given.append(give_rows_gradient(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
+                given.append(accumulate_or_return_rows(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
         for bias, rows, grad in zip(ctx.biases, ctx.rows, flat, strict=True):
             if bias is not None and rows is None:
-                given.append(give_gradient(bias, grad.sum(dim=0), fused=ctx.fused))
+                given.append(accumulate_or_return(bias, grad.sum(dim=0), fused=ctx.fused))
             elif bias is not None:
-                given.append(give_rows_gradient(bias, rows, grad.sum(dim=0), ctx.axis, fused=ctx.fused))
+                given.append(accumulate_or_return_rows(bias, rows, grad.sum(dim=0), ctx.axis, fused=ctx.fused))
         return travelling.wait() if arrived is None else arrived, None, *given
 
 
@@ -118,5 +123,5 @@ class RowParallelProduct(Function):
         if ctx.sequence_parallel:
             grad = gather_sequence(grad, ctx.axis)
         grad_x = grad @ local_tensor(weight)
-        grad_weight = give_matmul_gradient(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
+        grad_weight = accumulate_or_return_product(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
         return grad_x, grad_weight, None, None, None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def total_gradient(parameter: Tensor) -> Tensor | None:
+def accumulated_gradient(parameter: Tensor) -> Tensor | None:
     """The plain tensor that holds the gradient so far; None where there is none yet."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     if main is not None:

@@ -3,7 +3,7 @@
 A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state dict knows the global
 tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work. The layers'
 autograd functions take the parameter itself, compute with `local_tensor(parameter)`, and give its gradient back by
-`give_gradient`.
+`accumulate_or_return`.
 
 [Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
 `fused_gradients`, the backward pass adds it to `.grad` in place, or to `.main_grad` where there is one, usually in
@@ -27,8 +27,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.deferral import deferred
-from parallel3d.layers.main_grad import add_product, total_gradient
+from parallel3d.layers.deferral import delay_if_split
+from parallel3d.layers.main_grad import accumulated_gradient, add_product
 from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
 
@@ -127,12 +127,12 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
+def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
     """What a backward pass returns for `parameter` whose local gradient is `local`: added to the total, and None, where
     gradients are fused; else the gradient in the parameter's own form."""
     if not fused:
         return like_parameter(parameter, local)
-    total = total_gradient(parameter)
+    total = accumulated_gradient(parameter)
     if total is None:
         parameter.grad = like_parameter(parameter, local)
     else:
@@ -140,28 +140,30 @@ def give_gradient(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | 
     return None
 
 
-def give_matmul_gradient(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
-    """As `give_gradient` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and [tokens, in]:
-    where gradients are fused, the matrix multiplication itself adds the product, now or when the runtime has time."""
+def accumulate_or_return_product(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
+    """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and
+    [tokens, in]: where gradients are fused, the matrix multiplication itself adds the product, now or delayed."""
     # What is put off must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
     kept = grad_out.detach(), x.detach()
-    if fused and deferred(lambda: give_matmul_gradient(weight, *kept, fused=True)):
+    if fused and delay_if_split(lambda: accumulate_or_return_product(weight, *kept, fused=True)):
         return None
-    if fused and (total := total_gradient(weight)) is not None:
+    if fused and (total := accumulated_gradient(weight)) is not None:
         add_product(total, grad_out, x)
         return None
-    return give_gradient(weight, grad_out.t().mm(x), fused=fused)
+    return accumulate_or_return(weight, grad_out.t().mm(x), fused=fused)
 
 
-def give_rows_gradient(parameter: Tensor, rows: slice, part: Tensor, axis: Axis, *, fused: bool) -> Tensor | None:
-    """As `give_gradient` for a replicated parameter of which this rank used `rows` alone: the gradient is partial, and
-    so stays where gradients are fused; else it is summed over the axis."""
-    if fused and (total := total_gradient(parameter)) is not None:
+def accumulate_or_return_rows(
+    parameter: Tensor, rows: slice, part: Tensor, axis: Axis, *, fused: bool
+) -> Tensor | None:
+    """Does `accumulate_or_return` for a replicated parameter of which this rank used `rows` alone: the gradient is
+    partial, and stays so where gradients are fused; else it is summed over the axis."""
+    if fused and (total := accumulated_gradient(parameter)) is not None:
         total[rows].add_(part)
         return None
     whole = torch.zeros_like(local_tensor(parameter))
     whole[rows] = part
-    return give_gradient(parameter, whole if fused else all_reduce(whole, axis), fused=fused)
+    return accumulate_or_return(parameter, whole if fused else all_reduce(whole, axis), fused=fused)
 
 
 def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
@@ -196,7 +198,7 @@ class _Replicated(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         if ctx.sum_over is not None and not ctx.fused:
             grad = all_reduce(grad.clone(), ctx.sum_over)  # cloned: others may hold the gradient, too
-        return give_gradient(ctx.parameter, grad, fused=ctx.fused), None, None
+        return accumulate_or_return(ctx.parameter, grad, fused=ctx.fused), None, None
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
