@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.load import load_recipe, to_yaml
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, ScheduleName, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import validate, warnings_for
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.recipes import shipped_recipes
+from parallel3d.schedules.registry import ScheduleName
 
 SMALL = """
 model: {layers: 4, hidden: 48, heads: 6, kv_heads: 2, ffn_hidden: 128, vocab: 264}

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.simulate import EQUAL, Costs, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline

@@ -17,9 +17,10 @@ from typing import Any, get_args
 
 import pytest
 
-from parallel3d.config.recipe import ParallelConfig, ScheduleName
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.report.page import Accuracy
 from parallel3d.planner.search.ranking import Objective
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import answer as plan_answer
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import options as plan_options
@@ -246,7 +247,7 @@ def test_it_answers_without_torch_or_numpy() -> None:
 
 def test_the_options_list_every_choice() -> None:
     assert get_args(Objective) == plan_recommend.OBJECTIVES
-    assert tuple(get_args(ScheduleName)) == plan_options.SCHEDULES
+    assert tuple(get_args(ScheduleName)) == tuple(plan_options.SCHEDULES)
 
 
 def test_help_is_quick() -> None:

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.schedules.builders import BUILDERS
 from parallel3d.schedules.csv_file import load_schedule
+from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.plan import command as plan
 
 Said = pytest.CaptureFixture[str]
@@ -57,7 +57,7 @@ def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [*BUILDERS, "forward_only"])
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
 @pytest.mark.parametrize("microbatches", [1, 9])
 def test_every_schedule_has_a_usual_number_of_stages(name: str, microbatches: int, capsys: Said) -> None:
     found = figures(f"--schedule {name} --pp 4 --microbatches {microbatches}", capsys)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, ScheduleName
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.rank_memory import least_bytes, least_held, worst_rank
 from parallel3d.planner.model.shapes import from_config
@@ -17,6 +17,7 @@ from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import families, freed, kinds, ways
 from parallel3d.planner.search.tp_pp_search import Cut
 from parallel3d.planner.time.step import Known, least_step_s, step_cost
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import score as plan_score
 
 MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632, vocab=32000)

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.recipe import (
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    Recipe,
-    Recompute,
-    ScheduleName,
-    TrainConfig,
-)
+from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
@@ -32,6 +24,7 @@ from parallel3d.planner.search.candidate import job_of, strategy
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.planner.time.step import step_cost
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import score as plan_score
 
 CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config.recipe import ScheduleName
-from parallel3d.planner.memory.activations import live_amid, live_microbatches
 from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
 from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.simulate import Costs, simulate
 
@@ -81,7 +81,7 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
             alive += 1 if kind is Kind.FORWARD else -1
             if kind is Kind.BACKWARD:
                 backwards[stage] += 1
-        told = live_amid(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual)
+        told = live_with_all_gradients(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual)
         assert told == max(found, default=None)
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.builders import BUILDERS, STAGES_PER_RANK, build_schedule, forward_only, placement
+from parallel3d.schedules.builders import build_schedule, forward_only, placement
 from parallel3d.schedules.check import slots_needed
 from parallel3d.schedules.classic import groups
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -22,9 +22,9 @@ sizes = st.integers(1, 8)
 @st.composite
 def built(draw: st.DrawFn) -> Schedule:
     """Any builder's schedule, for any numbers that it takes."""
-    name: ScheduleName = draw(st.sampled_from(sorted(BUILDERS)))
-    stages = STAGES_PER_RANK[name]
-    virtual_stages = draw(st.integers(stages.least, 4 if stages.most is None else stages.most))
+    name: ScheduleName = draw(st.sampled_from(sorted(SCHEDULES)))
+    traits = SCHEDULES[name]
+    virtual_stages = draw(st.integers(traits.least_stages, traits.most_stages or 4))
     return build_schedule(name, pp=draw(sizes), microbatches=draw(st.integers(1, 25)), virtual_stages=virtual_stages)
 
 
@@ -33,7 +33,7 @@ def lines(name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int
 
 
 def test_every_name_of_a_recipe_has_a_builder() -> None:
-    assert set(get_args(ScheduleName)) == set(BUILDERS) == set(STAGES_PER_RANK)
+    assert set(get_args(ScheduleName)) == set(SCHEDULES)
 
 
 def test_naive_does_one_microbatch_at_a_time() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_schedule import built
 from work import lines_run
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.builders import build_schedule, forward_only, placement
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.simulate import EQUAL, Costs, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline

@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
 from parallel3d.config.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
+from parallel3d.schedules.registry import ScheduleName
 
-ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
-]
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
 BlockRecompute = Literal["none", "selective", "full"]

@@ -16,7 +16,7 @@ from parallel3d.config.rules_optimizer import optimizer_faults, step_in_backward
 from parallel3d.config.strategy import sharding_faults
 from parallel3d.errors import ConfigError
 from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
-from parallel3d.schedules.builders import STAGES_PER_RANK, WHOLE_INSTEAD
+from parallel3d.schedules.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from parallel3d.config.recipe import ParallelConfig, Recipe
@@ -230,25 +230,25 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 def _stages_per_rank(parallel: ParallelConfig) -> Iterator[str]:
     """What each schedule asks of the stages that a rank holds."""
     name, virtual = parallel.schedule, parallel.virtual_stages
-    wanted = STAGES_PER_RANK[name]
-    if wanted.most == 1 and virtual > 1:
-        many = [other for other, stages in STAGES_PER_RANK.items() if stages.usual > 1 and stages.allow(virtual)]
+    wanted = SCHEDULES[name]
+    usual = wanted.usual_stages
+    if wanted.most_stages == 1 and virtual > 1:
+        many = [other.name for other in SCHEDULES.values() if other.usual_stages > 1 and other.allows(virtual)]
         yield (
             f"parallel.virtual_stages = {virtual}: needs parallel.schedule = {_or(many)}, and it is {name}; "
             f"try parallel.schedule={many[0]} or parallel.virtual_stages=1"
         )
-    elif not wanted.allow(virtual):
+    elif not wanted.allows(virtual):
         yield (
-            f"parallel.virtual_stages = {virtual}: must be {wanted.usual} with parallel.schedule = {name}, whose ranks "
-            f"hold a stage on the way down and one on the way up; try parallel.virtual_stages={wanted.usual}"
+            f"parallel.virtual_stages = {virtual}: must be {usual} with parallel.schedule = {name}, whose "
+            f"ranks hold a stage on the way down and one on the way up; try parallel.virtual_stages={usual}"
         )
-    elif wanted.usual > 1 and virtual == 1:
-        plain = {"looped_bfs": "gpipe", "interleaved_zb": "zb_h1"}.get(name, "1f1b")
+    elif usual > 1 and virtual == 1:
         yield (
             f"parallel.schedule = {name}: has nothing to interleave with parallel.virtual_stages = 1; "
-            f"try parallel.schedule={plain} or parallel.virtual_stages=2"
+            f"try parallel.schedule={wanted.single_stage} or parallel.virtual_stages=2"
         )
-    elif wanted.usual > 1 and parallel.pp == 1:
+    elif usual > 1 and parallel.pp == 1:
         yield (
             f"parallel.schedule = {name}: needs a pipeline, and parallel.pp = 1; "
             "try parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
@@ -257,12 +257,12 @@ def _stages_per_rank(parallel: ParallelConfig) -> Iterator[str]:
 
 def _compile(recipe: Recipe) -> Iterator[str]:
     """What `torch.compile` makes of a block is one piece."""
-    schedule, recompute = recipe.parallel.schedule, recipe.parallel.recompute
-    if schedule in WHOLE_INSTEAD:
+    schedule, recompute = SCHEDULES[recipe.parallel.schedule], recipe.parallel.recompute
+    if schedule.splits_backward:
         yield (
-            f"train.compile = true: parallel.schedule = {schedule} puts off the gradients of weights, and a compiled "
-            f"block's backward has both gradients in one graph; try parallel.schedule={WHOLE_INSTEAD[schedule]}, or "
-            "train.compile=false"
+            f"train.compile = true: parallel.schedule = {schedule.name} puts off the gradients of weights, and a "
+            "compiled block's backward has both gradients in one graph; try "
+            f"parallel.schedule={schedule.whole_backward}, or train.compile=false"
         )
     if recompute == "selective":
         yield (

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from parallel3d.config.strategy import HYBRID_OF
-from parallel3d.schedules.builders import WHOLE_INSTEAD
+from parallel3d.schedules.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from parallel3d.config.recipe import OptimizerConfig, Recipe
@@ -82,10 +82,11 @@ def step_in_backward_faults(recipe: Recipe) -> Iterator[str]:
             f"{this}: model.tied_embeddings = true with parallel.pp = {parallel.pp} sums a gradient over the first and "
             "the last stage when both are done; try parallel.pp=1"
         )
-    if parallel.schedule in WHOLE_INSTEAD:
+    schedule = SCHEDULES[parallel.schedule]
+    if schedule.splits_backward:
         yield (
-            f"{this}: parallel.schedule = {parallel.schedule} puts off the gradients of weights beyond the backward; "
-            f"try parallel.schedule={WHOLE_INSTEAD[parallel.schedule]}"
+            f"{this}: parallel.schedule = {schedule.name} puts off the gradients of weights beyond the backward; "
+            f"try parallel.schedule={schedule.whole_backward}"
         )
 
 

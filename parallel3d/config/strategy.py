@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from parallel3d.schedules.registry import SCHEDULES
+
 if TYPE_CHECKING:
     from parallel3d.config.recipe import ParallelConfig
 
@@ -32,7 +34,6 @@ HYBRID_OF: dict[ShardingName, ShardingName] = {
     "FULL_SHARD": "HYBRID_SHARD",
 }
 _OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
-_SPLIT_BACKWARD = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 USUAL_BUCKET_MIB = 25.0  # as DistributedDataParallel's
 
 
@@ -70,7 +71,7 @@ def sharding_faults(parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.bucket_mib = {parallel.bucket_mib:g}: parallel.sharding = {strategy} sends block by block; drop "
             f"it, or try parallel.sharding=NO_SHARD"
         )
-    if parallel.reduce == "microbatch" and parallel.schedule in _SPLIT_BACKWARD:
+    if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         yield (
             f"parallel.reduce = microbatch: needs backwards in one piece, and parallel.schedule = {parallel.schedule} "
             f"splits them; try parallel.reduce=step, or parallel.schedule=1f1b"

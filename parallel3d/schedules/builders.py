@@ -1,93 +1,27 @@
-"""The schedules by name. Their builders are pure functions, in the files beside this one; a new one is a new entry.
-
-No torch here.
-"""
+"""A schedule made from its name and its numbers, and schedules of forwards alone. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.check import check_schedule
-from parallel3d.schedules.classic import (
-    Actions,
-    gpipe,
-    groups,
-    interleaved_1f1b,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-)
+from parallel3d.schedules.classic import Actions, groups
+from parallel3d.schedules.registry import Builder, ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind, Schedule
-from parallel3d.schedules.v_shaped import dualpipe_v, zb_v
-from parallel3d.schedules.zero_bubble import interleaved_zb, zb_h1
-
-if TYPE_CHECKING:
-    from parallel3d.config.recipe import ScheduleName
-
-BUILDERS: dict[ScheduleName, Callable[[int, int, int, int], Actions]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "looped_bfs": looped_bfs,
-    "zb_h1": zb_h1,
-    "interleaved_zb": interleaved_zb,
-    "zb_v": zb_v,
-    "dualpipe_v": dualpipe_v,
-    "naive": naive,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagesPerRank:
-    """How many stages a rank may hold in a schedule, and where they stand."""
-
-    least: int = 1
-    most: int | None = 1  # None: any number
-    usual: int = 1
-    v_shaped: bool = False  # the second half of the stages goes back up the ranks
-
-    def allow(self, virtual_stages: int) -> bool:
-        return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
-
-
-_LOOPED = StagesPerRank(most=None, usual=2)
-_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
-
-STAGES_PER_RANK: dict[ScheduleName, StagesPerRank] = {
-    "gpipe": StagesPerRank(),
-    "1f1b": StagesPerRank(),
-    "interleaved_1f1b": _LOOPED,
-    "looped_bfs": _LOOPED,
-    "zb_h1": StagesPerRank(),
-    "interleaved_zb": _LOOPED,
-    "zb_v": _V,
-    "dualpipe_v": _V,
-    "naive": StagesPerRank(most=None),
-}
-
-# Whose backwards are done in two halves, and what does as well where they cannot be.
-WHOLE_INSTEAD: dict[ScheduleName, ScheduleName] = {
-    "zb_h1": "1f1b",
-    "interleaved_zb": "interleaved_1f1b",
-    "zb_v": "interleaved_1f1b",
-    "dualpipe_v": "interleaved_1f1b",
-}
 
 
 def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
 ) -> Schedule:
-    """The schedule of this name. Raises ScheduleError where the numbers do not suit it. Without `check` it is not
-    proved again, which for a builder of this package the tests have done."""
-    _check_numbers(name, pp, microbatches, virtual_stages)
+    """Builds the schedule of this name. Raises ScheduleError where the numbers do not suit it. Without `check` it is
+    not proved again, which for a builder of this package the tests have done."""
+    builder = _builder(name, pp, microbatches, virtual_stages)
     schedule = Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(tuple(BUILDERS[name](pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
+        ranks=tuple(tuple(builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
     )
     if check:
         check_schedule(schedule)
@@ -97,14 +31,26 @@ def build_schedule(
 def rank_actions(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
 ) -> tuple[Action, ...]:
-    """`build_schedule(...).ranks[rank]`, without the other ranks'."""
-    _check_numbers(name, pp, microbatches, virtual_stages)
-    return tuple(BUILDERS[name](pp, rank, microbatches, virtual_stages))
+    """`build_schedule(...).ranks[rank]`, without the other ranks' actions."""
+    return tuple(_builder(name, pp, microbatches, virtual_stages)(pp, rank, microbatches, virtual_stages))
+
+
+def _builder(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> Builder:
+    """The schedule's builder. Raises ScheduleError where it does not take these numbers."""
+    traits = schedule_traits(name)
+    if pp < 1 or microbatches < 1:
+        raise ScheduleError(f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1")
+    if not traits.allows(virtual_stages):
+        least = "at least " if traits.most_stages is None else ""
+        raise ScheduleError(
+            f"schedule {name}: {virtual_stages} stages on each rank; it has {least}{traits.least_stages}"
+        )
+    return traits.builder
 
 
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """The rank of each stage: round and round, or down and up again."""
-    return _down_and_up(pp) if STAGES_PER_RANK[name].v_shaped else _round_and_round(pp, virtual_stages)
+    return _down_and_up(pp) if schedule_traits(name).v_shaped else _round_and_round(pp, virtual_stages)
 
 
 def forward_only(
@@ -152,14 +98,3 @@ def _arrivals(placement: tuple[int, ...], pp: int, microbatches: int) -> Iterato
             start = first * virtual_stages + turn * size + rank
             yield from ((start + place, stage, first + place) for place in range(size))
         first += size
-
-
-def _check_numbers(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> None:
-    if name not in BUILDERS:
-        raise ScheduleError(f"schedule {name}: unknown; known are {', '.join(BUILDERS)}")
-    if pp < 1 or microbatches < 1:
-        raise ScheduleError(f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1")
-    stages = STAGES_PER_RANK[name]
-    if not stages.allow(virtual_stages):
-        least = "at least " if stages.most is None else ""
-        raise ScheduleError(f"schedule {name}: {virtual_stages} stages on each rank; it has {least}{stages.least}")

@@ -35,7 +35,12 @@ def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> A
     assert virtual_stages == 1
     forwards = [Action(rank, F, m) for m in range(microbatches)]
     backwards = [Action(rank, B, m) for m in range(microbatches)]
-    return _in_turn(forwards, backwards, warm_up=pp - rank - 1)
+    return _in_turn(forwards, backwards, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, virtual_stages))
+
+
+def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
+    """Forwards of a rank before 1F1B's first forward-backward pair."""
+    return pp - rank - 1
 
 
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
@@ -46,8 +51,13 @@ def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int)
     return _in_turn(
         [Action(stage, F, m) for stage, m in forwards],
         [Action(stage, B, m) for stage, m in backwards],
-        warm_up=2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0],
+        warm_up=interleaved_warm_up(pp, rank, microbatches, virtual_stages),
     )
+
+
+def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
+    """Forwards of a rank before interleaved 1F1B's first forward-backward pair."""
+    return 2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0]
 
 
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:

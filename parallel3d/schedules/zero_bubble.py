@@ -1,5 +1,5 @@
 """Schedules whose backward is split: the input's gradient (I) at once, because the stage before waits for it, and the
-weights' (W) later, where the rank would be idle. Qi et al. 2023, arXiv 2401.10241. As in schedules_classic, with F, I
+weights' (W) later, where the rank would be idle. Qi et al. 2023, arXiv 2401.10241. As in `classic`, with F, I
 and W the times of a rank's whole share.
 
 A rank that starts its backwards earlier puts its weights' gradients off for longer, so that all ranks hold as many

@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config.recipe import ParallelConfig, ScheduleName
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.launch.toolchain import check_compiler
-from parallel3d.schedules.builders import STAGES_PER_RANK, WHOLE_INSTEAD, build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import SCHEDULES
 from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PRELOAD = ("torch._inductor.compile_fx",)
@@ -42,11 +42,10 @@ def test_compiled_blocks_train_as_eager_ones_do(world: Callable) -> None:
 
 
 def test_the_schedules_that_are_refused_with_compile_are_those_that_split_the_backward() -> None:
-    for name in get_args(ScheduleName):
-        v = STAGES_PER_RANK[name].usual
-        assert build_schedule(name, pp=2, microbatches=4, virtual_stages=v).splits == (name in WHOLE_INSTEAD)
-    for name in WHOLE_INSTEAD.values():
-        assert name not in WHOLE_INSTEAD
+    for name, traits in SCHEDULES.items():
+        schedule = build_schedule(name, pp=2, microbatches=4, virtual_stages=traits.usual_stages)
+        assert schedule.splits == traits.splits_backward
+        assert traits.whole_backward is None or not SCHEDULES[traits.whole_backward].splits_backward
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.pipeline import transport
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import STAGES_PER_RANK, build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from tests.distributed.pipeline_cases import Pipeline
 
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 PEERS: dict[ScheduleName, tuple[Any, int]] = {
     "gpipe": (pipelining.ScheduleGPipe, 1),
     "1f1b": (pipelining.Schedule1F1B, 1),
@@ -35,8 +34,8 @@ PEERS: dict[ScheduleName, tuple[Any, int]] = {
 
 
 def virtual_stages_of(name: ScheduleName) -> list[int]:
-    stages = STAGES_PER_RANK[name]
-    return [v for v in (1, 2, 3) if stages.allow(v) and (v > 1 or stages.usual == 1)]
+    traits = SCHEDULES[name]
+    return [v for v in (1, 2, 3) if traits.allows(v) and (v > 1 or traits.usual_stages == 1)]
 
 
 def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:

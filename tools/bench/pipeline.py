@@ -26,11 +26,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.errors import RankError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tools.bench import bubble as bench_bubble
 from parallel3d.tools.bench.ranks import run_ranks

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 
-from parallel3d.schedules.builders import STAGES_PER_RANK
+from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.plan.units import bytes_per_s, dollars, fraction, memory_bytes, share
 
-SCHEDULES = tuple(STAGES_PER_RANK)
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -50,7 +49,7 @@ def add_constraints(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fix", metavar="KEY=VALUE", nargs="+", default=[], help="a recipe's parallel keys: tp=8 pp=4")
     group.add_argument("--max-tp", metavar="N", type=whole)
     group.add_argument("--max-pp", metavar="N", type=whole)
-    group.add_argument("--schedule", choices=SCHEDULES, metavar="S", help=f"one of {', '.join(SCHEDULES)}")
+    group.add_argument("--schedule", choices=tuple(SCHEDULES), metavar="S", help=f"one of {', '.join(SCHEDULES)}")
 
 
 def add_model_options(parser: Parser) -> None:

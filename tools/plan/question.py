@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from parallel3d.config.recipe import BlockRecompute, ParallelConfig, ScheduleName
+from parallel3d.config.recipe import BlockRecompute, ParallelConfig
 from parallel3d.config.strategy import How, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
@@ -16,13 +16,13 @@ from parallel3d.planner.published.programs import in_precision, named_engine
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan.devices import find_cluster
 from parallel3d.tools.plan.shape import Model, find_model
 
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 # Recompute of every n-th block is a recipe's to choose: no plan says how often.
 _WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+    "schedule": get_args(ScheduleName),
     "recompute": get_args(BlockRecompute),
     "sequence_parallel": ("true", "false"),
     "sharding": get_args(ShardingName),

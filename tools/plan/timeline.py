@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from parallel3d.errors import ConfigError, ScheduleError
-from parallel3d.schedules.builders import BUILDERS, STAGES_PER_RANK, build_schedule, forward_only
+from parallel3d.schedules.builders import build_schedule, forward_only
 from parallel3d.schedules.csv_file import load_schedule, to_csv
+from parallel3d.schedules.registry import SCHEDULES, schedule_traits
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.simulate import Costs, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
@@ -64,7 +65,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     which = parser.add_argument_group("the schedule")
-    which.add_argument("--schedule", metavar="S", help=f"one of {', '.join([*BUILDERS, _FORWARD_ONLY])}")
+    which.add_argument("--schedule", metavar="S", help=f"one of {', '.join([*SCHEDULES, _FORWARD_ONLY])}")
     which.add_argument("--pp", metavar="P", type=whole, help="pipeline ranks")
     which.add_argument("--microbatches", metavar="M", type=whole, help="microbatches of a step")
     which.add_argument(
@@ -106,7 +107,7 @@ def _load(options: argparse.Namespace) -> Schedule:
 
 def _build(options: argparse.Namespace) -> Schedule:
     """The schedule of the options. Raises ConfigError or ScheduleError where they do not make one."""
-    known = [*BUILDERS, _FORWARD_ONLY]
+    known = [*SCHEDULES, _FORWARD_ONLY]
     if options.schedule is None:
         raise ConfigError(f"--schedule: required, or --schedule-file; try --schedule {known[1]}")
     if options.schedule not in known:
@@ -116,7 +117,7 @@ def _build(options: argparse.Namespace) -> Schedule:
     for option, value, example in (("--pp", options.pp, 4), ("--microbatches", options.microbatches, 8)):
         if value is None:
             raise ConfigError(f"{option}: required with --schedule; try {option} {example}")
-    usual = 1 if options.schedule == _FORWARD_ONLY else STAGES_PER_RANK[options.schedule].usual
+    usual = 1 if options.schedule == _FORWARD_ONLY else schedule_traits(options.schedule).usual_stages
     virtual_stages = usual if options.virtual_stages is None else options.virtual_stages
     actions = 3 * options.pp * virtual_stages * options.microbatches
     if actions > _MOST_ACTIONS:

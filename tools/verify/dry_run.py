@@ -28,13 +28,12 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.links import LoneLinks
 from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.tools.verify.chunks import chunks_on_demand
 from parallel3d.tools.verify.ledger import Ledger, Snapshot
 from parallel3d.training.trainer import Trainer
-
-_GROWING = ("gpipe", "looped_bfs")  # schedules whose live microbatches grow with their number
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
 def shortened(recipe: Recipe) -> Recipe:
     """The recipe with so few microbatches as hold as much on every rank: the same again and again adds nothing."""
     parallel, train = recipe.parallel, recipe.train
-    if parallel.schedule in _GROWING:
+    if SCHEDULES[parallel.schedule].holds_whole_batch:
         return recipe
 
     def peaks(microbatches: int) -> tuple[int, ...]:

@@ -16,14 +16,13 @@ from parallel3d.config.recipe import (
     Precision,
     Recipe,
     Recompute,
-    ScheduleName,
     TrainConfig,
 )
 from parallel3d.config.rules import validate
 from parallel3d.config.strategy import WHOLE, How, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.schedules.builders import STAGES_PER_RANK, WHOLE_INSTEAD
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 _MOST_RANKS = 16_384
 _SCHEDULES: tuple[ScheduleName, ...] = (
@@ -101,7 +100,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     """None where the numbers drawn do not suit each other."""
     tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 4, 8, 16))
     schedule: ScheduleName = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
-    most = STAGES_PER_RANK[schedule].most
+    most = SCHEDULES[schedule].most_stages
     virtual = draw.choice((2, 3, 4)) if most is None else most
     if model.layers < pp * virtual:
         return None
@@ -128,7 +127,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
         recompute=recompute,
         recompute_every=draw.choice((2, 3)) if recompute == "every_n" else None,
         gather="step" if whole else draw.choice(_HOW),
-        reduce="step" if whole or schedule in WHOLE_INSTEAD else draw.choice(_HOW),
+        reduce="step" if whole or SCHEDULES[schedule].splits_backward else draw.choice(_HOW),
     )
     train = TrainConfig(
         steps=1,

@@ -11,13 +11,7 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import cast
-
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.planner.model.job import Job
-from parallel3d.schedules.builders import build_schedule
-from parallel3d.schedules.classic import groups
 
 
 def block_bytes(job: Job) -> float:
@@ -98,45 +92,3 @@ def _kept_operators_bytes(job: Job) -> float:
     # Of wq, wk, wv, wo, w1, w3, w2 every second: k, the projection's output, one of the MLP's inputs.
     kept = 2.0 * (shape.kv_hidden + shape.ffn_hidden) / tp
     return _input_bytes(job) * 2.0 + job.tokens * (kept + 2.0 * shape.hidden / tp) + 4.0 * shape.heads / tp * job.tokens
-
-
-def live_microbatches(schedule: str, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Forwards (of a chunk) that wait for their backward on a rank at once: the closed form of
-    `Schedule.peak_live_microbatches`, which a test compares it with."""
-    if schedule == "gpipe":
-        return microbatches
-    if schedule == "interleaved_1f1b":
-        warm_up = 2 * (pp - rank - 1) + (virtual_stages - 1) * pp
-        return min(warm_up + 1, microbatches * virtual_stages)
-    if schedule == "zb-2p":  # as many again, so that the bubble goes (Qi et al. 2023, arXiv 2401.10241, table 1)
-        return min(2 * pp - 1, microbatches)
-    if schedule == "zb-1p":
-        return min(pp, microbatches)
-    if schedule in ("1f1b", "none"):
-        return min(pp - rank, microbatches)
-    return _live_of_schedule(cast(ScheduleName, schedule), pp, microbatches, virtual_stages)[rank]
-
-
-def live_amid(schedule: str, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int | None:
-    """Of them, those that a rank has at least once when each of its stages has had a backward and none its last: its
-    gradients are all there then, and unreduced. None where there is no such moment, or nothing is known of one."""
-    if microbatches == 1:
-        return None
-    if schedule == "gpipe":
-        return microbatches - 1
-    if schedule in ("1f1b", "none"):
-        return min(pp - rank, microbatches - 1)
-    if schedule == "interleaved_1f1b" and len(sizes := groups(pp, microbatches)) > 1:
-        backwards = (virtual_stages - 1) * sizes[0] + 1  # the first group's, down to its first of the first stage
-        warm_up = 2 * (pp - rank - 1) + (virtual_stages - 1) * sizes[0]
-        return min(warm_up + 1, microbatches * virtual_stages - backwards)
-    return None
-
-
-@lru_cache(maxsize=1024)
-def _live_of_schedule(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """From the schedule itself, which repeats after a few times the pipeline's depth or grows with every microbatch."""
-    count = min(microbatches, 4 * pp)
-    schedule = build_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, check=False)
-    grows = name == "looped_bfs"
-    return tuple(live * microbatches // count if grows else live for live in schedule.peak_live_microbatches)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
+from typing import Literal, cast
 
-from parallel3d.planner.memory.activations import block_bytes, live_microbatches, whole_block_bytes
+from parallel3d.planner.memory.activations import block_bytes, whole_block_bytes
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.shapes import StageSlice, layer_parameters, norm_parameters
 from parallel3d.planner.own.memory import Least, most_held
 from parallel3d.planner.own.memory import least_held as least_held_of_own
-from parallel3d.schedules.builders import WHOLE_INSTEAD
+from parallel3d.schedules.live import live_microbatches
+from parallel3d.schedules.registry import ScheduleName, schedule_traits
 
 MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
 _MOMENTS = 2 / 3  # of Adam's states with a float32 copy of the weights
@@ -72,7 +73,7 @@ def memory_by_rank(job: Job) -> list[RankMemory]:
 
 def worst_rank(job: Job) -> RankMemory:
     """The pipeline rank that needs most."""
-    is_known = job.is_own and job.layout.schedule not in WHOLE_INSTEAD
+    is_known = job.is_own and not schedule_traits(job.layout.schedule).splits_backward
     ranks = _candidates(job) if is_known else range(job.layout.pp)
     return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.total)
 
@@ -187,8 +188,12 @@ def rank_parameters(job: Job, stage: StageSlice) -> int:
 def live_on(job: Job, rank: int) -> int:
     """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a pipeline rank."""
     layout = job.layout
+    if layout.schedule == "zb-1p":
+        return min(layout.pp, layout.microbatches)
+    if layout.schedule == "zb-2p":  # as many again, so that the bubble goes (Qi et al. 2023, arXiv 2401.10241, table 1)
+        return min(2 * layout.pp - 1, layout.microbatches)
     return live_microbatches(
-        layout.schedule,
+        cast(ScheduleName, layout.schedule),
         pp=layout.pp,
         rank=rank,
         microbatches=layout.microbatches,

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from parallel3d.config.recipe import ParallelConfig, ScheduleName
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import WHOLE, How, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import Engine
@@ -22,7 +22,8 @@ from parallel3d.planner.model.shapes import (
 from parallel3d.planner.model.training import Muon
 from parallel3d.planner.time.collectives import Group, axis_group
 from parallel3d.schedules.balance import PartCosts, balanced_cut
-from parallel3d.schedules.builders import STAGES_PER_RANK, placement
+from parallel3d.schedules.builders import placement
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
 
@@ -228,7 +229,7 @@ def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageS
 
 @lru_cache(maxsize=4096)
 def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    name: ScheduleName = schedule if schedule in STAGES_PER_RANK else "1f1b"
+    name: ScheduleName = schedule if schedule in SCHEDULES else "1f1b"
     return placement(name, pp=pp, virtual_stages=virtual_stages)
 
 

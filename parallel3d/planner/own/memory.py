@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from parallel3d.planner.memory.activations import live_amid, live_microbatches
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.own.buckets import published_by
 from parallel3d.planner.own.moment import Moment, What, total
@@ -27,7 +26,8 @@ from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import received_into
 from parallel3d.planner.own.stepped import SteppedMoments
-from parallel3d.schedules.builders import WHOLE_INSTEAD
+from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,8 @@ class Least(NamedTuple):
 def least_held(job: Job, rank: int) -> Least:
     has, layout = Rank(job, rank), job.layout
     gathered = sum(map(has.gathered_by_forward, has.stages))
-    if layout.schedule in WHOLE_INSTEAD:  # it is for the schedule to say how many are alive
+    name = cast(ScheduleName, layout.schedule)
+    if SCHEDULES[name].splits_backward:  # it is for the schedule to say how many are alive
         return Least(sum(has.at_rest), gathered)
     depth = {
         "pp": layout.pp,
@@ -92,11 +93,11 @@ def least_held(job: Job, rank: int) -> Least:
         "virtual_stages": layout.virtual_stages,
     }
     each = min(kind.kept for kind in has.kinds)
-    amid = live_amid(layout.schedule, **depth)
+    amid = live_with_all_gradients(name, **depth)
     return Least(
         at_rest=sum(has.at_rest),
         gathered=gathered,
-        activations=live_microbatches(layout.schedule, **depth) * each,
+        activations=live_microbatches(name, **depth) * each,
         gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
         gradients=sum(has.whole_gradients(stage) - has.sent_last(stage) for stage in has.stages),
         amid=-inf if amid is None else amid * each,

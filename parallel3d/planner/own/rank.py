@@ -31,7 +31,7 @@ from parallel3d.planner.own.muon import hidden_matrices, muon_step, ranks_of
 from parallel3d.planner.own.states import Walk
 from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
-from parallel3d.schedules.builders import WHOLE_INSTEAD
+from parallel3d.schedules.registry import schedule_traits
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class Rank:
         bare = Stage(part, first, _unit(self.job.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
         kept = self.kept_by_blocks(bare, part.layers)
         kept += part.embedding * (ends.kept_by_embedding + sizes.mask) + part.head * ends.kept_by_head
-        if self.layout.schedule in WHOLE_INSTEAD:
+        if schedule_traits(self.layout.schedule).splits_backward:
             put_off = part.layers * self.put_off_by_block + self.put_off_by_head(bare)
         return Stage(part, first, bare.ends, kept, float(part.head * ends.logits), put_off)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.planner.own.traffic import Traffic
 from parallel3d.schedules.builders import placement, rank_actions
 from parallel3d.schedules.classic import groups
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
 
 Counts = tuple[int, ...]  # for each kind of stage

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.time.step import stage_times
-from parallel3d.schedules.builders import BUILDERS, build_schedule
+from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.timeline.simulate import Costs, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 
@@ -17,7 +18,7 @@ def planned_timeline(job: Job) -> tuple[Timeline, int] | None:
     there is nothing to draw: no pipeline, one too large, another program's own schedule, or ranks that share
     processors, as a calibrated host's do."""
     layout, shared = job.layout, job.cluster.measured is not None
-    if layout.pp == 1 or layout.schedule not in BUILDERS or shared:
+    if layout.pp == 1 or layout.schedule not in SCHEDULES or shared:
         return None
     most = _MOST_ACTIONS // (3 * layout.stages)
     counts = [layout.microbatches, *(depth * layout.pp for depth in _DEPTHS)]

@@ -11,7 +11,7 @@ from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.step import step_cost
 from parallel3d.schedules.balance import sizes_between
-from parallel3d.schedules.builders import WHOLE_INSTEAD
+from parallel3d.schedules.registry import SCHEDULES
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
@@ -45,7 +45,7 @@ def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int) -> bo
     """As `validation_optimizer` has it: of one microbatch, whose backward is in one piece."""
     is_hybrid = parallel.dp_replicate > 1 and parallel.strategy in HYBRID_OF.values()
     is_one = global_batch_size == parallel.dp * parallel.microbatch_size
-    return is_one and parallel.schedule not in WHOLE_INSTEAD and not is_hybrid
+    return is_one and not SCHEDULES[parallel.schedule].splits_backward and not is_hybrid
 
 
 def strategy(question: Question, parallel: ParallelConfig) -> Strategy:

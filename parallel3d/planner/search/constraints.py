@@ -7,7 +7,7 @@ from math import prod
 from parallel3d.errors import ConfigError
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import divisors, tp_rule
-from parallel3d.schedules.builders import STAGES_PER_RANK
+from parallel3d.schedules.registry import SCHEDULES
 
 _MOST_TRIES = 6
 
@@ -77,14 +77,14 @@ def _check_schedule(question: Question) -> None:
         )
     if schedule is None:
         return
-    rule = STAGES_PER_RANK[schedule]
-    if virtual is not None and not rule.allow(virtual):
-        others = [name for name in ("interleaved_1f1b", "1f1b") if STAGES_PER_RANK[name].allow(virtual)]
+    traits = SCHEDULES[schedule]
+    if virtual is not None and not traits.allows(virtual):
+        others = [name for name in ("interleaved_1f1b", "1f1b") if SCHEDULES[name].allows(virtual)]
         raise ConfigError(
-            f"virtual_stages = {virtual}: {schedule} holds {rule.usual} on each rank; "
-            f"try virtual_stages={rule.usual} or schedule={others[0]}"
+            f"virtual_stages = {virtual}: {schedule} holds {traits.usual_stages} on each rank; "
+            f"try virtual_stages={traits.usual_stages} or schedule={others[0]}"
         )
-    if rule.usual > 1 and fixed.pp == 1:
+    if traits.usual_stages > 1 and fixed.pp == 1:
         raise ConfigError(f"schedule = {schedule}: needs a pipeline, and pp = 1; try pp=2 or schedule=1f1b")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.config.recipe import ParallelConfig, Recompute, ScheduleName
+from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.strategy import How, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, Engine
@@ -12,6 +12,7 @@ from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import Training
 from parallel3d.planner.time.step import Cost
+from parallel3d.schedules.registry import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)

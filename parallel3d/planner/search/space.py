@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from parallel3d.config.recipe import ParallelConfig, Recompute, ScheduleName
+from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName, sharding_faults
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question
-from parallel3d.schedules.builders import STAGES_PER_RANK
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
-_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules that may reduce for each microbatch
 MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
 
@@ -86,13 +85,13 @@ def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple
 def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
     """One where the schedule has one; two on a V; else every number that divides the layers, or where none does all
     up to 8."""
-    rule, deepest = STAGES_PER_RANK[name], layers // pp
-    if rule.usual == 1:
+    traits, deepest = SCHEDULES[name], layers // pp
+    if traits.usual_stages == 1:
         return [1]
     if pp == 1 or deepest < 2:
         return []
-    if rule.most is not None:
-        return [rule.usual]
+    if traits.most_stages is not None:
+        return [traits.usual_stages]
     even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
     return even or list(range(2, min(deepest, 8) + 1))
 
@@ -151,8 +150,8 @@ def freed(question: Question, way: ParallelConfig) -> ParallelConfig | None:
     and never faster, so it is tried where the layout itself does not fit as it is."""
     fixed, is_own = question.fixed, question.engine.name == PARALLEL3D.name
     several = question.global_batch_size > way.dp * way.microbatch_size
-    can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE and way.schedule in _WHOLE_BACKWARD
-    if not can or fixed.gather or fixed.reduce:
+    can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE
+    if not can or SCHEDULES[way.schedule].splits_backward or fixed.gather or fixed.reduce:
         return None
     return replace(way, gather="microbatch", reduce="microbatch")
 

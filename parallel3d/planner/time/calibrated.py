@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.config.strategy import WHOLE
 from parallel3d.planner.hardware.calibration import Measured, Overhead, Process, Together
 from parallel3d.planner.model.job import Job
@@ -19,6 +18,7 @@ from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send
 from parallel3d.planner.time.parts import TimeParts
 from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
 from parallel3d.planner.time.roofline import Kernels
+from parallel3d.schedules.registry import ScheduleName
 
 _FORWARD = 0.4  # of what a block dispatches, forward and backward
 _NONE = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
@@ -179,16 +179,10 @@ def _stage_times(job: Job, host: _Host, forward: _Way, backward: _Way) -> tuple[
             ends_f, ends_b = ends_f + embedding[0] + _FORWARD * micro / 2, ends_b + embedding[1] + 0.6 * micro / 2
         if stage.head:
             ends_f, ends_b = ends_f + head[0] + loss + _FORWARD * micro / 2, ends_b + head[1] + loss + 0.6 * micro / 2
-        times.append(StageTimes(forward=f + ends_f + action, input=b + ends_b + action))
+        half_s = (b + ends_b + action) / 2  # of a backward, which is for weights
+        times.append(StageTimes(forward=f + ends_f + action, input=half_s, weight=half_s))
         ends.append(ends_f + ends_b)
-    if job.layout.schedule not in ("1f1b", "gpipe", "interleaved_1f1b"):
-        times = [_split(each) for each in times]
     return times, ends
-
-
-def _split(times: StageTimes) -> StageTimes:
-    """Half of a backward is for weights."""
-    return StageTimes(forward=times.forward, input=times.input / 2, weight=times.input / 2)
 
 
 def _action_s(job: Job, host: _Host) -> float:

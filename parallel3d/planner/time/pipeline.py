@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.schedules.builders import build_schedule, placement
+from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind, Schedule
 
 _WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats itself
@@ -175,7 +175,7 @@ def closed_form_s(
     for rank, stage in zip(placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True):
         per_rank[rank] += stage.forward + stage.backward
     slowest = max(per_rank)
-    if name in ("1f1b", "gpipe", "interleaved_1f1b"):
+    if schedule_traits(name).ramp_bubble:
         bubble = (sum(per_rank) - slowest) / virtual_stages
     else:
         bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * sum(per_rank) / pp

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
-from parallel3d.config.recipe import ScheduleName
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.model.job import Job
@@ -18,6 +17,7 @@ from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
 from parallel3d.planner.time.parts import TimeParts
 from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
+from parallel3d.schedules.registry import ScheduleName
 
 ZERO_BUBBLE = ("zb-1p", "zb-2p")
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: of what the device does since
