@@ -24,7 +24,7 @@ from parallel3d.tools.plan.devices import cluster_files, device_files, find_clus
 from parallel3d.tools.verify.command import job_of_recipe
 
 Said = pytest.CaptureFixture[str]
-CASES = Path(plan_score.__file__).with_name("cases") / "published.json"
+CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
 RUN = "train: {steps: 1, global_batch_size: 8, seq_len: 1024}\nparallel: {dp_shard: 8}\n"
 LAYOUT = "memory --model llama3-8b --gpu h100 --layout tp=4,pp=4,dp_shard=2 --seq-len 8192 --global-batch 64"
 
