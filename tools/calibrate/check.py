@@ -111,7 +111,7 @@ def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> 
 
 def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """One rank: times the recipe's steps; rank 0 writes the result into `run_dir`."""
-    from parallel3d.mesh import choose_device, process_group
+    from parallel3d.launch.process_group import choose_device, process_group
     from parallel3d.tools.calibrate.probes import time_probes
 
     device = choose_device(recipe.train.device, rendezvous)
