@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.compile import compile_blocks
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
 from parallel3d.config.strategy import WHOLE
 from parallel3d.layers.init import initial_tensor
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec, set_fused_gradients
+from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.mesh import Axis
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
@@ -24,9 +22,9 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
 from parallel3d.schedules.balance import balanced_cut, part_costs, sizes_between
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.sharding.apply import ShardedData, shard
+from parallel3d.sharding.apply import shard
 from parallel3d.sharding.dtypes import Dtypes
-from parallel3d.sharding.part import Part
+from parallel3d.sharding.parts import LocalParameter, ShardedData, local_parameters
 
 
 class ModelClass(Protocol):
@@ -45,51 +43,12 @@ class ModelClass(Protocol):
 
 
 @dataclass(frozen=True)
-class OwnParameter:
-    """A parameter of a stage on this rank. `name` is global; where the model ties two names, both have the first."""
-
-    name: str
-    module: ParallelModule
-    attribute: str
-    spec: ParameterSpec
-    is_copy: bool  # the second of a tied pair, on another stage than the first
-    part: Part  # what the optimizer steps of it on this rank
-
-    @property
-    def tensor(self) -> Tensor:
-        """The parameter as it is now: `fully_shard` puts others in its place and back."""
-        tensor = getattr(self.module, self.attribute)
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-    @property
-    def local(self) -> nn.Parameter:
-        """What the optimizer steps, a plain tensor: the parameter, or where it computes in fewer bits its master copy;
-        of what is split over dp_shard this rank's rows. `local.grad` is its gradient."""
-        return self.part.local
-
-    def refresh(self) -> None:
-        """Points `local` and its gradient at where the backward has put them."""
-        self.part.refresh()
-
-    def distributed(self, local: Tensor) -> Tensor:
-        """`local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the axes
-        that split this parameter's part, or itself where none does."""
-        return self.part.distributed(local)
-
-    def copies(self, axes: Mapping[str, Axis]) -> int:
-        """Ranks of this pipeline stage that have the same part."""
-        over = self.part.repeated_over | ({"tp"} if self.spec.dim is None else set())
-        return math.prod(axes[name].size for name in over)
-
-
-@dataclass(frozen=True)
 class Parallelized:
     """What this rank owns."""
 
     stages: list[Stage]
     data: list[ShardedData]  # of each stage
-    parameters: list[OwnParameter]
+    parameters: list[LocalParameter]
     pipeline: PipelineRuntime
     parameter_count: int  # of the whole model
     tied: frozenset[str]  # names of the parameters that the model uses twice
@@ -139,8 +98,8 @@ def parallelize(
         )
         materialize(module, device)
         sharded.allocate()
-        owned = own_parameters(module, aliases, sharded)
-        fill(owned, mesh, recipe.train.seed)
+        owned = local_parameters(module, aliases, sharded)
+        initialize_parameters(owned, mesh, recipe.train.seed)
         stages.append(Stage(module, sharded.before_backward, sharded.after_weights))
         data.append(sharded)
         parameters += owned
@@ -223,24 +182,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: original for name, original in pairs if name != original}
 
 
-def own_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedData) -> list[OwnParameter]:
-    """The parameters of a stage, a tied one that it has twice once."""
-    owned: dict[int, OwnParameter] = {}
-    for prefix, part in module.named_modules():
-        if not isinstance(part, ParallelModule):
-            continue
-        for attribute, spec in part.specs.items():
-            name = f"{prefix}.{attribute}"
-            tensor = getattr(part, attribute)
-            if id(tensor) not in owned:
-                first, local = aliases.get(name, name), data.part(part, attribute)
-                owned[id(tensor)] = OwnParameter(first, part, attribute, spec, is_copy=name in aliases, part=local)
-    return list(owned.values())
-
-
 @torch.no_grad()
-def fill(parameters: list[OwnParameter], mesh: DeviceMesh, seed: int) -> None:
+def initialize_parameters(parameters: list[LocalParameter], mesh: DeviceMesh, seed: int) -> None:
     """Initial weights: each global tensor drawn, cut over tp, then as the data ranks have it."""
     tp = Axis.of(mesh["tp"])
     for own in parameters:
-        own.part.fill(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))
+        own.part.initialize(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))

@@ -12,11 +12,11 @@ from torch import nn
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.optimizers.assignment import divide
+from parallel3d.optimizers.assignment import assign_by_cost
 from parallel3d.optimizers.low_precision_state import NarrowAdamW, NarrowSGD
 from parallel3d.optimizers.matrices import nearest_holders
 from parallel3d.optimizers.muon import adjustment, orthogonalize
-from parallel3d.optimizers.parameter_sharding import Box, Place, box_of
+from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
 from parallel3d.recipes import find_recipe
 
 SHAPES = [(24, 40), (40, 24), (7,)]
@@ -88,8 +88,8 @@ def test_singular_values_become_about_one() -> None:
 
 
 def test_matrices_are_divided_by_cost() -> None:
-    assert divide([1, 1, 4, 1, 1], 2) == [1, 1, 0, 1, 1]
-    assert sorted(divide([2.0] * 7, 3)) == [0, 0, 0, 1, 1, 2, 2]
+    assert assign_by_cost([1, 1, 4, 1, 1], 2) == [1, 1, 0, 1, 1]
+    assert sorted(assign_by_cost([2.0] * 7, 3)) == [0, 0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])
@@ -100,7 +100,7 @@ def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
         of_tp = matrix if dim is None else matrix.chunk(2, dim)[tp]
         for shard in range(4):  # of 10 rows 3, 3, 3, 1, and of 5 rows 2, 2, 1, 0
             parts = of_tp.chunk(4)
-            box = box_of((10, 6), dim, Place(tp, 2), Place(shard, 4))
+            box = sub_matrix_of((10, 6), dim, RankOf(tp, 2), RankOf(shard, 4))
             expected = parts[shard] if shard < len(parts) else of_tp[:0]
             assert torch.equal(box.of(matrix), expected)
             held.append(box.elements)
@@ -108,7 +108,7 @@ def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
 
 
 def test_a_matrix_comes_from_the_nearest_replica() -> None:
-    halves = [Box(0, 0, 2, 3), Box(2, 0, 2, 3)]
+    halves = [SubMatrix(0, 0, 2, 3), SubMatrix(2, 0, 2, 3)]
     assert nearest_holders([*halves, *halves], 3, (4, 3)) == {2, 3}
     assert nearest_holders([*halves, *halves], 0, (4, 3)) == {0, 1}
     with pytest.raises(AssertionError):

@@ -13,7 +13,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import sharding_faults
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, own_count, sent_bytes
 from parallel3d.sharding.packing import Packing
-from parallel3d.sharding.part import own_rows
+from parallel3d.sharding.parts import own_rows
 from parallel3d.sharding.units import units_of
 
 

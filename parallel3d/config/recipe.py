@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
-from parallel3d.config.strategy import USUAL_BUCKET_MIB, How, ShardingName, strategy_of
+from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
 from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
@@ -77,8 +77,8 @@ class ParallelConfig:
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
     zero_stage: int | None = None  # 0 to 3: the same by another name
-    gather: How = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
-    reduce: How = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
+    gather: Cadence = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
+    reduce: Cadence = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
     bucket_mib: float = USUAL_BUCKET_MIB  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least

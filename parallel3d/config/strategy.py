@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ShardingName = Literal[
     "NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"
 ]
-How = Literal["step", "microbatch"]
+Cadence = Literal["step", "microbatch"]
 
 WHOLE: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")  # every data rank computes with its own parameters
 ZERO_3: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")  # parameters freed between forward and backward

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel3d.optimizers.assignment import rounds
 from parallel3d.optimizers.low_precision_state import apply
-from parallel3d.optimizers.parameter_sharding import Split, Sums
-from parallel3d.parallelize import OwnParameter
+from parallel3d.optimizers.parameter_sharding import ParameterSharding, Sums
+from parallel3d.sharding.parts import LocalParameter
 
 SMALLEST_RMS = 1e-3  # epsilon_2: of a parameter, which its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
@@ -28,11 +28,11 @@ _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
 class _Stepping:
     """A parameter on its way through a step."""
 
-    parameter: OwnParameter
+    parameter: LocalParameter
     group: dict[str, Any]
     state: dict[str, Tensor]
     gradient: Tensor  # float32
-    split: Split
+    split: ParameterSharding
 
     @property
     def decay(self) -> float:
@@ -42,13 +42,13 @@ class _Stepping:
 
 
 class Adafactor(torch.optim.Optimizer):
-    """`groups` as torch's, with "parameters" (OwnParameter) beside "params". States, all float32: "step"; of a vector
+    """`groups` as torch's, with "parameters" (LocalParameter) beside "params". States, all float32: "step"; of a vector
     "variance"; else "row_var" [..., rows, 1] and "col_var" [..., 1, columns]."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, beta2_decay: float, update_clip: float) -> None:
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "update_clip": update_clip, "weight_decay": 0.0}
         super().__init__(groups, defaults)
-        self._splits = {p.local: Split.of(p) for group in groups for p in group["parameters"]}
+        self._splits = {p.local: ParameterSharding.of(p) for group in groups for p in group["parameters"]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -58,7 +58,7 @@ class Adafactor(torch.optim.Optimizer):
         for some in rounds(pairs, lambda pair: self._splits[pair[0].local].part_elements):
             _step([self._begin(parameter, group) for parameter, group in some])
 
-    def _begin(self, parameter: OwnParameter, group: dict[str, Any]) -> _Stepping:
+    def _begin(self, parameter: LocalParameter, group: dict[str, Any]) -> _Stepping:
         local = parameter.local
         assert local.grad is not None
         state = self.state[local]
@@ -117,7 +117,7 @@ def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
     return moment.clamp_(min=_EPSILON**2).rsqrt_().mul_(each.gradient)
 
 
-def start_states(parameter: OwnParameter) -> dict[str, Tensor]:
+def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
     """Those that torch's Adafactor has of a parameter, before its first step."""
     local = parameter.local
     zeros = torch.zeros_like(local, dtype=torch.float32)

@@ -9,7 +9,7 @@ from heapq import heapreplace
 from typing import TypeVar
 
 ROUND_ELEMENTS = 2**25  # of a rank's part
-WIDE_ELEMENTS = 2**26  # over all ranks, of parameters that are float32 for a moment (`training.rounding`)
+WIDE_ELEMENTS = 2**26  # over all ranks, of parameters that are float32 for a moment (`optimizers.stochastic_rounding`)
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int =
         yield found
 
 
-def divide(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
     """The rank of each item: the dearest first, each to the rank that has least so far, of several the first."""
     loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]  # a heap; more ranks would get nothing
     owners = [0] * len(costs)

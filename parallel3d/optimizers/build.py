@@ -17,7 +17,7 @@ from parallel3d.optimizers.adafactor import Adafactor
 from parallel3d.optimizers.low_precision_state import NarrowAdamW, NarrowSGD
 from parallel3d.optimizers.muon import Muon
 from parallel3d.optimizers.parameter_sharding import without_dim
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are statistics over a dim of their parameter
@@ -42,7 +42,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             part.step()
 
-    def part_of(self, parameter: OwnParameter) -> torch.optim.Optimizer:
+    def part_of(self, parameter: LocalParameter) -> torch.optim.Optimizer:
         """The one that steps a parameter; of `build_optimizer` with `each`, that parameter alone."""
         return self._part_of[parameter.local]
 
@@ -52,7 +52,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             if "step" in state:
                 state["step"].fill_(float(step))
 
-    def distributed_states(self, parameter: OwnParameter) -> Iterator[tuple[str, Tensor]]:
+    def distributed_states(self, parameter: LocalParameter) -> Iterator[tuple[str, Tensor]]:
         """The states of a parameter, each as the tensor that all ranks hold together; in their memory."""
         for name, state in self.state[parameter.local].items():
             if name in _OVER_DIM:
@@ -62,7 +62,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    parameters: Sequence[OwnParameter], config: OptimizerConfig, mesh: DeviceMesh, *, each: bool = False
+    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh, *, each: bool = False
 ) -> LocalOptimizer:
     """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it. `each`: AdamW
     or SGD as one optimizer for each parameter, which can be stepped by itself."""
@@ -73,7 +73,7 @@ def build_optimizer(
 
 
 def _optimizers(
-    parameters: Sequence[OwnParameter], config: OptimizerConfig, mesh: DeviceMesh
+    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
 ) -> list[torch.optim.Optimizer]:
     if config.name == "muon":
         matrices = [p for p in parameters if is_hidden_matrix(p)]
@@ -86,14 +86,14 @@ def _optimizers(
     return _adamw(parameters, config)
 
 
-def is_hidden_matrix(parameter: OwnParameter) -> bool:
+def is_hidden_matrix(parameter: LocalParameter) -> bool:
     """Whether Muon steps it: the weight of a linear layer, other than the head's."""
     module = parameter.module
     is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
     return is_linear and not isinstance(module, VocabParallelHead) and len(parameter.spec.shape) == 2
 
 
-def _adamw(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): torch's, where states are as wide as parameters."""
     if not parameters:
         return []
@@ -110,7 +110,7 @@ def _adamw(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> list[
     return [optimizer]
 
 
-def _sgd(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """SGD as torch has it: weight decay is added to the gradient."""
     groups = _groups(parameters, config.weight_decay)
     momentum, nesterov = config.momentum, config.nesterov
@@ -126,7 +126,7 @@ def _sgd(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> list[to
     return [optimizer]
 
 
-def _muon(matrices: Sequence[OwnParameter], config: OptimizerConfig, mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
+def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
     assert config.momentum is not None and config.nesterov is not None and config.ns_steps is not None
@@ -149,7 +149,7 @@ def _muon(matrices: Sequence[OwnParameter], config: OptimizerConfig, mesh: Devic
     return [optimizer]
 
 
-def _adafactor(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     assert config.beta2_decay is not None and config.update_clip is not None
     groups = _groups(parameters, config.weight_decay)
     optimizer = Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, update_clip=config.update_clip)
@@ -158,7 +158,7 @@ def _adafactor(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> l
     return [optimizer]
 
 
-def _groups(parameters: Sequence[OwnParameter], weight_decay: float) -> list[dict[str, Any]]:
+def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[dict[str, Any]]:
     """torch's parameter groups, each with its OwnParameters as well: matrices, which decay, and vectors."""
     matrices = [p for p in parameters if len(p.spec.shape) > 1]
     vectors = [p for p in parameters if len(p.spec.shape) <= 1]
@@ -169,9 +169,9 @@ def _groups(parameters: Sequence[OwnParameter], weight_decay: float) -> list[dic
     ]
 
 
-def _state_dtype(parameters: Sequence[OwnParameter], config: OptimizerConfig) -> torch.dtype:
+def _state_dtype(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> torch.dtype:
     return parameters[0].local.dtype if config.state_dtype is None else _DTYPES[config.state_dtype]
 
 
-def _zero_steps(parameter: OwnParameter) -> Tensor:
+def _zero_steps(parameter: LocalParameter) -> Tensor:
     return torch.zeros((), device=parameter.local.device)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.optimizers.assignment import divide, orthogonalize_cost
-from parallel3d.optimizers.parameter_sharding import Box, Place, box_of
-from parallel3d.parallelize import OwnParameter
+from parallel3d.optimizers.assignment import assign_by_cost, orthogonalize_cost
+from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
+from parallel3d.sharding.parts import LocalParameter
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
 
@@ -48,16 +48,16 @@ class StageGroup:
         assert isinstance(group, dist.ProcessGroup)
         return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group, *split)
 
-    def boxes(self, matrices: Sequence[OwnParameter]) -> list[Sequence[Box]]:
+    def boxes(self, matrices: Sequence[LocalParameter]) -> list[Sequence[SubMatrix]]:
         """Of each matrix, the part of each rank. Nothing is sent: ranks are placed alike, and cut alike."""
         cuts = [_cut_of(matrix) for matrix in matrices]
         boxes = {cut: self._boxes(*cut) for cut in dict.fromkeys(cuts)}
         return [boxes[cut] for cut in cuts]
 
-    def _boxes(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[Box]:
-        def box(rank: int) -> Box:
-            shard = Place(rank // self.tp % self.shards, self.shards) if is_split else Place(0, 1)
-            return box_of(shape, dim, Place(rank % self.tp, self.tp), shard)
+    def _boxes(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[SubMatrix]:
+        def box(rank: int) -> SubMatrix:
+            shard = RankOf(rank // self.tp % self.shards, self.shards) if is_split else RankOf(0, 1)
+            return sub_matrix_of(shape, dim, RankOf(rank % self.tp, self.tp), shard)
 
         return [box(rank) for rank in range(self.size)]
 
@@ -68,14 +68,14 @@ class Exchange:
     rank that gets the whole, `givers[matrix]` the ranks that it gets the parts from."""
 
     stage: StageGroup
-    boxes: Sequence[Sequence[Box]]
+    boxes: Sequence[Sequence[SubMatrix]]
     shapes: Sequence[tuple[int, ...]]
     owners: Sequence[int]
     givers: Sequence[frozenset[int]]
 
     @classmethod
-    def of(cls, stage: StageGroup, boxes: Sequence[Sequence[Box]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
-        owners = divide([orthogonalize_cost(shape) for shape in shapes], stage.size)
+    def of(cls, stage: StageGroup, boxes: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
+        owners = assign_by_cost([orthogonalize_cost(shape) for shape in shapes], stage.size)
         givers = [nearest_holders(boxes[m], owner, shapes[m]) for m, owner in enumerate(owners)]
         return cls(stage, boxes, shapes, owners, givers)
 
@@ -114,7 +114,7 @@ class Exchange:
             found.setdefault(owner, []).append(matrix)
         return found
 
-    def _exchange(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
+    def _exchange(self, sent: list[list[Tensor]], expected: list[list[SubMatrix]], like: Tensor) -> list[list[Tensor]]:
         """An all-to-all: `sent[rank]` goes to each rank, `expected[rank]` comes from it."""
         flat = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank] or [like.new_empty(0)])
         sizes = [sum(box.elements for box in of_rank) for of_rank in expected]
@@ -127,14 +127,14 @@ class Exchange:
         ]
 
 
-def _cut_of(matrix: OwnParameter) -> tuple[tuple[int, ...], int | None, bool]:
+def _cut_of(matrix: LocalParameter) -> tuple[tuple[int, ...], int | None, bool]:
     """Its shape, the dim that tp splits, and whether dp_shard splits its rows."""
     return matrix.spec.shape, matrix.spec.dim, "dp_shard" not in matrix.part.repeated_over
 
 
-def nearest_holders(boxes: Sequence[Box], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
+def nearest_holders(boxes: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
     """The ranks whose parts make the whole matrix: of those that hold the same part the one nearest to its owner."""
-    holders: dict[Box, int] = {}
+    holders: dict[SubMatrix, int] = {}
     for rank in sorted(range(len(boxes)), key=lambda rank: abs(rank - owner)):
         if boxes[rank].elements:
             holders.setdefault(boxes[rank], rank)
@@ -143,5 +143,5 @@ def nearest_holders(boxes: Sequence[Box], owner: int, shape: tuple[int, ...]) ->
     return frozenset(holders.values())
 
 
-def _cut(flat: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
+def _cut(flat: Tensor, boxes: Sequence[SubMatrix]) -> tuple[Tensor, ...]:
     return flat.split([box.elements for box in boxes])

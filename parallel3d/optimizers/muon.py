@@ -18,8 +18,8 @@ from torch.distributed import DeviceMesh
 from parallel3d.optimizers.assignment import rounds
 from parallel3d.optimizers.low_precision_state import apply
 from parallel3d.optimizers.matrices import Exchange, StageGroup
-from parallel3d.optimizers.parameter_sharding import Split
-from parallel3d.parallelize import OwnParameter
+from parallel3d.optimizers.parameter_sharding import ParameterSharding
+from parallel3d.sharding.parts import LocalParameter
 
 LrAdjust = Literal["original", "match_rms_adamw"]
 
@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Sequence[OwnParameter],
+        matrices: Sequence[LocalParameter],
         mesh: DeviceMesh,
         *,
         lr: float,
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "lr_ratio": lr_ratio, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([matrix.local for matrix in matrices], defaults)
         self._matrices = matrices
-        self._part_elements = [Split.of(matrix).part_elements for matrix in matrices]
+        self._part_elements = [ParameterSharding.of(matrix).part_elements for matrix in matrices]
         self._nesterov, self._ns_steps, self._ns_dtype, self._lr_adjust = nesterov, ns_steps, ns_dtype, lr_adjust
         self._stage = StageGroup.of(mesh)
         self._boxes = self._stage.boxes(matrices)
@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
             rate = group["lr"] * adjustment(self._lr_adjust, parameter.spec.shape)
             apply(parameter.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
 
-    def _momentum(self, matrix: OwnParameter, momentum: float) -> Tensor:
+    def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
         """What is to be made orthogonal, of this rank's part; the buffer moves on."""
         local = matrix.local
         assert local.grad is not None

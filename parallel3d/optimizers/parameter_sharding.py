@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 
 
-class Box(NamedTuple):
+class SubMatrix(NamedTuple):
     """A part of a matrix."""
 
     first_row: int
@@ -33,14 +33,14 @@ class Box(NamedTuple):
         return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
 
-class Place(NamedTuple):
+class RankOf(NamedTuple):
     """A rank of an axis, of so many."""
 
     rank: int
     ranks: int
 
 
-def box_of(shape: Sequence[int], dim: int | None, tp: Place, shard: Place) -> Box:
+def sub_matrix_of(shape: Sequence[int], dim: int | None, tp: RankOf, shard: RankOf) -> SubMatrix:
     """The part of a matrix of `shape` whose `dim` is split over tp (evenly; None: it is whole on each rank), and what a
     tp rank has over dp_shard by rows, each ceil(rows / ranks) but for the last ones. Where there is nothing left it has
     no rows."""
@@ -54,11 +54,11 @@ def box_of(shape: Sequence[int], dim: int | None, tp: Place, shard: Place) -> Bo
         first_column = tp.rank * columns
     each = -(-rows // shard.ranks)
     skipped = min(shard.rank * each, rows)
-    return Box(first_row + skipped, first_column, min(each, rows - skipped), columns)
+    return SubMatrix(first_row + skipped, first_column, min(each, rows - skipped), columns)
 
 
 @dataclass(frozen=True)
-class Split:
+class ParameterSharding:
     """The axes that split each dim of a parameter. An axis splits one dim at most, a dim may be split by several."""
 
     elements: int  # of the whole
@@ -66,7 +66,7 @@ class Split:
     dims: dict[str, int]  # which dim each splits
 
     @classmethod
-    def of(cls, parameter: OwnParameter) -> Split:
+    def of(cls, parameter: LocalParameter) -> ParameterSharding:
         axes, dims = {}, {}
         tensor = parameter.distributed(parameter.local.detach())
         if isinstance(tensor, DTensor):
@@ -88,7 +88,7 @@ class Split:
         return {name: axis for name, axis in self.axes.items() if self.dims[name] == dim}
 
 
-def without_dim(parameter: OwnParameter, dim: int, local: Tensor) -> Tensor:
+def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
     """A statistic of a parameter over `dim` (not negative), of which `local` [..., 1, ...] is this rank's part, as the
     tensor that all ranks hold together: split as the parameter is, but for that dim."""
     tensor = parameter.distributed(parameter.local.detach())

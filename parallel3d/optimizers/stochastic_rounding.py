@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.optimizers.assignment import WIDE_ELEMENTS, rounds
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.torch_private import offsets_of
 
 
 @torch.no_grad()
 def step_in_float32(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], *, seed: int, step: int
+    optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], *, seed: int, step: int
 ) -> None:
     """`optimizer.step()` for bf16 parameters, computed in float32 and rounded stochastically, and so are those of its
     states that are bf16. A few parameters are widened at a time, so that the memory for it is small. `parameters` are
@@ -59,7 +59,7 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     return (x.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
-def noise(parameter: OwnParameter, key: str) -> Tensor:
+def noise(parameter: LocalParameter, key: str) -> Tensor:
     """int32, uniform from 0 to 2^16 - 1, of the shape of this rank's part: the part of a global tensor of noise."""
     local = parameter.local.data
     sums = torch.zeros((), dtype=torch.int32, device=local.device)
@@ -71,7 +71,7 @@ def noise(parameter: OwnParameter, key: str) -> Tensor:
     return _hash(sums).bitwise_and_(0xFFFF)
 
 
-def _offsets(parameter: OwnParameter) -> list[int]:
+def _offsets(parameter: LocalParameter) -> list[int]:
     """Where this rank's part begins in the global tensor, for each dim."""
     tensor = parameter.distributed(parameter.local.data)
     if not isinstance(tensor, DTensor) or not parameter.local.numel():

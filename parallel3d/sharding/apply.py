@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol, get_args
+from typing import get_args
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.strategy import HYBRID_OF, WHOLE, ZERO_3, How, ShardingName
+from parallel3d.config.strategy import HYBRID_OF, WHOLE, ZERO_3, Cadence, ShardingName
 from parallel3d.mesh import Axis
 from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
-from parallel3d.sharding.fully_sharded import AloneData, FullyShardedData
-from parallel3d.sharding.part import Part
+from parallel3d.sharding.fully_sharded import FullyShardedData, SingleRankData
+from parallel3d.sharding.parts import OptimizerPart, ShardedData
 from parallel3d.sharding.units import Wrap, units_of
-from parallel3d.sharding.whole import WholeData
+from parallel3d.sharding.whole import ReplicatedData
 
 BUCKET_MIB = 25  # as DistributedDataParallel's
-
-
-class ShardedData(Protocol):
-    """What `shard` gives: what a training loop tells it and asks of it. `docs/sharding.md` has a loop."""
-
-    def allocate(self) -> None:
-        """After a model that was on the meta device has got memory (`to_empty`)."""
-        ...
-
-    def part(self, module: nn.Module, attribute: str) -> Part:
-        """What the optimizer steps of the parameter that `module` holds as `attribute`."""
-        ...
-
-    def before_backward(self, last: bool) -> None:
-        """Before each backward of a step: whether it is its last. Without it, each is."""
-        ...
-
-    def after_weights(self, last: bool) -> None:
-        """After the second half of a split backward."""
-        ...
-
-    def finish_gradients(self) -> None:
-        """After the last backward: gradients are then summed over the data ranks."""
-        ...
-
-    def clear_gradients(self) -> None: ...
-
-    def publish(self) -> None:
-        """After the optimizer's step: the model then computes with what it has made."""
-        ...
-
-    def free_gathered(self) -> None:
-        """After a forward that no backward follows."""
-        ...
 
 
 def shard(
@@ -62,8 +28,8 @@ def shard(
     wrap: Wrap = None,
     dtypes: Dtypes | None = None,
     average: bool = True,
-    gather: How = "step",
-    reduce: How = "step",
+    gather: Cadence = "step",
+    reduce: Cadence = "step",
     microbatches: int = 1,
     prefetch: int | None = None,
     bucket_mib: float = BUCKET_MIB,
@@ -78,7 +44,7 @@ def shard(
     microbatch a step they are anyway). `reduce`: gradients are summed in the last backward of a step, or in each, which
     keeps no whole ones. `prefetch`: so many units are gathered ahead; default as torch does. `bucket_mib`: gradients of
     NO_SHARD and SHARD_OPTIMIZER are sent in pieces of whole units of at least so much. `step_in_backward`: no gradient
-    outlives what `Part.when_complete` has asked to be done with it; there is one backward a step.
+    outlives what `OptimizerPart.when_complete` has asked to be done with it; there is one backward a step.
 
     Raises ValueError where there is no such strategy, the mesh has no data axis, or the two do not suit each other.
     """
@@ -93,11 +59,11 @@ def shard(
     dtypes = dtypes or Dtypes.of(model)
     if axes.every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
-        return AloneData(model)
+        return SingleRankData(model)
     units = units_of(model, wrap)
     if strategy in WHOLE or axes.every.size == 1:
         split = strategy == "SHARD_OPTIMIZER"
-        return WholeData(
+        return ReplicatedData(
             model,
             units,
             axes,
@@ -122,7 +88,7 @@ def shard(
     )
 
 
-def named_parts(model: nn.Module, data: ShardedData) -> dict[str, Part]:
+def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
     """What an optimizer steps on this rank, by the names of the model's parameters, a shared one once."""
     parts = {}
     for name, _ in model.named_parameters():

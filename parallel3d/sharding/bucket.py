@@ -29,7 +29,7 @@ class DataAxes:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ReplicatedParameter:
     """A parameter that is whole on this rank, its gradient, and what the optimizer steps of it: `local`."""
 
     parameter: nn.Parameter
@@ -39,7 +39,9 @@ class Whole:
     shown: Tensor | None  # `gradient` as the parameter's `.grad`; None where it has other bits, and autograd needs help
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, local: nn.Parameter, gradient: Tensor, own_gradient: Tensor) -> Whole:
+    def of(
+        cls, parameter: nn.Parameter, local: nn.Parameter, gradient: Tensor, own_gradient: Tensor
+    ) -> ReplicatedParameter:
         """Lets a backward of `parameter` add to `gradient`."""
         shown = like_parameter(parameter, gradient) if parameter.dtype == gradient.dtype else None
         whole = cls(parameter, local, gradient, own_gradient, shown)
@@ -76,7 +78,7 @@ class Bucket:
 
     def __init__(
         self,
-        wholes: Sequence[Whole],
+        wholes: Sequence[ReplicatedParameter],
         memory: Tensor,
         axes: DataAxes,
         *,
@@ -94,12 +96,12 @@ class Bucket:
         if self._split:
             self._packing = Packing([whole.gradient.shape for whole in wholes], axes.shard.size)
 
-    def show(self, whole: Whole) -> None:
+    def attach_grad(self, whole: ReplicatedParameter) -> None:
         """Puts the gradient where the optimizer reads it."""
         whole.local.grad = whole.own_gradient
 
-    def when_complete(self, whole: Whole, act: Callable[[], None]) -> None:
-        """See `Part.when_complete`. Raises RuntimeError where gradients are kept until they are cleared."""
+    def when_complete(self, whole: ReplicatedParameter, act: Callable[[], None]) -> None:
+        """See `OptimizerPart.when_complete`. Raises RuntimeError where gradients are kept until they are cleared."""
         raise RuntimeError("gradients are kept until clear_gradients(): call shard() with step_in_backward=True")
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel3d.config.strategy import WHOLE, ZERO_3, How, ShardingName
+from parallel3d.config.strategy import WHOLE, ZERO_3, Cadence, ShardingName
 
 Shape = tuple[int, ...]
 
@@ -47,8 +47,8 @@ class Costs:
     compute_bytes: int = 4
     master_bytes: int = 4
     reduce_bytes: int = 4
-    gather: How = "step"
-    reduce: How = "step"
+    gather: Cadence = "step"
+    reduce: Cadence = "step"
     microbatches: int = 1
     is_pipeline: bool = False  # pp > 1: a stage's parameters are then kept even for a single microbatch
 

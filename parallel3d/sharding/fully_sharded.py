@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
-from parallel3d.sharding.part import AtRest, Part
-from parallel3d.sharding.units import Unit
+from parallel3d.sharding.parts import OptimizerPart, ShardedPart
+from parallel3d.sharding.units import CommunicationUnit
 
 
 class FullyShardedData:
@@ -27,7 +27,7 @@ class FullyShardedData:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[CommunicationUnit],
         mesh: DeviceMesh,
         axes: DataAxes,
         *,
@@ -54,11 +54,11 @@ class FullyShardedData:
     def allocate(self) -> None:
         """`fully_shard` finds the memory that its parameters have got by itself."""
 
-    def part(self, module: nn.Module, attribute: str) -> Part:
+    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Of the parameter that `module` holds as `attribute`."""
         shards = self._shards
         repeated = frozenset({"dp_replicate"})
-        return AtRest.of(
+        return ShardedPart.of(
             partial(getattr, module, attribute), repeated_over=repeated, rank=shards.rank, ranks=shards.size
         )
 
@@ -112,7 +112,7 @@ class FullyShardedData:
             part.reshard()
 
 
-class AloneData:
+class SingleRankData:
     """What `shard` gives for one data rank in one precision: nothing is done."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,8 +120,8 @@ class AloneData:
 
     def allocate(self) -> None: ...
 
-    def part(self, module: nn.Module, attribute: str) -> Part:
-        return AtRest.of(partial(getattr, module, attribute), repeated_over=frozenset(), rank=0, ranks=1)
+    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
+        return ShardedPart.of(partial(getattr, module, attribute), repeated_over=frozenset(), rank=0, ranks=1)
 
     def before_backward(self, last: bool) -> None: ...
 
@@ -138,7 +138,7 @@ class AloneData:
 
 
 def _fully_shard(
-    model: nn.Module, units: Sequence[Unit], data_mesh: DeviceMesh, *, frees_forward: bool, dtypes: Dtypes
+    model: nn.Module, units: Sequence[CommunicationUnit], data_mesh: DeviceMesh, *, frees_forward: bool, dtypes: Dtypes
 ) -> FSDPModule:
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,

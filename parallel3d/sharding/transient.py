@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.layers.parameter import local_tensor
-from parallel3d.sharding.bucket import Bucket, DataAxes, Whole
+from parallel3d.sharding.bucket import Bucket, DataAxes, ReplicatedParameter
 
 
-class TransientBucket(Bucket):
+class StepInBackwardBucket(Bucket):
     """Gets its memory with the first gradient of a step, and gives it back when each of `wholes` has been handed to who
     asked for it by `when_complete`. There is one backward a step, whose gradients go through autograd.
 
@@ -21,7 +21,7 @@ class TransientBucket(Bucket):
 
     def __init__(
         self,
-        wholes: Sequence[Whole],
+        wholes: Sequence[ReplicatedParameter],
         memory: Tensor,
         axes: DataAxes,
         *,
@@ -39,10 +39,10 @@ class TransientBucket(Bucket):
             whole.parameter.register_post_accumulate_grad_hook(partial(self._take, whole))
         self._free()
 
-    def show(self, whole: Whole) -> None:
+    def attach_grad(self, whole: ReplicatedParameter) -> None:
         """There is a gradient only while `when_complete` hands it over."""
 
-    def when_complete(self, whole: Whole, act: Callable[[], None]) -> None:
+    def when_complete(self, whole: ReplicatedParameter, act: Callable[[], None]) -> None:
         """Lets each step call `act` when `whole.local.grad` is the sum over the data ranks; it is gone afterwards."""
         self._takers[id(whole)] = act
 
@@ -58,7 +58,7 @@ class TransientBucket(Bucket):
         if not self._has_memory:
             return
         for whole in self.wholes:
-            super().show(whole)
+            super().attach_grad(whole)
             self._takers[id(whole)]()
             whole.local.grad = None
         self._free()
@@ -78,7 +78,7 @@ class TransientBucket(Bucket):
         self._storage.resize_(0)
 
     @torch.no_grad()
-    def _take(self, whole: Whole, parameter: Tensor) -> None:
+    def _take(self, whole: ReplicatedParameter, parameter: Tensor) -> None:
         """Moves what autograd has given to the bucket."""
         if id(whole) in self._taken:
             raise RuntimeError(

@@ -15,7 +15,7 @@ Wrap = Sequence[str] | Predicate | int | None
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterUse:
     """A place in a module that holds a parameter."""
 
     module: nn.Module
@@ -29,11 +29,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Unit:
+class CommunicationUnit:
     """Modules whose parameters travel together: one, or several that share a parameter. No modules: what is left."""
 
     modules: tuple[nn.Module, ...]
-    slots: tuple[tuple[Slot, ...], ...]  # of each parameter, all its places
+    slots: tuple[tuple[ParameterUse, ...], ...]  # of each parameter, all its places
 
     @property
     def numel(self) -> int:
@@ -41,7 +41,7 @@ class Unit:
         return sum(local_tensor(places[0].parameter.detach()).numel() for places in self.slots)
 
 
-def units_of(model: nn.Module, wrap: Wrap = None) -> list[Unit]:
+def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     """The units in the order of the model, what is left first.
 
     `wrap` says which modules are units: patterns of their names ("layers.*", with * also for dots), a predicate of name
@@ -53,21 +53,21 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[Unit]:
     """
     chosen = list(_chosen(model, wrap))
     owner = _owners(model, chosen)
-    places: dict[int, list[Slot]] = {}
+    places: dict[int, list[ParameterUse]] = {}
     parents: dict[int, set[int]] = {}  # of each parameter, the units that hold it; -1: what is left
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append(Slot(module, attribute))
+                places.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
                 parents.setdefault(id(parameter), set()).add(owner[id(module)])
     together = _together(len(chosen), parents.values())
-    units: dict[int, tuple[list[nn.Module], list[tuple[Slot, ...]]]] = {-1: ([], [])}
+    units: dict[int, tuple[list[nn.Module], list[tuple[ParameterUse, ...]]]] = {-1: ([], [])}
     for index, module in enumerate(chosen):
         if together[index] != -1:
             units.setdefault(together[index], ([], []))[0].append(module)
     for key, slots in places.items():
         units[together[next(iter(parents[key]))]][1].append(tuple(slots))
-    return [Unit(tuple(modules), tuple(slots)) for modules, slots in units.values() if slots]
+    return [CommunicationUnit(tuple(modules), tuple(slots)) for modules, slots in units.values() if slots]
 
 
 def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:

@@ -18,27 +18,29 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel3d.layers.parameter import like_parameter, local_tensor
-from parallel3d.sharding.bucket import Bucket, DataAxes, Whole
+from parallel3d.sharding.bucket import Bucket, DataAxes, ReplicatedParameter
 from parallel3d.sharding.dtypes import Dtypes
-from parallel3d.sharding.part import Part, own_rows
-from parallel3d.sharding.transient import TransientBucket
-from parallel3d.sharding.units import Slot, Unit
+from parallel3d.sharding.parts import OptimizerPart, own_rows
+from parallel3d.sharding.transient import StepInBackwardBucket
+from parallel3d.sharding.units import CommunicationUnit, ParameterUse
 from parallel3d.torch_private import is_in_backward
 
 _UNDER_WAY = 2  # buckets
 
 
-class WholePart:
+class ReplicatedPart:
     """The part of a parameter that is whole here. `split`: the optimizer has this rank's rows of it alone."""
 
-    def __init__(self, whole: Whole, bucket: Bucket, axes: DataAxes, mesh: DeviceMesh, *, split: bool) -> None:
+    def __init__(
+        self, whole: ReplicatedParameter, bucket: Bucket, axes: DataAxes, mesh: DeviceMesh, *, split: bool
+    ) -> None:
         self._whole, self._bucket = whole, bucket
         self._axes, self._mesh, self._split = axes, mesh, split and axes.shard.size > 1
         self.local = whole.local
         self.repeated_over = frozenset({"dp_replicate"} if self._split else {"dp_replicate", "dp_shard"})
 
-    def refresh(self) -> None:
-        self._bucket.show(self._whole)
+    def sync_views(self) -> None:
+        self._bucket.attach_grad(self._whole)
 
     def distributed(self, local: Tensor) -> Tensor:
         if not self._split:
@@ -56,7 +58,7 @@ class WholePart:
         self._bucket.when_complete(self._whole, act)
 
     @torch.no_grad()
-    def fill(self, whole: Tensor) -> None:
+    def initialize(self, whole: Tensor) -> None:
         local_tensor(self._whole.parameter).copy_(whole)
         if self._whole.has_master:
             shards = self._axes.shard
@@ -71,13 +73,13 @@ def _joined(tp: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, tp.device_type, mesh=ranks, mesh_dim_names=("tp", "dp_shard"))
 
 
-class WholeData:
+class ReplicatedData:
     """What `shard` gives for NO_SHARD and SHARD_OPTIMIZER."""
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[CommunicationUnit],
         axes: DataAxes,
         mesh: DeviceMesh,
         *,
@@ -89,7 +91,7 @@ class WholeData:
     ) -> None:
         self._units, self._axes, self._mesh, self._transient = units, axes, mesh, transient
         self._split, self._dtypes, self._average, self._bucket_bytes = split, dtypes, average, bucket_bytes
-        self._parts: dict[int, WholePart] = {}
+        self._parts: dict[int, ReplicatedPart] = {}
         self._buckets: list[Bucket] = []
         self._last = True  # whether the backward under way is the step's last
         self._is_reduced = False
@@ -115,7 +117,9 @@ class WholeData:
                 wholes.append(whole)
             bucket = self._bucket(wholes, memory, index)
             for whole in wholes:
-                self._parts[id(whole.parameter)] = WholePart(whole, bucket, self._axes, self._mesh, split=self._split)
+                self._parts[id(whole.parameter)] = ReplicatedPart(
+                    whole, bucket, self._axes, self._mesh, split=self._split
+                )
             self._buckets.append(bucket)
         self._progress = _Progress(self._buckets)
         for index, units in enumerate(grouped):
@@ -129,11 +133,11 @@ class WholeData:
             return (torch.empty(size, dtype=dtype, device=device) for size in sizes)
         return iter(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
 
-    def _bucket(self, wholes: Sequence[Whole], memory: Tensor, index: int) -> Bucket:
+    def _bucket(self, wholes: Sequence[ReplicatedParameter], memory: Tensor, index: int) -> Bucket:
         split, dtype, average = self._split, self._dtypes.reduce, self._average
         if not self._transient:
             return Bucket(wholes, memory, self._axes, split=split, reduce_dtype=dtype, average=average)
-        return TransientBucket(
+        return StepInBackwardBucket(
             wholes,
             memory,
             self._axes,
@@ -143,7 +147,7 @@ class WholeData:
             filled=lambda: self._progress.filled(index),
         )
 
-    def _whole(self, places: tuple[Slot, ...], memory: Tensor, start: int) -> tuple[Whole, int]:
+    def _whole(self, places: tuple[ParameterUse, ...], memory: Tensor, start: int) -> tuple[ReplicatedParameter, int]:
         parameter = places[0].parameter
         shards, split = self._axes.shard, self._split and self._axes.shard.size > 1
         if split and parameter.ndim == 0:
@@ -163,10 +167,10 @@ class WholeData:
             own = local_tensor(parameter.detach())
         local = nn.Parameter(own)
         if self._transient:
-            return Whole(parameter, local, gradient, own_gradient, shown=None), end
-        return Whole.of(parameter, local, gradient, own_gradient), end
+            return ReplicatedParameter(parameter, local, gradient, own_gradient, shown=None), end
+        return ReplicatedParameter.of(parameter, local, gradient, own_gradient), end
 
-    def part(self, module: nn.Module, attribute: str) -> Part:
+    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Of the parameter that `module` holds as `attribute`."""
         return self._parts[id(getattr(module, attribute))]
 
@@ -210,7 +214,7 @@ class WholeData:
     def free_gathered(self) -> None:
         """Nothing is gathered but what stays."""
 
-    def _watch(self, index: int, units: Sequence[Unit]) -> None:
+    def _watch(self, index: int, units: Sequence[CommunicationUnit]) -> None:
         for unit in units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
@@ -282,9 +286,9 @@ class _Progress:
         self._next -= 1
 
 
-def _coalesced(units: Sequence[Unit], numel: int) -> list[list[Unit]]:
+def _coalesced(units: Sequence[CommunicationUnit], numel: int) -> list[list[CommunicationUnit]]:
     """Neighbours until they have so many parameters together, counted from the last unit."""
-    groups: list[list[Unit]] = []
+    groups: list[list[CommunicationUnit]] = []
     held = numel
     for unit in reversed(units):
         if held >= numel:
@@ -295,7 +299,7 @@ def _coalesced(units: Sequence[Unit], numel: int) -> list[list[Unit]]:
     return groups[::-1]
 
 
-def _replace(places: Sequence[Slot], tensor: Tensor) -> None:
+def _replace(places: Sequence[ParameterUse], tensor: Tensor) -> None:
     """Another parameter in all the places of one."""
     old = places[0].parameter
     new = nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.torch_private import norms
 
 
@@ -22,7 +22,7 @@ class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
     def __init__(
-        self, parameters: Sequence[OwnParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
+        self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
     ) -> None:
         """`tied`: the names of the parameters that the model uses twice; `ends`: the pipeline ranks that hold the first
         and the last stage."""
@@ -48,7 +48,7 @@ class GradientSync:
             _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
 
 
-def squared_norm(parameters: Sequence[OwnParameter], axes: Mapping[str, Axis]) -> Tensor:
+def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
     """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
     squared norm, each parameter counted once."""
     by_copies: dict[int, list[Tensor]] = {}
@@ -72,13 +72,13 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(each)).double().square()
 
 
-def _gradient(parameter: OwnParameter) -> Tensor:
+def _gradient(parameter: LocalParameter) -> Tensor:
     gradient = parameter.local.grad
     assert gradient is not None, f"{parameter.name} has no gradient"
     return gradient
 
 
-def _named(parameters: Sequence[OwnParameter], name: str) -> list[OwnParameter]:
+def _named(parameters: Sequence[LocalParameter], name: str) -> list[LocalParameter]:
     return [parameter for parameter in parameters if parameter.name == name]
 
 

@@ -14,7 +14,7 @@ from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.local_sgd.state import (
     SavedReplicas,
     after_loading,
@@ -54,7 +54,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     run whose batches were others: the place in the data is a count of sequences, which would then mean other ones.
     """
     for parameter in trainer.parameters:
-        parameter.refresh()
+        parameter.sync_views()
     state, local_sgd = tensors_of(trainer.parameters, trainer.optimizer), trainer.local_sgd
     progress = load_tensors(
         state,
@@ -92,7 +92,7 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
         )
 
 
-def tensors_of(parameters: Sequence[OwnParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
+def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
     """Name -> tensor that shares the memory of the model's and the optimizer's. A tied parameter is there once."""
     state: dict[str, Tensor] = {}
     for parameter in parameters:
@@ -105,9 +105,9 @@ def tensors_of(parameters: Sequence[OwnParameter], optimizer: LocalOptimizer) ->
 
 
 @torch.no_grad()
-def _copy_to_twins(parameters: Sequence[OwnParameter], optimizer: LocalOptimizer) -> None:
+def _copy_to_twins(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> None:
     """What was loaded into the first of two parameters of one name, into the second."""
-    first: dict[str, OwnParameter] = {}
+    first: dict[str, LocalParameter] = {}
     for parameter in parameters:
         twin = first.setdefault(parameter.name, parameter)
         if twin is not parameter:

@@ -14,13 +14,13 @@ from torch import Tensor
 from parallel3d.mesh import Axis
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.optimizers.stochastic_rounding import step_in_float32
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.torch_private import scale_
 from parallel3d.training.gradients import GradientSync, squared_norm
 from parallel3d.training.learning_rate import set_learning_rate
 
-Observe = Callable[[OwnParameter], None]
-Step = Callable[[torch.optim.Optimizer, Sequence[OwnParameter], int], None]
+Observe = Callable[[LocalParameter], None]
+Step = Callable[[torch.optim.Optimizer, Sequence[LocalParameter], int], None]
 
 
 class Update(Protocol):
@@ -52,7 +52,7 @@ class UpdateAfterBackward:
 
     def __init__(
         self,
-        parameters: Sequence[OwnParameter],
+        parameters: Sequence[LocalParameter],
         optimizer: LocalOptimizer,
         gradients: GradientSync,
         axes: Mapping[str, Axis],
@@ -69,7 +69,7 @@ class UpdateAfterBackward:
 
     def complete(self) -> Tensor:
         for parameter in self._parameters:
-            parameter.refresh()
+            parameter.sync_views()
         self.gradients.complete()
         if self._observe is not None:
             for parameter in self._parameters:
@@ -89,7 +89,7 @@ class UpdateInBackward:
     is_in_backward = True
 
     def __init__(
-        self, parameters: Sequence[OwnParameter], optimizer: LocalOptimizer, axes: Mapping[str, Axis], step: Step
+        self, parameters: Sequence[LocalParameter], optimizer: LocalOptimizer, axes: Mapping[str, Axis], step: Step
     ) -> None:
         self._parameters, self._optimizer, self._axes, self._step = parameters, optimizer, axes, step
         self._number = 0
@@ -110,7 +110,7 @@ class UpdateInBackward:
     def apply(self, factor: float) -> None:
         assert factor == 1.0, f"gradients were stepped with, and should have been {factor} times as large"
 
-    def _update(self, parameter: OwnParameter) -> None:
+    def _update(self, parameter: LocalParameter) -> None:
         if self._observe is not None:
             self._observe(parameter)
         self._squares.append(squared_norm([parameter], self._axes))
@@ -120,7 +120,7 @@ class UpdateInBackward:
 def step_with(seed: int | None) -> Step:
     """How parameters are stepped: as the optimizer does it, or rounded stochastically with noise of `seed`."""
 
-    def step(optimizer: torch.optim.Optimizer, parameters: Sequence[OwnParameter], number: int) -> None:
+    def step(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], number: int) -> None:
         if seed is None:
             optimizer.step()
         else:

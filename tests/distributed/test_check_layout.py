@@ -32,8 +32,8 @@ from parallel3d.layers import norm
 from parallel3d.layers.parameter import ParameterSpec, local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
-from parallel3d.parallelize import OwnParameter
 from parallel3d.recipes import find_recipe, shipped_recipes
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.tools.check_layout.compare import Comparison, compare
 from parallel3d.tools.check_layout.data import Record
 from parallel3d.tools.check_layout.model import ModelJob, record_model
@@ -110,7 +110,7 @@ def whole_gradient(*args: object, partial_gradient: bool = False, **kwargs: obje
     return ParameterSpec(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def replicated_twice(parameters: list[OwnParameter], axes: dict[str, Axis]) -> Tensor:
+def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis]) -> Tensor:
     again = [p for p in parameters if p.spec.dim is None and p.local.grad is not None]
     extra = sum(p.local.grad.double().square().sum() for p in again) / axes["tp"].size  # type: ignore[union-attr]
     return SQUARED_NORM(parameters, axes) + extra / axes["dp_replicate"].size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import NonFiniteError
 from parallel3d.mesh import Axis, build_mesh
-from parallel3d.sharding.wire import CollectiveCounter
+from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas, sent_bytes
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer

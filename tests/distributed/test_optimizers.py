@@ -24,7 +24,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.optimizers.build import is_hidden_matrix
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.plain_optimizer import plain_optimizers
 from parallel3d.tools.bench.plain_stack import PlainStack
@@ -79,7 +79,7 @@ def one_step(recipe: Recipe) -> dict[str, float]:
     plain = PlainLlama(recipe.model)
     parameters = dict(plain.named_parameters())
 
-    def take_gradient(p: OwnParameter) -> None:
+    def take_gradient(p: LocalParameter) -> None:
         assert p.local.grad is not None
         parameters[p.name].data = whole(p.distributed(p.local.detach()))
         parameters[p.name].grad = whole(p.distributed(p.local.grad))

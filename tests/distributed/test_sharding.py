@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes
-from parallel3d.sharding.wire import CollectiveCounter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 from tests.distributed.layouts import DEEP_TIED, GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_parity import Curve, assert_same, label, referee_curve
@@ -41,7 +41,7 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     loader = make_loader(trainer.recipe, dist.get_rank())
     measured: list[Held] = []
 
-    def measure(parameter: OwnParameter) -> None:
+    def measure(parameter: LocalParameter) -> None:
         if parameter is trainer.parameters[-1]:  # all gradients are there, from the first one on
             measured.append(_held(trainer))
 

@@ -164,7 +164,7 @@ def plain_losses(in_backward: bool, strategy: ShardingName) -> tuple[list[float]
         losses.append(loss.item())
         data.finish_gradients()
         for name, part in parts.items() if not in_backward else ():
-            part.refresh()
+            part.sync_views()
             optimizers[name].step()
         data.publish()
         data.clear_gradients()

@@ -26,8 +26,8 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.config.strategy import ShardingName
 from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.apply import ShardedData, named_parts, shard
-from parallel3d.sharding.part import Part
+from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.parts import OptimizerPart, ShardedData
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import Options, Round, Row, announced, chosen, rows_against_peer
@@ -81,11 +81,11 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
     return train_step
 
 
-def finish_step(data: ShardedData, parts: Mapping[str, Part], optimizer: torch.optim.Optimizer) -> None:
+def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer) -> None:
     """What comes after a step's last backward."""
     data.finish_gradients()
     for part in parts.values():
-        part.refresh()
+        part.sync_views()
     optimizer.step()
     data.publish()
     data.clear_gradients()

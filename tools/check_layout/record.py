@@ -24,7 +24,7 @@ from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.tools.check_layout.data import Array, Record, StepRecord, Views
 from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
@@ -57,7 +57,7 @@ def record_recipe(recipe: Recipe) -> Record:
     return record
 
 
-def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: OwnParameter) -> None:
+def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: LocalParameter) -> None:
     """As it is between the norm and the clipping; a copy, because it is scaled next, or dropped."""
     grad = parameter.local.grad
     kept.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from parallel3d.config.recipe import BlockRecompute, ParallelConfig
-from parallel3d.config.strategy import How, ShardingName
+from parallel3d.config.strategy import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import Engine
@@ -26,8 +26,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "recompute": get_args(BlockRecompute),
     "sequence_parallel": ("true", "false"),
     "sharding": get_args(ShardingName),
-    "gather": get_args(How),
-    "reduce": get_args(How),
+    "gather": get_args(Cadence),
+    "reduce": get_args(Cadence),
 }
 # What people call a key of `parallel:` elsewhere.
 _ALIASES = {

@@ -139,7 +139,7 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         batch = _batch(recipe)
         trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
         for parameter in trainer.parameters:
-            parameter.refresh()
+            parameter.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())

@@ -19,7 +19,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.config.rules import validate
-from parallel3d.config.strategy import WHOLE, How, ShardingName
+from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -31,7 +31,7 @@ _SCHEDULES: tuple[ScheduleName, ...] = (
 )
 _STRATEGIES: tuple[ShardingName | None, ...] = (None, None, "SHARD_OPTIMIZER", "NO_SHARD", "SHARD_GRAD_OP")
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every_n")
-_HOW: tuple[How, ...] = ("step", "step", "microbatch")
+_HOW: tuple[Cadence, ...] = ("step", "step", "microbatch")
 _FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
 _LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw", "sgd", "adafactor", "muon")

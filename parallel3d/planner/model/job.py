@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import WHOLE, How, ShardingName
+from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import Engine
 from parallel3d.planner.model.parameters import block_numel, rank_numel
@@ -48,8 +48,8 @@ class Layout:
     recompute_share: float = 1.0  # of the blocks, for "layer"
     # of this project's own engine alone: how the data dimension is carried out (`sharding/`)
     strategy: ShardingName | None = None  # None: another engine's run
-    gather: How = "step"
-    reduce: How = "step"
+    gather: Cadence = "step"
+    reduce: Cadence = "step"
     reduce_bytes: int = 4  # of a gradient on its way
     prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
     prefetches_forward: bool = False  # in the forward, too

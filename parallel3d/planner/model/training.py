@@ -124,7 +124,7 @@ def _state_bytes(recipe: Recipe) -> int:
 
 
 def _rounded_states(recipe: Recipe) -> int | None:
-    """Of each parameter, where a step widens it and them (`training.rounding`)."""
+    """Of each parameter, where a step widens it and them (`optimizers.stochastic_rounding`)."""
     optimizer = recipe.optimizer.resolved
     if not optimizer.stochastic_rounding:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.strategy import How, ShardingName
+from parallel3d.config.strategy import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, Engine
 from parallel3d.planner.memory.rank_memory import RankMemory
@@ -29,8 +29,8 @@ class Fixed:
     recompute: Recompute | None = None
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
-    gather: How | None = None
-    reduce: How | None = None
+    gather: Cadence | None = None
+    reduce: Cadence | None = None
     max_tp: int | None = None
     max_pp: int | None = None
 

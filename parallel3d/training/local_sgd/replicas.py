@@ -6,7 +6,7 @@ replicas go on. With outer rate 1 and no momentum it is plain averaging (local S
 With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
 Everything here works on this rank's plain parts of the parameters, so that tp, pp and dp_shard inside a replica are
-none of its business: the outer parameters and their momentum are cut as `OwnParameter.local` is.
+none of its business: the outer parameters and their momentum are cut as `LocalParameter.local` is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel3d.config.recipe import LocalSgdConfig
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.parallelize import OwnParameter
+from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.gradients import sum_over_mesh
 from parallel3d.training.local_sgd.schedule import SyncSchedule
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
@@ -34,7 +34,7 @@ BUCKET_ELEMENTS = 2**24  # of parameters that are sent in one go: 64 MiB of floa
 class OuterParameter:
     """What all replicas hold alike of one parameter: float32, of the shape of this rank's part."""
 
-    def __init__(self, inner: OwnParameter) -> None:
+    def __init__(self, inner: LocalParameter) -> None:
         self.inner = inner
         self.value = inner.local.detach().float().clone()
         self.mean: Tensor | None = None  # of the pseudo-gradients, where it has arrived before it is due
@@ -56,7 +56,7 @@ class LocalSgd:
 
     def __init__(
         self,
-        parameters: Sequence[OwnParameter],
+        parameters: Sequence[LocalParameter],
         config: LocalSgdConfig,
         *,
         replicas: Axis,
