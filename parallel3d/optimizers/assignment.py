@@ -39,6 +39,11 @@ def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
+def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """Returns the rank that makes each of these matrices orthogonal."""
+    return assign_by_cost([orthogonalize_cost(shape) for shape in shapes], ranks)
+
+
 def orthogonalize_cost(shape: Sequence[int]) -> float:
     """Half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
     [short, short] by [short, short]."""

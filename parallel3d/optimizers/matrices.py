@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.optimizers.assignment import assign_by_cost, orthogonalize_cost
+from parallel3d.optimizers.assignment import owners_of
 from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
 from parallel3d.sharding.parts import LocalParameter
 
@@ -75,7 +75,7 @@ class Exchange:
 
     @classmethod
     def of(cls, stage: StageGroup, boxes: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
-        owners = assign_by_cost([orthogonalize_cost(shape) for shape in shapes], stage.size)
+        owners = owners_of(shapes, stage.size)
         givers = [nearest_holders(boxes[m], owner, shapes[m]) for m, owner in enumerate(owners)]
         return cls(stage, boxes, shapes, owners, givers)
 

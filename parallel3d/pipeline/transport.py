@@ -17,9 +17,7 @@ from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
 from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, PeerLostError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
-
-AHEAD = 2  # receives posted beyond the one waited for, from each rank
-IN_FLIGHT = 4  # sends to each rank before the oldest is waited for; its receive is always posted, so none blocks
+from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
 
 
 class Buffers:
@@ -68,7 +66,7 @@ class Transport:
             return
         outbox = self._outboxes[target]
         for tensor in tensors:
-            while len(outbox) >= IN_FLIGHT:
+            while len(outbox) >= SENDS_KEPT:
                 _wait(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
             work = dist.isend(tensor, group=self._links.group(self._links.rank, target), group_dst=target)
@@ -162,7 +160,7 @@ class _Inbox:
         return self._arrived.pop(action)
 
     def _post(self) -> None:
-        while self._unposted and len(self._posted) <= AHEAD:
+        while self._unposted and len(self._posted) <= RECEIVES_AHEAD:
             taker, specs = self._unposted.popleft()
             tensors = tuple(self._buffer(spec) for spec in specs)
             works = [dist.irecv(tensor, group=self._group, group_src=self._source) for tensor in tensors]

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.strategy import HYBRID_OF, WHOLE, ZERO_3, Cadence, ShardingName
+from parallel3d.config.strategy import HYBRID_OF, WHOLE, Cadence, ShardingName
 from parallel3d.mesh import Axis
 from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
+from parallel3d.sharding.formulas import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData, SingleRankData
 from parallel3d.sharding.parts import OptimizerPart, ShardedData
 from parallel3d.sharding.units import Wrap, units_of
@@ -79,7 +80,7 @@ def shard(
         units,
         mesh,
         axes,
-        frees_forward=strategy in ZERO_3 and (gather == "microbatch" or microbatches == 1),
+        frees_forward=frees_after_forward(strategy, gather, microbatches),
         frees_each=gather == "microbatch",
         reduces_each=reduce == "microbatch",
         dtypes=dtypes,

@@ -36,6 +36,29 @@ from parallel3d.config.strategy import WHOLE, ZERO_3, Cadence, ShardingName
 Shape = tuple[int, ...]
 
 
+def frees_after_forward(strategy: ShardingName, gather: How, microbatches: int) -> bool:
+    """True where a block's gathered parameters go after its forward, and are gathered again for its backward.
+
+    `microbatches` are those of a step; a pipeline, which keeps a stage's parameters even for one, counts at least two.
+    """
+    return strategy in ZERO_3 and (gather == "microbatch" or microbatches == 1)
+
+
+def bucket_borders(numels: Sequence[int], least: int) -> list[range]:
+    """Returns the neighbouring units of each bucket, in order: counted from the last unit, a bucket is full as soon as
+    its units have `least` parameters together."""
+    borders: list[range] = []
+    end = len(numels)
+    while end:
+        begin, held = end - 1, numels[end - 1]
+        while begin and held < least:
+            begin -= 1
+            held += numels[begin]
+        borders.insert(0, range(begin, end))
+        end = begin
+    return borders
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """How a model lies over the data ranks, for one of them."""
@@ -54,8 +77,8 @@ class Costs:
 
     @property
     def frees_forward(self) -> bool:
-        is_alone = self.microbatches == 1 and not self.is_pipeline
-        return self.strategy in ZERO_3 and (self.gather == "microbatch" or is_alone)
+        microbatches = max(2, self.microbatches) if self.is_pipeline else self.microbatches
+        return frees_after_forward(self.strategy, self.gather, microbatches)
 
     @property
     def gathers(self) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.sharding.bucket import Bucket, DataAxes, ReplicatedParameter
 from parallel3d.sharding.dtypes import Dtypes
+from parallel3d.sharding.formulas import bucket_borders
 from parallel3d.sharding.parts import OptimizerPart, own_rows
 from parallel3d.sharding.transient import StepInBackwardBucket
 from parallel3d.sharding.units import CommunicationUnit, ParameterUse
@@ -107,7 +108,9 @@ class ReplicatedData:
     def allocate(self) -> None:
         """Makes the gradients' memory, and the master copies. Call it where a model that was on the meta device has
         got memory; else it is done already."""
-        grouped = _coalesced(self._units, self._bucket_bytes // self._dtypes.master.itemsize)
+        least = self._bucket_bytes // self._dtypes.master.itemsize
+        borders = bucket_borders([unit.numel for unit in self._units], least)
+        grouped = [[self._units[index] for index in border] for border in borders]
         sizes = [sum(unit.numel for unit in units) for units in grouped]
         memories = self._memories(sizes)
         for index, (units, memory) in enumerate(zip(grouped, memories, strict=True)):
@@ -284,19 +287,6 @@ class _Progress:
             self._buckets[oldest].finish_reduction()
         self._buckets[self._next].start_reduction()
         self._next -= 1
-
-
-def _coalesced(units: Sequence[CommunicationUnit], numel: int) -> list[list[CommunicationUnit]]:
-    """Neighbours until they have so many parameters together, counted from the last unit."""
-    groups: list[list[CommunicationUnit]] = []
-    held = numel
-    for unit in reversed(units):
-        if held >= numel:
-            groups.append([])
-            held = 0
-        groups[-1].insert(0, unit)
-        held += unit.numel
-    return groups[::-1]
 
 
 def _replace(places: Sequence[ParameterUse], tensor: Tensor) -> None:

@@ -11,9 +11,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import Recipe
 from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-
-CHUNK_BYTES = 2**29  # float32 logits of a chunk; smaller ones make products too narrow to be quick
-LARGE_BYTES = 2 * CHUNK_BYTES  # float32 logits of a microbatch, from which on they are made in chunks
+from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 class MeanLoss:
@@ -60,10 +58,7 @@ class MeanLoss:
 
 
 def chunk_tokens(recipe: Recipe) -> int | None:
-    """Tokens whose logits exist at a time; None: those of a microbatch. The recipe says, or the logits' size does."""
+    """Returns the tokens whose logits exist at a time, or None where those of a whole microbatch do."""
     tokens = recipe.parallel.microbatch_size * recipe.train.seq_len
-    token_bytes = 4 * -(-recipe.model.vocab // recipe.parallel.tp)
-    wanted = recipe.train.loss_chunk_tokens
-    if wanted is None:
-        wanted = tokens if tokens * token_bytes < LARGE_BYTES else max(1, CHUNK_BYTES // token_bytes)
-    return None if wanted >= tokens else wanted
+    wanted, vocab = recipe.train.loss_chunk_tokens, recipe.model.vocab
+    return tokens_at_a_time(wanted, tokens=tokens, vocab=vocab, tp=recipe.parallel.tp)

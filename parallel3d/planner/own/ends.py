@@ -9,8 +9,7 @@ from functools import lru_cache
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import vocabulary_rows
 from parallel3d.planner.own.work import Tape, Weights, Work, input_backward
-
-CHUNK_BYTES = 2**29  # float32 logits of a chunk, and from twice as many on they come in chunks (training.loss)
+from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class EndSizes:
             item=item,
             tokens=job.tokens,
             rows=rows,
-            chunk=_chunk(job),
+            chunk=tokens_at_a_time(job.loss_chunk_tokens, tokens=job.tokens, vocab=shape.vocab, tp=layout.tp),
             table=rows * shape.hidden,
             norm=outside * norm_bytes - item * outside * shape.hidden,
             gathers=layout.sequence_parallel and layout.tp > 1,
@@ -69,16 +68,6 @@ class EndSizes:
         """But for logits: the norm, and of the loss a number a token."""
         is_gathered = self.chunk is not None and self.gathers  # instead of the norm's output
         return self.norm + (self.w if is_gathered else self.b) + 4 * self.tokens
-
-
-def _chunk(job: Job) -> int | None:
-    """As `training.loss.chunk_tokens`."""
-    token_bytes = 4 * -(-job.shape.vocab // job.layout.tp)
-    wanted = job.loss_chunk_tokens
-    if wanted is None:
-        is_large = job.tokens * token_bytes >= 2 * CHUNK_BYTES
-        wanted = max(1, CHUNK_BYTES // token_bytes) if is_large else job.tokens
-    return None if wanted >= job.tokens else wanted
 
 
 @lru_cache(maxsize=4096)

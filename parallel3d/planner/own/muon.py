@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.optimizers.assignment import assign_by_cost, orthogonalize_cost, rounds
+from parallel3d.optimizers.assignment import orthogonalize_cost, owners_of, rounds
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import Table, block_tables
 from parallel3d.planner.model.shapes import ModelShape
@@ -108,7 +108,7 @@ def _rounds(matrices: Sequence[Matrix], ranks: Ranks) -> Iterator[list[Matrix]]:
 
 
 def _owners(matrices: Sequence[Matrix], ranks: Ranks) -> list[int]:
-    return assign_by_cost([orthogonalize_cost(matrix.shape) for matrix in matrices], ranks.size)
+    return owners_of([matrix.shape for matrix in matrices], ranks.size)
 
 
 def _round_bytes(matrices: Sequence[Matrix], ranks: Ranks, muon: Muon, *, narrow: bool) -> float:

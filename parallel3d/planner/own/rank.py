@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from parallel3d.config.strategy import WHOLE, ZERO_3
+from parallel3d.config.strategy import WHOLE
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables
@@ -32,6 +32,7 @@ from parallel3d.planner.own.states import Walk
 from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
 from parallel3d.schedules.registry import schedule_traits
+from parallel3d.sharding.formulas import frees_after_forward
 
 
 @dataclass(frozen=True)
@@ -286,8 +287,9 @@ class Rank:
     def frees_forward(self) -> bool:
         """Whether a block's gathered parameters go after its forward, too (`sharding.apply.shard`)."""
         layout = self.layout
-        is_one = layout.pp == 1 and layout.microbatches == 1
-        return self.sharded and layout.strategy in ZERO_3 and (layout.gather == "microbatch" or is_one)
+        microbatches = layout.microbatches if layout.pp == 1 else max(2, layout.microbatches)
+        assert layout.strategy is not None
+        return self.sharded and frees_after_forward(layout.strategy, layout.gather, microbatches)
 
     @cached_property
     def block_gathered(self) -> float:

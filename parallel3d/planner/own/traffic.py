@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from parallel3d.schedules.schedule import Action, Kind
-
-_AHEAD = 2  # as pipeline.transport's: receives posted beyond the one waited for, from each rank
-_IN_FLIGHT = 4  # and sends to each rank that are kept
+from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
 
 
 class Traffic:
@@ -81,7 +79,7 @@ class Traffic:
             self._handed_over += 1
         else:
             to = self._holders[target]
-            self._sent[to] = min(self._sent[to] + 1, _IN_FLIGHT)
+            self._sent[to] = min(self._sent[to] + 1, SENDS_KEPT)
 
     def _giver(self, action: Action) -> int | None:
         stage = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
@@ -99,7 +97,7 @@ class Traffic:
         return stage > 0 and self._holders[stage - 1] != self._rank
 
     def _post(self, source: int) -> None:
-        more = min(self._unposted[source], _AHEAD + 1 - self._posted[source])
+        more = min(self._unposted[source], RECEIVES_AHEAD + 1 - self._posted[source])
         self._unposted[source] -= more
         self._posted[source] += more
         self._in_use += more
