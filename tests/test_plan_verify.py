@@ -12,11 +12,9 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.planner.own.ends import CHUNK_BYTES
 from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.chunks import Chunks
 from parallel3d.tools.verify.command import Verified, verify
-from parallel3d.training import loss
 
 LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
 GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidden=8192, vocab=50257, max_positions=2048)
@@ -341,10 +339,6 @@ def test_a_bad_input_is_one_line_and_status_2(
     assert main(["verify", "quickstart", *arguments]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
-
-
-def test_the_model_chunks_the_loss_where_the_trainer_does() -> None:
-    assert (loss.CHUNK_BYTES, loss.LARGE_BYTES) == (CHUNK_BYTES, 2 * CHUNK_BYTES)
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(7, 3), (8, 4), (5, 4), (3, 8), (1, 1)])

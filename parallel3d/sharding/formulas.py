@@ -36,7 +36,7 @@ from parallel3d.config.strategy import WHOLE, ZERO_3, Cadence, ShardingName
 Shape = tuple[int, ...]
 
 
-def frees_after_forward(strategy: ShardingName, gather: How, microbatches: int) -> bool:
+def frees_after_forward(strategy: ShardingName, gather: Cadence, microbatches: int) -> bool:
     """True where a block's gathered parameters go after its forward, and are gathered again for its backward.
 
     `microbatches` are those of a step; a pipeline, which keeps a stage's parameters even for one, counts at least two.
