@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Layout
+from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import Case, CaseFile, read_cases
 from parallel3d.planner.published.score import Prediction, predict_case, prediction, score
 from parallel3d.tools.bench import command as bench
@@ -112,42 +112,42 @@ def test_a_layout_of_no_zero_stage_or_of_part_recompute_cannot_be_expressed() ->
     for stage in range(4):
         shards = [8 if stage >= of else 1 for of in (1, 2, 3)]
         states = dict(zip(("optimizer_shards", "gradient_shards", "parameter_shards"), shards, strict=True))
-        assert not why_not(Layout(dp=8, **states))
-    assert not why_not(Layout(dp=1, recompute="selective"))
-    assert "part of the data ranks" in why_not(Layout(dp=16, optimizer_shards=8))
-    assert "(layer)" in why_not(Layout(recompute="layer"))
+        assert not why_not(RunLayout(dp=8, **states))
+    assert not why_not(RunLayout(dp=1, recompute="selective"))
+    assert "part of the data ranks" in why_not(RunLayout(dp=16, optimizer_shards=8))
+    assert "(layer)" in why_not(RunLayout(recompute="layer"))
 
 
 def test_calculon_shards_the_optimizer_alone() -> None:
-    assert not calculon_peer.why_not(Layout(dp=8, optimizer_shards=8, recompute="full"))
-    assert "gradients" in calculon_peer.why_not(Layout(dp=8, optimizer_shards=8, gradient_shards=8))
-    assert "part of the data ranks" in calculon_peer.why_not(Layout(dp=8, optimizer_shards=4))
-    assert "(op)" in calculon_peer.why_not(Layout(recompute="op"))
+    assert not calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=8, recompute="full"))
+    assert "gradients" in calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=8, gradient_shards=8))
+    assert "part of the data ranks" in calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=4))
+    assert "(op)" in calculon_peer.why_not(RunLayout(recompute="op"))
 
 
 def test_estimates_for_megatron_know_its_distributed_optimizer_and_tiled_attention(published: CaseFile) -> None:
-    job = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8").job
+    run = next(case for case in published.cases if case.id == "internevo-7b-tp1-z8-8").run
 
     def why(peer: ModuleType, **layout: Any) -> str:
-        return str(peer.why_not(replace(job, layout=Layout(**layout))))
+        return str(peer.why_not(replace(run, layout=RunLayout(**layout))))
 
     for peer in (megatron_memory_peer, mbridge_memory_peer):
         assert not why(peer, dp=8, optimizer_shards=8, recompute="selective")
         assert "gradients" in why(peer, dp=8, optimizer_shards=8, gradient_shards=8)
         assert "part of the data ranks" in why(peer, dp=8, optimizer_shards=4)
         assert "(op)" in why(peer, recompute="op")
-        scores = replace(job, engine=replace(job.engine, attention="softmax"), layout=Layout())
+        scores = replace(run, program=replace(run.program, attention="softmax"), layout=RunLayout())
         assert "scores" in peer.why_not(scores)
     assert "(full)" in why(megatron_memory_peer, recompute="full") and not why(mbridge_memory_peer, recompute="full")
     assert "unlike" in why(mbridge_memory_peer, pp=7, microbatches=7)
-    ends = replace(job, layout=Layout(pp=4, microbatches=4), stage_layers=(7, 9, 9, 7))
+    ends = replace(run, layout=RunLayout(pp=4, microbatches=4), stage_layers=(7, 9, 9, 7))
     assert not mbridge_memory_peer.why_not(ends)  # it has words for the first and the last
 
 
 def test_primus_has_no_word_for_operators_alone_and_shards_over_all_ranks() -> None:
-    assert not primus_memory_peer.why_not(Layout(dp=8, optimizer_shards=8, parameter_shards=8, recompute="layer"))
-    assert "operators" in primus_memory_peer.why_not(Layout(recompute="op"))
-    assert "part of the data ranks" in primus_memory_peer.why_not(Layout(dp=8, optimizer_shards=4))
+    assert not primus_memory_peer.why_not(RunLayout(dp=8, optimizer_shards=8, parameter_shards=8, recompute="layer"))
+    assert "operators" in primus_memory_peer.why_not(RunLayout(recompute="op"))
+    assert "part of the data ranks" in primus_memory_peer.why_not(RunLayout(dp=8, optimizer_shards=4))
 
 
 def test_a_case_that_a_peer_cannot_answer_after_all_is_an_error(published: CaseFile) -> None:
@@ -222,7 +222,7 @@ def test_megatrons_estimate_is_told_the_whole_job(published: CaseFile) -> None:
     states = (6 + 12 / 8) * said.parameters  # bf16 weights, float32 gradients, and the rest over 8 ranks
     tokens, hidden = 2 * 2048, 4096
     blocks = 32 * tokens * hidden * (10 + 24)
-    ends = tokens * (8 + hidden) + 2 * tokens * (hidden + case.job.rank_vocab)
+    ends = tokens * (8 + hidden) + 2 * tokens * (hidden + case.run.rank_vocab)
     assert said.memory_gib * 2**30 == pytest.approx(states + 1.05 * (blocks + ends), rel=0.01)
 
 

@@ -21,7 +21,7 @@ from parallel3d.tools.plan import accuracy as plan_accuracy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
 from parallel3d.tools.plan.devices import cluster_files, device_files, find_cluster, hardware_files
-from parallel3d.tools.verify.command import job_of_recipe
+from parallel3d.tools.verify.command import run_of_recipe
 
 Said = pytest.CaptureFixture[str]
 CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
@@ -112,7 +112,7 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(tmp_path: Path, c
         path = tmp_path / f"{name}.yaml"
         path.write_text(to_yaml(recipe))
         found = tree(f"memory --model {path} --gpu h100", capsys)
-        worst = worst_rank(job_of_recipe(recipe))  # which `verify` compares with the dry run
+        worst = worst_rank(run_of_recipe(recipe))  # which `verify` compares with the dry run
         assert found["memory_gib"]["total"] == pytest.approx(worst.total / 2**30, rel=1e-4), name
         assert found["notes"] == []
         totals.add(found["memory_gib"]["total"])

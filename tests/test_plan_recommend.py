@@ -1,6 +1,6 @@
 """`parallel3d-plan recommend`: its page, its JSON, and what it does where nothing fits.
 
-The pages in tests/golden/plan are compared as text, and docs/plan.md shows some of them. After a change of the engine
+The pages in tests/golden/plan are compared as text, and docs/plan.md shows some of them. After a change of the program
 look at what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py tests/test_plan_limits.py` changes in both,
 and commit it.
 """

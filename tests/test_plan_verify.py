@@ -1,4 +1,4 @@
-"""`parallel3d-plan verify`: one rank of a large job trained dry, and the memory model beside it."""
+"""`parallel3d-plan verify`: one rank of a large run trained dry, and the memory model beside it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.rank_memory import memory_by_rank, quick_worst_bytes, worst_rank
 from parallel3d.planner.model.flops import model_flops_per_token
-from parallel3d.planner.model.job import Job, Layout
 from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import Muon
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, axis_group
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
@@ -29,16 +29,16 @@ def a100() -> Cluster:
     return load_cluster("a100-80gb", HARDWARE)
 
 
-def job(cluster: Cluster, **layout: object) -> Job:
+def run(cluster: Cluster, **layout: object) -> PlannedRun:
     shape = named_shape("llama2-7b", shape_cards())
-    return Job(shape=shape, cluster=cluster, layout=Layout(**layout), engine=PARALLEL3D, seq_len=2048)  # type: ignore[arg-type]
+    return PlannedRun(shape=shape, cluster=cluster, layout=RunLayout(**layout), program=PARALLEL3D, seq_len=2048)  # type: ignore[arg-type]
 
 
 def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
     muon = Muon(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
 
     def more_s(ranks: int) -> float:
-        one = job(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)
+        one = run(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)
         return step_cost(replace(one, muon=muon)).parts.optimizer - step_cost(one).parts.optimizer
 
     square, wide = (2 * s * s * (2 * long + s) for s, long in ((4096, 4096), (4096, 11008)))
@@ -102,28 +102,28 @@ def test_attention_backward_costs_more_than_its_forward(a100: Cluster) -> None:
 
 
 def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
-    cost = step_cost(job(a100, pp=4, dp=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,
+    cost = step_cost(run(a100, pp=4, dp=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,
                          optimizer_shards=4, sequence_parallel=True))  # fmt: skip
     assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(cost.step_time_s)
     assert all(getattr(cost.parts, part.name) >= 0 for part in fields(cost.parts))
 
 
 def test_mfu_is_the_stated_definition(a100: Cluster) -> None:
-    work = job(a100, dp=8, microbatches=4)
+    work = run(a100, dp=8, microbatches=4)
     cost = step_cost(work)
     flops = work.tokens_per_step * model_flops_per_token(work.shape, work.seq_len)
     assert cost.mfu == pytest.approx(flops / cost.step_time_s / 8 / 312e12)
 
 
 def test_recompute_trades_time_for_memory(a100: Cluster) -> None:
-    none = job(a100, dp=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8)
+    none = run(a100, dp=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8)
     full = replace(none, layout=replace(none.layout, recompute="full"))
     assert worst_rank(full).activations < 0.2 * worst_rank(none).activations
     assert 1.2 < step_cost(full).step_time_s / step_cost(none).step_time_s < 1.4
 
 
 def test_sequence_parallel_needs_less_memory_and_no_more_time(a100: Cluster) -> None:
-    plain = job(a100, tp=8, microbatches=2)
+    plain = run(a100, tp=8, microbatches=2)
     split = replace(plain, layout=replace(plain.layout, sequence_parallel=True))
     assert worst_rank(split).total < worst_rank(plain).total
     assert step_cost(split).step_time_s <= step_cost(plain).step_time_s
@@ -131,7 +131,7 @@ def test_sequence_parallel_needs_less_memory_and_no_more_time(a100: Cluster) -> 
 
 def test_the_quick_worst_rank_is_the_worst_rank(a100: Cluster) -> None:
     for pp, virtual in ((1, 1), (3, 1), (4, 2), (8, 4), (5, 1)):
-        work = job(
+        work = run(
             a100, pp=pp, virtual_stages=virtual, schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
             microbatches=4 * pp,
         )  # fmt: skip

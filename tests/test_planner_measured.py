@@ -11,7 +11,7 @@ import yaml
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.calibration import Curve, Overhead, measured_from_tree, process_from_tree
+from parallel3d.planner.hardware.calibration import Curve, Overhead, calibration_from_tree, one_process_from_tree
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.time.block import block_times
 from parallel3d.planner.time.pipeline import StageTimes, makespan_s, shared_makespan_s
@@ -42,7 +42,7 @@ GRADIENT_S = 1e-9  # of a weight and a microbatch
 def larger_blocks() -> dict[tuple[int, int], float]:
     """Seconds of the larger model's block by sequence and microbatch, by the planner's own model of this host."""
     rates = {"byte_s": BYTE_S, "gradient_s": GRADIENT_S, "logit_s": 0.0}
-    process = process_from_tree({**kernels(), **rates, "overhead": vars(TRUE), "recompute": {}})
+    process = one_process_from_tree({**kernels(), **rates, "overhead": vars(TRUE), "recompute": {}})
     found = {}
     for size in LARGER_SIZES:
         block = block_times(larger_job(ANY, size), Kernels(device=ANY.device, precision="fp32", process=process))
@@ -187,7 +187,7 @@ def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
     with pytest.raises(ConfigError, match="measured.byte_s: required and not given; parallel3d-plan calibrate"):
         cluster_from_tree(tree, "mine")
     with pytest.raises(ValueError, match="sizes rise"):
-        measured_from_tree(
+        calibration_from_tree(
             {
                 "cores": 1,
                 "synchronous": True,

@@ -1,4 +1,4 @@
-"""The memory model of this project's own engine, piece by piece; `test_plan_verify` holds it against dry runs."""
+"""The memory model of this project's own program, piece by piece; `test_plan_verify` holds it against dry runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.planner.own.moments import Moments
 from parallel3d.planner.own.rank import Rank
 from parallel3d.planner.own.states import Walk, fullest_states, states
 from parallel3d.planner.own.work import BlockSizes, backward_work, forward_work, put_off_bytes, weights_work
-from parallel3d.tools.verify.command import job_of_recipe
+from parallel3d.tools.verify.command import run_of_recipe
 from parallel3d.tools.verify.layouts import random_layouts
 
 BLOCK = BlockActivations(
@@ -62,7 +62,7 @@ def test_one_forward_one_backward_fills_up_to_its_place() -> None:
 def test_no_state_that_is_left_out_holds_more() -> None:
     """Against every action of the schedule, in layouts of every kind."""
     for recipe, rank in random_layouts(24, seed=10):
-        moments = Moments(Rank(job_of_recipe(recipe), rank))
+        moments = Moments(Rank(run_of_recipe(recipe), rank))
         of_each = (moment for state in states(moments.rank.walk) for moment in moments.of(state))
         of_all = max(map(total, (*of_each, *moments.at_the_end())))
         assert total(moments.fullest()) == pytest.approx(of_all, rel=1e-9), recipe.parallel

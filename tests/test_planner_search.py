@@ -17,10 +17,10 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.model.training import Training
+from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.search.advice import reasons, remedies, run_length
-from parallel3d.planner.search.candidate import job_of, strategy
+from parallel3d.planner.search.candidate import planned_run, strategy
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.planner.time.step import step_cost
@@ -47,9 +47,14 @@ def test_every_strategy_is_a_valid_recipe() -> None:
 
 @pytest.mark.parametrize(
     ("training", "memory_fraction"),
-    [(Training(), 0.95), (Training(), 0.08), (Training(factors=True), 0.07), (Training(state_bytes=0.0), 0.06)],
+    [
+        (OptimizerMemory(), 0.95),
+        (OptimizerMemory(), 0.08),
+        (OptimizerMemory(factors=True), 0.07),
+        (OptimizerMemory(state_bytes=0.0), 0.06),
+    ],
 )
-def test_no_layout_left_out_is_better_than_the_best(training: Training, memory_fraction: float) -> None:
+def test_no_layout_left_out_is_better_than_the_best(training: OptimizerMemory, memory_fraction: float) -> None:
     asked = question(gpus=8, global_batch_size=16, training=training, memory_fraction=memory_fraction)
     best = search(asked, top=1).strategies[0]
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -69,7 +74,7 @@ def test_a_vocabulary_that_tp_does_not_divide_stays_as_it_is() -> None:
     shape = named_shape("gpt2-large", shape_cards())
     asked = question(shape=shape, fixed=Fixed(tp=4))
     best = search(asked, top=1).strategies[0]
-    assert job_of(asked, best.parallel).shape.vocab == 50257
+    assert planned_run(asked, best.parallel).shape.vocab == 50257
 
 
 def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
@@ -78,31 +83,31 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     best = search(asked, top=1).strategies[0]
     kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
     rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
-    assert job_of(asked, best.parallel).block_parameters == kv + rest // 8 + 2 * MODEL.hidden
+    assert planned_run(asked, best.parallel).block_parameters == kv + rest // 8 + 2 * MODEL.hidden
 
 
 def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models() -> None:
-    """Table 1 of Narayanan et al. 2021 (arXiv 2104.04473), under what its program did: its engine, full recompute,
+    """Table 1 of Narayanan et al. 2021 (arXiv 2104.04473), under what its program did: its program, full recompute,
     nothing sharded, no sequence parallelism. 18.4B and 39.1B are missed: docs/planner.md says by what."""
     found = []
     for case in read_cases(CASES, [plan_score.HARDWARE]).cases:
         if not case.id.startswith("megatron-sc21-t1"):
             continue
-        job, layout = case.job, case.job.layout
+        run, layout = case.run, case.run.layout
         asked = Question(
-            shape=job.shape,
-            cluster=job.cluster,
+            shape=run.shape,
+            cluster=run.cluster,
             gpus=layout.world_size,
-            seq_len=job.seq_len,
-            global_batch_size=job.global_batch_size,
-            precision=job.precision,
-            engine=job.engine,
+            seq_len=run.seq_len,
+            global_batch_size=run.global_batch_size,
+            precision=run.precision,
+            program=run.program,
             fixed=Fixed(dp_shard=1, recompute="full", sequence_parallel=False),
         )
         strategies = search(asked, top=5).strategies
         ways = [(s.parallel.tp, s.parallel.pp) for s in strategies]
         assert len(set(ways)) == len(ways) == 5
-        assert strategies[0].cost.step_time_s <= step_cost(job).step_time_s * 1.001
+        assert strategies[0].cost.step_time_s <= step_cost(run).step_time_s * 1.001
         found.append((layout.tp, layout.pp) in ways)
     assert len(found) == 10 and sum(found) >= 8, found
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.planner.hardware.calibration import Overhead, Process, process_from_tree
+from parallel3d.planner.hardware.calibration import OneProcess, Overhead, one_process_from_tree
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
-from parallel3d.planner.model.job import Job, Layout
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import from_config, total_parameters
 from parallel3d.planner.time.block import block_times, elementwise_bytes, head_times
 from parallel3d.planner.time.roofline import Kernels
@@ -43,25 +43,25 @@ def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
     largest = LARGER_SIZES[-1]
     shallow = LARGER_LAYERS[0]
     ends = _per_microbatch_s(times, largest, shallow) - shallow * blocks[largest] - overhead.microbatch
-    job = larger_job(cluster, largest)
-    head = sum(head_times(job, _kernels(process_from_tree(tree), cluster)))
-    tree["logit_s"] = max(0.0, (ends - head) / (job.tokens * job.loss_vocab))
+    run = larger_job(cluster, largest)
+    head = sum(head_times(run, _kernels(one_process_from_tree(tree), cluster)))
+    tree["logit_s"] = max(0.0, (ends - head) / (run.tokens * run.loss_vocab))
     return tree
 
 
 def _beside_products(tree: Tree, cluster: Cluster, blocks: Mapping[tuple[int, int], float]) -> Tree:
     """`byte_s` and `gradient_s`, from `blocks`, seconds of whole ones by sequence and microbatch: what they take beside
     their products grows with the traffic of the other operators, and starts from what the weights take."""
-    bare = _kernels(process_from_tree(tree), cluster)
+    bare = _kernels(one_process_from_tree(tree), cluster)
     found = []
     for size in (LARGER_SIZES[0], LARGER_SIZES[-1]):
-        job = larger_job(cluster, size)
-        rest = max(_LEAST_REST * blocks[size], blocks[size] - _block_model_s(job, bare))
-        found.append((sum(elementwise_bytes(job)), rest))
+        run = larger_job(cluster, size)
+        rest = max(_LEAST_REST * blocks[size], blocks[size] - _block_model_s(run, bare))
+        found.append((sum(elementwise_bytes(run)), rest))
     (few, short_s), (many, long_s) = found
     byte_s = max(_LEAST_REST * long_s / many, (long_s - short_s) / (many - few))
-    weights = _block_model_s(job, replace(bare, process=process_from_tree({**tree, "gradient_s": 1.0})))
-    return {"byte_s": byte_s, "gradient_s": max(0.0, short_s - few * byte_s) / (weights - _block_model_s(job, bare))}
+    weights = _block_model_s(run, replace(bare, process=one_process_from_tree({**tree, "gradient_s": 1.0})))
+    return {"byte_s": byte_s, "gradient_s": max(0.0, short_s - few * byte_s) / (weights - _block_model_s(run, bare))}
 
 
 def _per_microbatch_s(times: Times, size: tuple[int, int], layers: int) -> float:
@@ -162,23 +162,23 @@ def _recompute_s(times: Times, kind: str, overhead: Overhead) -> float:
     return max(0.0, (each - overhead.microbatch) / deep - overhead.block)
 
 
-def larger_job(cluster: Cluster, size: tuple[int, int]) -> Job:
+def larger_job(cluster: Cluster, size: tuple[int, int]) -> PlannedRun:
     seq, microbatch_size = size
-    return Job(
+    return PlannedRun(
         shape=from_config(LARGER),
         cluster=cluster,
-        layout=Layout(microbatches=2, microbatch_size=microbatch_size),
-        engine=replace(PARALLEL3D, elementwise=1.0, launches=0, loss_passes=0.0),
+        layout=RunLayout(microbatches=2, microbatch_size=microbatch_size),
+        program=replace(PARALLEL3D, elementwise=1.0, launches=0, loss_passes=0.0),
         seq_len=seq,
         precision="fp32",
     )
 
 
-def _kernels(process: Process, cluster: Cluster) -> Kernels:
+def _kernels(process: OneProcess, cluster: Cluster) -> Kernels:
     return Kernels(device=cluster.device, precision="fp32", process=process)
 
 
-def _block_model_s(job: Job, kernels: Kernels) -> float:
+def _block_model_s(run: PlannedRun, kernels: Kernels) -> float:
     """A block of the larger model by the curves alone."""
-    block = block_times(job, kernels)
+    block = block_times(run, kernels)
     return block.forward_s + block.backward_s

@@ -25,7 +25,7 @@ Rows = list[list[float]]
 
 
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
-    """The sections `matmul`, `attention` and `memory` of a process (`planner.measured.Process`)."""
+    """The sections `matmul`, `attention` and `memory` of a process (`planner.measured.OneProcess`)."""
     gpu = device.type != "cpu"
     sides: Sequence[int] = (512, 2048, 8192) if gpu else (32, 128, 512) if quick else (32, 64, 128, 256, 512, 1024)
     coarse: Sequence[int] = sides if gpu else (128, 512)

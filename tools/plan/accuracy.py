@@ -23,7 +23,7 @@ def recorded_accuracy() -> Accuracy:
 def accuracy_of(result: Score, file: CaseFile) -> Accuracy:
     """The figures that a plan quotes, of today's score."""
     counted = {case.id for case in result.cases if not case.apart and case.errors_pct}
-    by_hardware = Counter(case.job.cluster.name for case in file.cases if case.id in counted)
+    by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return Accuracy(
         date=datetime.now(UTC).date().isoformat(),
         throughput_runs=result.throughput.cases,

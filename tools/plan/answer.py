@@ -26,7 +26,7 @@ from parallel3d.tools.plan.devices import larger_devices
 from parallel3d.tools.plan.emit import emit_recipe, recipe_of_plan
 from parallel3d.tools.plan.launch import emit_launch, launch_file, start_command
 from parallel3d.tools.plan.memory import explained
-from parallel3d.tools.plan.question import Asked, read_fixed, read_layout, read_question, with_fixed
+from parallel3d.tools.plan.question import ParsedQuestion, read_fixed, read_layout, read_question, with_fixed
 
 NOTHING_FITS = 3
 _TOP = 10
@@ -99,7 +99,7 @@ def _remedies(question: Question, answer: Answer) -> Sequence[str]:
     return found
 
 
-def _emit(options: argparse.Namespace, asked: Asked, plan: Plan) -> Sequence[str]:
+def _emit(options: argparse.Namespace, asked: ParsedQuestion, plan: Plan) -> Sequence[str]:
     """Writes the files, and says what to type next."""
     best = plan.best
     if best is None:
@@ -124,7 +124,7 @@ def _write_html(path: Path, plan: Plan) -> None:
         raise ConfigError(f"--html {path}: cannot be written ({error.strerror}); try another path") from error
 
 
-def _override_command(asked: Asked, plan: Plan) -> str:
+def _override_command(asked: ParsedQuestion, plan: Plan) -> str:
     """The user's recipe, with what the plan has otherwise."""
     assert plan.best is not None and asked.model.recipe is not None
     mine, planned = asked.model.recipe, recipe_of_plan(asked, plan, plan.best, run="plan")

@@ -15,13 +15,13 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.memory.rank_memory import RankMemory, worst_rank
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.report.json import memory_tree, rounded
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan.devices import find_cluster
-from parallel3d.tools.verify.command import job_of_recipe
+from parallel3d.tools.verify.command import run_of_recipe
 
 _GIB = 2**30
 _LABELS = {
@@ -57,7 +57,7 @@ class Compared:
     """A run and its prediction."""
 
     recipe: Recipe
-    job: Job
+    run: PlannedRun
     cost: Cost
     memory: RankMemory
     measured: Measured
@@ -72,7 +72,7 @@ class Compared:
             "step_time_s": (self.cost.step_time_s, step_s),
             "tokens_per_s_per_device": (self.cost.tokens_per_s_per_gpu, tokens / step_s),
         }
-        if not self.job.on_cpu:
+        if not self.run.on_cpu:
             figures["mfu"] = (self.cost.mfu, self.cost.mfu * self.cost.step_time_s / step_s)
             figures["peak_allocated_gib"] = (self.memory.allocated / _GIB, found.peak_memory_bytes / _GIB)
         return figures
@@ -94,9 +94,9 @@ def compare(run_dir: Path, cluster: Cluster) -> Compared:
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
     recipe = load_recipe(path, cards=shape_cards())
-    job = replace(job_of_recipe(recipe), cluster=cluster)
+    run = replace(run_of_recipe(recipe), cluster=cluster)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
-    return Compared(recipe=recipe, job=job, cost=step_cost(job), memory=worst_rank(job), measured=measured)
+    return Compared(recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured)
 
 
 def read_measured(path: Path, recipe: Recipe) -> Measured:
@@ -135,10 +135,10 @@ def _parser() -> Parser:
 
 
 def _page(found: Compared, run_dir: Path) -> Iterator[str]:
-    recipe, measured, job = found.recipe, found.measured, found.job
+    recipe, measured, run = found.recipe, found.measured, found.run
     name = recipe.model.name or recipe.model.architecture
     yield from wrapped("run", f"{run_dir}: {name}, {layout_text(recipe.parallel)}")
-    yield from wrapped("hardware", f"{recipe.parallel.world_size} x {job.cluster.device.name}")
+    yield from wrapped("hardware", f"{recipe.parallel.world_size} x {run.cluster.device.name}")
     yield ""
     yield f"{'':<28}{'predicted':>12}{'measured':>12}{'error':>9}"
     for kind, (predicted, real) in found.figures.items():
@@ -148,7 +148,7 @@ def _page(found: Compared, run_dir: Path) -> Iterator[str]:
     spread = f"80% of them from {measured.least_s:.3g} to {measured.most_s:.3g} s a step"
     yield from wrapped("measured", f"the median of {measured.lines} lines of metrics.jsonl; {spread}")
     yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
-    if job.on_cpu:
+    if run.on_cpu:
         yield from wrapped("memory", "what a CPU's process holds is Python's and torch's too, and not compared")
 
 

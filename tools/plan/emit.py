@@ -22,7 +22,7 @@ from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.candidate import can_step_in_backward
 from parallel3d.planner.search.question import Strategy
-from parallel3d.tools.plan.question import Asked
+from parallel3d.tools.plan.question import ParsedQuestion
 from parallel3d.tools.plan.shape import Model
 
 _PLANNED = ("global_batch_size", "seq_len", "precision")
@@ -30,7 +30,7 @@ _TRIAL_STEPS = 100  # where no token budget is given
 _LONGEST_COMMENT_COLUMN = 34
 
 
-def emit_recipe(path: Path, asked: Asked, plan: Plan) -> None:
+def emit_recipe(path: Path, asked: ParsedQuestion, plan: Plan) -> None:
     """Writes the best strategy as a recipe. Raises ConfigError for a model that the trainer does not have."""
     assert plan.best is not None
     recipe = recipe_of_plan(asked, plan, plan.best, run=path.stem)
@@ -41,11 +41,11 @@ def emit_recipe(path: Path, asked: Asked, plan: Plan) -> None:
         raise ConfigError(f"--emit-recipe {path}: cannot be written ({error.strerror}); try another path") from error
 
 
-def recipe_of_plan(asked: Asked, plan: Plan, best: Strategy, *, run: str) -> Recipe:
+def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
     """The user's own recipe, or the defaults, with the plan's model, batch and layout."""
     q = plan.question
-    if q.engine.name != PARALLEL3D.name:
-        raise ConfigError(f"--emit-recipe: the plan is for {q.engine.name}; leave out --engine")
+    if q.program.name != PARALLEL3D.name:
+        raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
     shape = q.shape
     parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
     steps = _steps(plan)
@@ -126,7 +126,7 @@ def _of_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "window": sliding_window(config)}
 
 
-def _lines(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Iterator[str]:
+def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:
     q, known = plan.question, plan.accuracy
     yield f"# {q.shape.name} on {q.gpus} x {q.cluster.device.name}: planned by parallel3d-plan, the best of"
     answer = plan.answer
@@ -157,7 +157,7 @@ def _entry(key: str, value: object, comment: str, indent: str) -> Iterator[str]:
     yield f"{indent}{text:<{_LONGEST_COMMENT_COLUMN}}# {comment}" if comment else f"{indent}{text}"
 
 
-def _comments(recipe: Recipe, asked: Asked, plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
+def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
     """Why each choice, with its figure."""
     q, parallel, parts, step = plan.question, best.parallel, best.cost.parts, best.cost.step_time_s
     node = q.cluster.gpus_per_node

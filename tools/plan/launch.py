@@ -95,7 +95,7 @@ spec:
     job-name: $name
 ---
 apiVersion: batch/v1
-kind: Job
+kind: PlannedRun
 metadata:
   name: $name
 spec:

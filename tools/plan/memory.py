@@ -22,7 +22,7 @@ from parallel3d.planner.report.json import (
 )
 from parallel3d.planner.report.page import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
-from parallel3d.planner.search.candidate import job_of, planned_shape, strategy
+from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
 from parallel3d.planner.search.question import Question
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan.options import add_options
@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> int:
 
 def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
     """A line for each pipeline rank; `whole`: then every kind of the fullest, with the product that it is."""
-    job = job_of(question, parallel)
-    ranks = memory_by_rank(job)
+    run = planned_run(question, parallel)
+    ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     shown = telling_ranks(ranks, _MOST_RANKS)
     yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in _columns()) + f"{'GiB':>8}"
@@ -67,7 +67,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
         cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in _columns())
         share = memory.total / question.usable_bytes
         mark = "  <" if memory is worst else ""
-        layers = job.ranks[memory.rank].layers
+        layers = run.ranks[memory.rank].layers
         yield f"{memory.rank:<5}{layers:>6}{cells}{gib(memory.total):>8} {bar(share)}{mark}"
     if len(shown) < len(ranks):
         yield f"(of {len(ranks)} pipeline ranks those that may differ most)"
@@ -75,7 +75,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
         return
     yield ""
     yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
-    for kind, bytes_, text in explain(job, worst):
+    for kind, bytes_, text in explain(run, worst):
         lead = f"  {kind:<14}{_cell(bytes_):>7}  "
         yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
     yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / _GIB:.2f} usable"
@@ -139,8 +139,8 @@ def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Itera
 
 
 def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str, Any]:
-    job = job_of(question, parallel)
-    ranks = memory_by_rank(job)
+    run = planned_run(question, parallel)
+    ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     tree = {
         "schema": "parallel3d.memory/1",
@@ -157,14 +157,14 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str,
         "ranks": [
             {
                 "rank": memory.rank,
-                "layers": job.ranks[memory.rank].layers,
-                "parameters": job.stage_parameters(job.ranks[memory.rank]),
+                "layers": run.ranks[memory.rank].layers,
+                "parameters": run.stage_parameters(run.ranks[memory.rank]),
                 "memory_gib": memory_tree(memory),
             }
             for memory in ranks
         ],
         "explain": [
-            {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(job, worst)
+            {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(run, worst)
         ],
     }
     return rounded_tree(tree)

@@ -10,9 +10,9 @@ from parallel3d.config.recipe import BlockRecompute, ParallelConfig
 from parallel3d.config.strategy import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
-from parallel3d.planner.hardware.program import Engine
-from parallel3d.planner.model.training import Training, notes, training_of
-from parallel3d.planner.published.programs import in_precision, named_engine
+from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
+from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.question import Fixed, Question
@@ -49,14 +49,14 @@ _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedQuestion:
     """A question, and where its model came from."""
 
     question: Question
     model: Model
 
 
-def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> Asked:
+def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> ParsedQuestion:
     """The question without what is fixed; `asks` says how the devices are given. Raises ConfigError for what is missing
     or contradicts itself."""
     model = find_model(options)
@@ -80,8 +80,8 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        engine=_engine(options, cluster, precision),
-        training=training_of(model.recipe) if model.recipe else Training(),
+        program=_program(options, cluster, precision),
+        training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
         memory_fraction=options.mem_fraction,
     )
     if model.recipe is not None:
@@ -89,10 +89,10 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
     if model.longest is not None and seq_len > model.longest:
         note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
         model = replace(model, notes=(*model.notes, note))
-    return Asked(question=question, model=model)
+    return ParsedQuestion(question=question, model=model)
 
 
-def note_lines(asked: Asked) -> list[str]:
+def note_lines(asked: ParsedQuestion) -> list[str]:
     """On what the model's file says and a plan does not count, as lines of a page."""
     return [line for note in asked.model.notes for line in wrapped("note", note)]
 
@@ -146,16 +146,16 @@ def _value(option: str, name: str, text: str) -> object:
     return int(text)
 
 
-def _engine(options: argparse.Namespace, cluster: Cluster, precision: str) -> Engine:
+def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> TrainingProgram:
     """The program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
-    engine = in_precision(named_engine(options.engine), precision)
+    program = in_precision(named_program(options.engine), precision)
     said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
     if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
         raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")
     return replace(
-        engine,
-        fragmentation=engine.fragmentation if options.fragmentation is None else options.fragmentation,
-        context_bytes=options.context_memory or engine.context_bytes,
+        program,
+        fragmentation=program.fragmentation if options.fragmentation is None else options.fragmentation,
+        context_bytes=options.context_memory or program.context_bytes,
     )
 
 

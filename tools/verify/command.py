@@ -15,14 +15,14 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.rank_memory import worst_rank
-from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.model.training import training_of, unpriced
+from parallel3d.planner.model.training import optimizer_memory, unmodeled_settings
 from parallel3d.planner.own.memory import Held, most_held
 from parallel3d.planner.report.json import rounded_tree
 from parallel3d.planner.report.text import layout_text
-from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.arguments import Parser, plan_parser
@@ -87,20 +87,20 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     """Runs `rank` dry, and asks the model about its pipeline rank."""
     from parallel3d.tools.verify.dry_run import dry_run  # torch, which a bad input does not wait for
 
-    job = job_of_recipe(recipe)
+    run = run_of_recipe(recipe)
     place = recipe.parallel.coordinates(rank)
-    parts = tuple(part for part, holder in zip(job.stages, job.placement, strict=True) if holder == place.pp)
-    dry = dry_run(recipe, rank, fused_norm=not job.on_cpu)
+    parts = tuple(part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp)
+    dry = dry_run(recipe, rank, fused_norm=not run.on_cpu)
     count = rank_numel(
-        job.shape, parts, job.layout.tp, shards=job.layout.optimizer_shards, at=(place.tp, place.dp_shard)
+        run.shape, parts, run.layout.tp, shards=run.layout.optimizer_shards, at=(place.tp, place.dp_shard)
     )
-    return Verified(recipe, rank, place.pp, most_held(job, place.pp), dry, count)
+    return Verified(recipe, rank, place.pp, most_held(run, place.pp), dry, count)
 
 
-def job_of_recipe(recipe: Recipe) -> Job:
+def run_of_recipe(recipe: Recipe) -> PlannedRun:
     """What the planner makes of a recipe; of the hardware only CPU or GPU matters here. Raises ConfigError for what the
     memory model does not know."""
-    for vain in unpriced(recipe):
+    for vain in unmodeled_settings(recipe):
         raise ConfigError(f"{vain.setting}: {vain.known}; try {vain.instead}")
     question = Question(
         shape=from_config(recipe.model),
@@ -109,9 +109,9 @@ def job_of_recipe(recipe: Recipe) -> Job:
         seq_len=recipe.train.seq_len,
         global_batch_size=recipe.train.global_batch_size,
         precision=recipe.train.precision,
-        training=training_of(recipe),
+        training=optimizer_memory(recipe),
     )
-    return job_of(question, recipe.parallel)
+    return planned_run(question, recipe.parallel)
 
 
 def _rank(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -127,7 +127,7 @@ def _rank(recipe: Recipe, options: argparse.Namespace) -> int:
         return int(options.rank)
     pipeline_rank = options.pipeline_rank
     if pipeline_rank is None:
-        pipeline_rank = worst_rank(job_of_recipe(recipe)).rank
+        pipeline_rank = worst_rank(run_of_recipe(recipe)).rank
     if not 0 <= pipeline_rank < parallel.pp:
         raise ConfigError(
             f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to {parallel.pp - 1}; "

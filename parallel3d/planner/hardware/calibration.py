@@ -2,7 +2,7 @@
 own program adds to them. The section `measured` of a hardware file, read; `measured_cost` prices a step with it.
 
 All seconds are those of a process that has a core (or a GPU) to itself: what several ranks on few cores take from each
-other is `Measured.slowdown`.
+other is `Calibration.slowdown`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Overhead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class OneProcess:
     """One process alone, with so many threads (or a GPU)."""
 
     matmul: Mapping[str, Grid]  # by precision
@@ -76,7 +76,7 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
+class ManyRanks:
     """So many ranks of one host at once: over one axis, each kind of message, a pipeline."""
 
     contention: float  # how much longer equal work takes than the cores' share alone explains
@@ -87,21 +87,21 @@ class Together:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Calibration:
     """`cores`: those that the ranks of a host share, 0 where each has a device of its own. `synchronous`: the host
     computes what it dispatches, one after the other."""
 
     cores: int
     synchronous: bool
-    processes: Mapping[int, Process]  # by threads
-    ranks: Mapping[int, Together]  # by how many
+    processes: Mapping[int, OneProcess]  # by threads
+    ranks: Mapping[int, ManyRanks]  # by how many
 
-    def process(self, ranks: int) -> Process:
+    def process(self, ranks: int) -> OneProcess:
         """What one of so many ranks of a host is: with its share of the cores as threads."""
         threads = max(1, self.cores // ranks)
         return self.processes[max((n for n in self.processes if n <= threads), default=min(self.processes))]
 
-    def together(self, ranks: int) -> Together | None:
+    def together(self, ranks: int) -> ManyRanks | None:
         """The measurement with as many ranks, or the next fewer."""
         if not self.ranks or ranks == 1:
             return None
@@ -130,18 +130,18 @@ class Measured:
         return max(0.0, curve.at(bytes_) - curve.points[0][1]) * log(size) / log(near)
 
 
-def measured_from_tree(tree: Mapping[str, Any]) -> Measured:
+def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
     """The section `measured` of a hardware file. Raises KeyError, TypeError or ValueError where it misses something."""
-    return Measured(
+    return Calibration(
         cores=int(tree["cores"]),
         synchronous=bool(tree["synchronous"]),
-        processes={int(n): process_from_tree(each) for n, each in tree["processes"].items()},
+        processes={int(n): one_process_from_tree(each) for n, each in tree["processes"].items()},
         ranks={int(n): _together(each) for n, each in (tree.get("ranks") or {}).items()},
     )
 
 
-def process_from_tree(tree: Mapping[str, Any]) -> Process:
-    return Process(
+def one_process_from_tree(tree: Mapping[str, Any]) -> OneProcess:
+    return OneProcess(
         matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
         attention={p: (_grid(way["forward"]), _grid(way["backward"])) for p, way in tree["attention"].items()},
         byte_s=float(tree["byte_s"]),
@@ -152,8 +152,8 @@ def process_from_tree(tree: Mapping[str, Any]) -> Process:
     )
 
 
-def _together(tree: Mapping[str, Any]) -> Together:
-    return Together(
+def _together(tree: Mapping[str, Any]) -> ManyRanks:
+    return ManyRanks(
         contention=float(tree["contention"]),
         action_s=float(tree["action_s"]),
         transfer=_curve(tree["transfer"]),

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.calibration import Measured, measured_from_tree
+from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
 
 _GIB = 2**30
 _LINK_KEYS = ("gb_per_s", "latency_us", "efficiency")
@@ -76,7 +76,7 @@ class Cluster:
     oversubscription: float = 1.0  # of the network's upper tiers
     whole_nodes: int = 32  # so many nodes share a network without it
     device_file: str = ""  # the name of the file that its device is from
-    measured: Measured | None = None  # by `parallel3d-plan calibrate`, on one such node
+    measured: Calibration | None = None  # by `parallel3d-plan calibrate`, on one such node
 
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
@@ -154,7 +154,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
         usual = {"oversubscription": 1.0, "whole_nodes": Cluster.whole_nodes, **tree["network"]}
         oversubscription, whole_nodes = _number(usual, "oversubscription"), _whole(usual, "whole_nodes")
         section = "measured"
-        measured = measured_from_tree(tree["measured"]) if "measured" in tree else None
+        measured = calibration_from_tree(tree["measured"]) if "measured" in tree else None
     except KeyError as missing:
         key = missing.args[0] if missing.args[0] == section else f"{section}.{missing.args[0]}"
         how = "calibrate measures it" if section == "measured" else "hardware h100 shows a whole file"

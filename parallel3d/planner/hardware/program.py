@@ -1,6 +1,6 @@
 """What a training program does that time and memory depend on, beside the layout: its kernels, what it overlaps, and
 how many bytes it keeps for a parameter. The planner's own is `PARALLEL3D`; the others describe, mechanism by mechanism,
-the programs whose published runs the planner is scored on (`planner.engines`)."""
+the programs whose published runs the planner is scored on (`planner.programs`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class TrainingProgram:
     """Kernels, overlap and bytes of a training program."""
 
     name: str
@@ -75,7 +75,7 @@ class Engine:
 
 
 # This project: layers/ for the kernels and what they keep, sharding/ for the data dimension, layers/loss.py.
-PARALLEL3D = Engine(
+PARALLEL3D = TrainingProgram(
     name="parallel3d",
     hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2
     elementwise=2.0,

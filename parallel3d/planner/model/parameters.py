@@ -1,4 +1,4 @@
-"""The parameters that a rank of this project's own engine holds, tensor by tensor: as `layers/` cuts them over tp (a
+"""The parameters that a rank of this project's own program holds, tensor by tensor: as `layers/` cuts them over tp (a
 vocabulary in uneven parts, keys and values whole where they have fewer heads than tp) and `sharding/` over dp_shard (by
 rows, the last ranks having fewer)."""
 

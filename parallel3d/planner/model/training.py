@@ -1,4 +1,4 @@
-"""What a recipe says of its training that a plan of this project's own engine depends on, and what it says in vain."""
+"""What a recipe says of its training that a plan of this project's own program depends on, and what it says in vain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Muon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class OptimizerMemory:
     """The defaults are AdamW beside float32 masters, without dropout."""
 
     state_bytes: float = 8.0  # of a parameter's optimizer states
@@ -33,7 +33,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpriced:
+class UnmodeledSetting:
     """A setting of a recipe that the memory model does not know."""
 
     setting: str
@@ -41,10 +41,10 @@ class Unpriced:
     instead: str
 
 
-def training_of(recipe: Recipe) -> Training:
-    """Of the optimizer, the model's dropout and the loss; see `unpriced` for what it is not."""
+def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
+    """Of the optimizer, the model's dropout and the loss; see `unmodeled_settings` for what it is not."""
     state_bytes, step_bytes = _optimizer_bytes(recipe)
-    return Training(
+    return OptimizerMemory(
         state_bytes=state_bytes,
         step_bytes=step_bytes,
         factors=recipe.optimizer.name == "adafactor",
@@ -56,31 +56,31 @@ def training_of(recipe: Recipe) -> Training:
     )
 
 
-def unpriced(recipe: Recipe) -> Iterator[Unpriced]:
+def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
     """What would change the memory, and is not counted."""
-    yield from _unpriced_rounding(recipe)
+    yield from _unmodeled_rounding(recipe)
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
         known = "the memory model knows dropout between the layers alone"
-        yield Unpriced(setting=setting, known=known, instead="model.attention_dropout=0")
+        yield UnmodeledSetting(setting=setting, known=known, instead="model.attention_dropout=0")
     if recipe.local_sgd.sync_every is not None:
         setting = f"local_sgd.sync_every = {recipe.local_sgd.sync_every}"
         known = "the memory model knows replicas that sum their gradients in each step"
-        yield Unpriced(setting=setting, known=known, instead="local_sgd.sync_every=null")
+        yield UnmodeledSetting(setting=setting, known=known, instead="local_sgd.sync_every=null")
 
 
-def _unpriced_rounding(recipe: Recipe) -> Iterator[Unpriced]:
+def _unmodeled_rounding(recipe: Recipe) -> Iterator[UnmodeledSetting]:
     optimizer = recipe.optimizer
     if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
         other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
         known = f"the memory model knows no such steps with {other}"
         instead = "optimizer.stochastic_rounding=false"
-        yield Unpriced(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
+        yield UnmodeledSetting(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """What a plan, which chooses layouts of its own, does not count of a recipe."""
-    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unpriced(recipe))
+    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unmodeled_settings(recipe))
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
         yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.config.strategy import WHOLE
-from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 
 Unit = tuple[Table, ...]
@@ -29,12 +29,12 @@ class Sent:
     packing: float
 
 
-def sent_by(job: Job, part: StageSlice) -> tuple[Sent, ...]:
+def sent_by(run: PlannedRun, part: StageSlice) -> tuple[Sent, ...]:
     """For each bucket of a stage, the first to be sent first; the last one's stay until all stages are done."""
     found: list[Sent] = []
     last = 0.0
-    for bucket in _of(job, part):
-        held, packing = _copied(job, bucket)
+    for bucket in _of(run, part):
+        held, packing = _copied(run, bucket)
         found.append(Sent(bucket.before, last + held, last + packing))
         last = held
     return tuple(found)
@@ -65,21 +65,21 @@ class Fillings:
     finishing: float = 0.0
 
 
-def filled_by(job: Job, part: StageSlice, step_bytes: float) -> Fillings:
+def filled_by(run: PlannedRun, part: StageSlice, step_bytes: float) -> Fillings:
     """`step_bytes`: what the optimizer makes for each number of the parameter that it is at."""
     nothing = Filled()
-    if job.layout.strategy not in WHOLE:
-        return _filled_alone(job, part, step_bytes)
+    if run.layout.strategy not in WHOLE:
+        return _filled_alone(run, part, step_bytes)
     found: list[Filled] = []
     under_way: list[_Sent] = []
-    for bucket in _of(job, part):
-        memory, step = float(_master_bytes(job) * bucket.numel), step_bytes * bucket.largest
+    for bucket in _of(run, part):
+        memory, step = float(_master_bytes(run) * bucket.numel), step_bytes * bucket.largest
         for at in range(bucket.units):
             found.append(Filled(_bytes(under_way) + memory * (at > 0), memory * (at == 0)))
-        if job.layout.dp == 1:
+        if run.layout.dp == 1:
             found[-1] = replace(found[-1], finishes=memory + step)
             continue
-        copies, packing = _copied(job, bucket)
+        copies, packing = _copied(run, bucket)
         finishes = memory + (_stepping(under_way) if len(under_way) == 2 else 0.0)
         under_way = under_way[-1:]
         sends = _bytes(under_way) + memory + max(copies, packing)
@@ -92,11 +92,11 @@ def filled_by(job: Job, part: StageSlice, step_bytes: float) -> Fillings:
     return Fillings(first, tuple(units[: part.layers]), norm, head, _bytes(under_way), finishing)
 
 
-def _filled_alone(job: Job, part: StageSlice, step_bytes: float) -> Fillings:
+def _filled_alone(run: PlannedRun, part: StageSlice, step_bytes: float) -> Fillings:
     """On one data rank with the units of `fully_shard`, of which all that no block holds is one: the head opens a
     bucket that is done when the stage is. Nothing is sent, but buckets are done in their order."""
-    *others, last = _of(job, part)
-    master, nothing = float(_master_bytes(job)), Filled()
+    *others, last = _of(run, part)
+    master, nothing = float(_master_bytes(run)), Filled()
     open_ = master * last.numel * part.head
     found: list[Filled] = []
     for bucket in others:
@@ -132,11 +132,11 @@ def _stepping(sent: list[_Sent]) -> float:
     return _bytes(sent) - sent[0].copies + sent[0].step
 
 
-def published_by(job: Job, part: StageSlice) -> float:
+def published_by(run: PlannedRun, part: StageSlice) -> float:
     """Bytes at most while a stage's stepped parameters come back from the other ranks, two buckets at once."""
-    if not _is_split(job):
+    if not _is_split(run):
         return 0.0
-    sizes = [job.item_bytes * bucket.packed for bucket in _of(job, part)]
+    sizes = [run.item_bytes * bucket.packed for bucket in _of(run, part)]
     return max((a + b for a, b in zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0.0)
 
 
@@ -150,16 +150,16 @@ class _Bucket:
     largest: int  # numbers that are stepped of the largest parameter
 
 
-def _is_split(job: Job) -> bool:
-    return job.layout.strategy == "SHARD_OPTIMIZER" and job.layout.dp_shard > 1
+def _is_split(run: PlannedRun) -> bool:
+    return run.layout.strategy == "SHARD_OPTIMIZER" and run.layout.dp_shard > 1
 
 
-def _copied(job: Job, bucket: _Bucket) -> tuple[float, float]:
+def _copied(run: PlannedRun, bucket: _Bucket) -> tuple[float, float]:
     """Bytes that are held until a bucket has arrived, and while it is packed: even rows in the gradients' dtype first,
     but not yet the rows that it arrives in."""
-    layout, master = job.layout, _master_bytes(job)
+    layout, master = run.layout, _master_bytes(run)
     is_other = layout.reduce_bytes != master
-    if not _is_split(job):
+    if not _is_split(run):
         held = float(is_other * layout.reduce_bytes * bucket.numel)
         return held, held
     packed = layout.reduce_bytes * bucket.packed
@@ -167,16 +167,16 @@ def _copied(job: Job, bucket: _Bucket) -> tuple[float, float]:
     return packed * (1 + 1 / layout.dp_shard), float(packed + first)
 
 
-def _master_bytes(job: Job) -> int:
-    return 2 if job.precision == "bf16_pure" else 4
+def _master_bytes(run: PlannedRun) -> int:
+    return 2 if run.precision == "bf16_pure" else 4
 
 
-def _of(job: Job, part: StageSlice) -> tuple[_Bucket, ...]:
-    layout = job.layout
-    least = layout.bucket_bytes // _master_bytes(job)
-    stepped = layout.dp_shard if _is_split(job) else 1
+def _of(run: PlannedRun, part: StageSlice) -> tuple[_Bucket, ...]:
+    layout = run.layout
+    least = layout.bucket_bytes // _master_bytes(run)
+    stepped = layout.dp_shard if _is_split(run) else 1
     together = layout.strategy not in WHOLE  # on one data rank `fully_shard`'s units are those of buckets
-    return _buckets(job.shape, part, layout.tp, layout.dp_shard, least, stepped, together=together)
+    return _buckets(run.shape, part, layout.tp, layout.dp_shard, least, stepped, together=together)
 
 
 @lru_cache(maxsize=1024)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import vocabulary_rows
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.own.work import Tape, Weights, Work, input_backward
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
@@ -31,26 +31,26 @@ class EndSizes:
     widens: bool  # the table's gradient is added up in float32
 
     @classmethod
-    def of(cls, job: Job, *, norm_bytes: int) -> EndSizes:
+    def of(cls, run: PlannedRun, *, norm_bytes: int) -> EndSizes:
         """`norm_bytes`: what a norm keeps of a token, its output included."""
-        layout, shape, item = job.layout, job.shape, int(job.item_bytes)
-        outside = job.tokens // (layout.tp if layout.sequence_parallel else 1)
+        layout, shape, item = run.layout, run.shape, int(run.item_bytes)
+        outside = run.tokens // (layout.tp if layout.sequence_parallel else 1)
         rows = vocabulary_rows(shape, layout.tp)
         learned = shape.positions == "learned"
         return cls(
             b=item * outside * shape.hidden,
-            w=item * job.tokens * shape.hidden,
+            w=item * run.tokens * shape.hidden,
             item=item,
-            tokens=job.tokens,
+            tokens=run.tokens,
             rows=rows,
-            chunk=tokens_at_a_time(job.loss_chunk_tokens, tokens=job.tokens, vocab=shape.vocab, tp=layout.tp),
+            chunk=tokens_at_a_time(run.loss_chunk_tokens, tokens=run.tokens, vocab=shape.vocab, tp=layout.tp),
             table=rows * shape.hidden,
             norm=outside * norm_bytes - item * outside * shape.hidden,
             gathers=layout.sequence_parallel and layout.tp > 1,
             copies=layout.sequence_parallel and layout.tp > 1 and layout.microbatch_size > 1,
             is_split=layout.tp > 1,
             positions=item * shape.position_rows * shape.hidden if learned else 0,
-            widens=job.steps_in_backward and item < 4,
+            widens=run.steps_in_backward and item < 4,
         )
 
     @property

@@ -1,5 +1,5 @@
-"""The memory of this project's own engine: what its runtime, its layers and its sharding hold at once. `parallel3d-plan
-verify` compares it with a dry run of the real thing (docs/verify.md).
+"""The memory of this project's own program: what its runtime, its layers and its sharding hold at once.
+`parallel3d-plan verify` compares it with a dry run of the real thing (docs/verify.md).
 
     states      the schedule's actions on a rank, and what it has at hand before each of them (`traffic`: of
                     what travels between stages)
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, cast
 
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.own.buckets import published_by
 from parallel3d.planner.own.moment import Moment, What, total
 from parallel3d.planner.own.moments import Moments
@@ -49,9 +49,9 @@ class Held:
         return states + self.activations + self.logits + self.buffers + self.temporary
 
 
-def most_held(job: Job, rank: int) -> Held:
+def most_held(run: PlannedRun, rank: int) -> Held:
     """At the moment of a step when a pipeline rank holds most."""
-    has = Rank(job, rank)
+    has = Rank(run, rank)
     moments = SteppedMoments(has) if has.steps_alone else Moments(has)
     fullest = max(moments.fullest(), _step(has), key=total)
     parameters, gradients, optimizer = has.at_rest
@@ -80,8 +80,8 @@ class Least(NamedTuple):
     amid: float = -inf  # activations beside the gradients; there is no such moment that one knows of
 
 
-def least_held(job: Job, rank: int) -> Least:
-    has, layout = Rank(job, rank), job.layout
+def least_held(run: PlannedRun, rank: int) -> Least:
+    has, layout = Rank(run, rank), run.layout
     gathered = sum(map(has.gathered_by_forward, has.stages))
     name = cast(ScheduleName, layout.schedule)
     if SCHEDULES[name].splits_backward:  # it is for the schedule to say how many are alive
@@ -106,7 +106,7 @@ def least_held(job: Job, rank: int) -> Least:
 
 def _step(has: Rank) -> Moment:
     gradients = sum(map(has.reduced_gradients, has.stages))
-    published = max(published_by(has.job, stage.part) for stage in has.stages) if has.whole else 0.0
+    published = max(published_by(has.run, stage.part) for stage in has.stages) if has.whole else 0.0
     received = received_into(has.walk) * has.sizes.b  # memory that the next step receives into, too
-    temporary = max(published, 0.0 if has.job.steps_in_backward else has.step_bytes)
+    temporary = max(published, 0.0 if has.run.steps_in_backward else has.step_bytes)
     return Moment("optimizer's step", gradients, has.throughout, 0.0, received, temporary)

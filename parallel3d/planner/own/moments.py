@@ -33,7 +33,7 @@ class Moments:
             *map(rank.half_gradients, kinds),
         ]
         sends = rank.whole and rank.layout.dp > 1
-        self._sent = [sent_by(rank.job, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
+        self._sent = [sent_by(rank.run, kind.part)[-1].bytes if sends else 0.0 for kind in kinds]
 
     def fullest(self) -> Moment:
         """Of all actions. What an action makes for itself does not depend on what others hold, so that of states that
@@ -153,7 +153,7 @@ class Moments:
         if rank.sharded and stage.ends.numel:
             of_embedding = 0.0
             if stage.part.embedding and made == "kept":
-                is_shared = of_head > 0 and rank.job.shape.tied_embeddings  # and has been added to the head's
+                is_shared = of_head > 0 and rank.run.shape.tied_embeddings  # and has been added to the head's
                 of_embedding = rank.item * ends.table * (not is_shared) + ends.positions
             yield self._ends_done(state, stage, around, of_head + of_embedding)
 
@@ -230,12 +230,12 @@ class Moments:
     def _reduced(self, stage: Stage | None, unit: Unit, new: float, whole: float) -> float:
         """Of a stage's ends, or of a block; each of its parameters is stepped then, where a backward does that."""
         most = self._reducing(unit, new, whole)
-        if not self.rank.job.steps_in_backward:
+        if not self.rank.run.steps_in_backward:
             return most
         layout = self.rank.layout
         rounded_from = layout.reduce_bytes * unit.shard * (layout.reduce_bytes != self.rank.master)
         arrived = self._reducing(unit, min(new, 1.0), whole) - rounded_from
-        return max(most, arrived + self.rank.job.step_bytes * self.rank.largest_of(stage))
+        return max(most, arrived + self.rank.run.step_bytes * self.rank.largest_of(stage))
 
     def _reducing(self, unit: Unit, new: float, whole: float) -> float:
         """Of a unit's gradients: what is sent, beside it first those that it is made of (`new` ones, and `whole` ones,
@@ -280,7 +280,7 @@ class Moments:
                 return waits if state.has_gradients else partial
             return waits - partial + reduced if state.has_gradients else reduced
         if state.is_last:
-            reduced *= not rank.job.steps_in_backward
+            reduced *= not rank.run.steps_in_backward
             return around.own_gradients - state.has_gradients * rank.sum_bytes * block.numel * later + reduced
         return around.own_gradients + (0.0 if state.has_gradients else rank.sum_bytes * block.numel * later)
 
@@ -327,7 +327,7 @@ class Moments:
         if rank.layout.dp == 1:
             return
         splits = state.kind is Kind.WEIGHT
-        buckets = sent_by(rank.job, stage.part)
+        buckets = sent_by(rank.run, stage.part)
         of_embedding = stage.part.embedding * (rank.ends.kept_by_embedding + rank.sizes.mask)
         for sent in buckets[:-1] if stage.part.embedding else buckets:
             at = sent.before - 1
@@ -350,7 +350,7 @@ class Moments:
         rank = self.rank
         for stage in rank.stages if rank.whole and rank.layout.dp > 1 else ():
             if stage.part.embedding:
-                last = sent_by(rank.job, stage.part)[-1]
+                last = sent_by(rank.run, stage.part)[-1]
                 sent = max(last.bytes, last.packing)
                 others = sum(self._sent[rank.kinds.index(each)] for each in rank.stages if each is not stage)
                 received = received_into(rank.walk) * rank.sizes.b

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d.optimizers.assignment import orthogonalize_cost, owners_of, rounds
-from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import Table, block_tables
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import Muon
 from parallel3d.planner.own.work import Tape
@@ -84,8 +84,8 @@ def busiest_shapes(shape: ModelShape, blocks: int, ranks: Ranks) -> tuple[tuple[
     return tuple(found)
 
 
-def ranks_of(job: Job) -> Ranks:
-    layout = job.layout
+def ranks_of(run: PlannedRun) -> Ranks:
+    layout = run.layout
     return Ranks(layout.dp, 1 if layout.strategy == "NO_SHARD" else layout.dp_shard, layout.tp)
 
 

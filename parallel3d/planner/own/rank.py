@@ -1,4 +1,4 @@
-"""What one pipeline rank of this project's own engine has: its stages, the bytes of each in every state that the data
+"""What one pipeline rank of this project's own program has: its stages, the bytes of each in every state that the data
 dimension knows (`sharding/`), and of a microbatch.
 
 Per rank: P parameters, p of them where rows are filled up to what dp_shard divides, e bytes of an activation, m of a
@@ -23,8 +23,8 @@ from itertools import accumulate
 
 from parallel3d.config.strategy import WHOLE
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
-from parallel3d.planner.model.job import Job
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.own.ends import EndSizes
 from parallel3d.planner.own.muon import hidden_matrices, muon_step, ranks_of
@@ -69,19 +69,19 @@ class Stage:
 
 
 class Rank:
-    def __init__(self, job: Job, rank: int) -> None:
-        layout = job.layout
-        self.job, self.rank, self.layout = job, rank, layout
-        self.item = int(job.item_bytes)
-        self.master = 2 if job.precision == "bf16_pure" else 4
+    def __init__(self, run: PlannedRun, rank: int) -> None:
+        layout = run.layout
+        self.run, self.rank, self.layout = run, rank, layout
+        self.item = int(run.item_bytes)
+        self.master = 2 if run.precision == "bf16_pure" else 4
         self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
         self.sharded = not self.alone and not self.whole
         self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
-        self.block = _unit(job.shape, None, layout.tp, self.shards)
-        norm_bytes, self.sizes = _block_sizes(job)
-        self.ends = EndSizes.of(job, norm_bytes=norm_bytes)
-        self.stages = self._stages(job.stages_of(rank))
+        self.block = _unit(run.shape, None, layout.tp, self.shards)
+        norm_bytes, self.sizes = _block_sizes(run)
+        self.ends = EndSizes.of(run, norm_bytes=norm_bytes)
+        self.stages = self._stages(run.stages_of(rank))
 
     @cached_property
     def kinds(self) -> list[Stage]:
@@ -115,17 +115,17 @@ class Rank:
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout."""
         numel = self.numel if self.alone else self.shard
-        states = self.job.state_bytes * numel
-        if self.job.factors:
+        states = self.run.state_bytes * numel
+        if self.run.factors:
             states = adafactor_states(self.tables, self.shards)
-        if self.job.muon is not None:
-            saved = self.job.state_bytes - self.job.muon.state_bytes
+        if self.run.muon is not None:
+            saved = self.run.state_bytes - self.run.muon.state_bytes
             states -= saved * self._blocks * self._hidden_matrices
         if self.alone:
             return self.master * self.numel, 0.0, states
         if self.whole:
             masters = self.master * self.shard if self.item < self.master else 0
-            gradients = 0.0 if self.job.steps_in_backward else self.master * self.numel
+            gradients = 0.0 if self.run.steps_in_backward else self.master * self.numel
             return self.item * self.numel + masters, gradients, states
         return self.master * self.shard, 0.0, states
 
@@ -139,7 +139,7 @@ class Rank:
     @cached_property
     def steps_alone(self) -> bool:
         """Whether a parameter is stepped in the backward with no others of a block: not of `fully_shard`."""
-        return self.job.steps_in_backward and not self.sharded
+        return self.run.steps_in_backward and not self.sharded
 
     @cached_property
     def reduces_each(self) -> bool:
@@ -182,7 +182,7 @@ class Rank:
 
     def reduced_gradients(self, stage: Stage) -> float:
         """Once it has had its last."""
-        if self.whole or self.job.steps_in_backward:
+        if self.whole or self.run.steps_in_backward:
             return 0.0
         return self.master * self.shard_of(stage)
 
@@ -194,16 +194,16 @@ class Rank:
 
     def largest_of(self, stage: Stage | None) -> int:
         """Of a stage's ends, or of a block."""
-        shape, tp = self.job.shape, self.layout.tp
+        shape, tp = self.run.shape, self.layout.tp
         tables = block_tables(shape, tp) if stage is None else end_tables(shape, stage.part, tp)
-        if stage is None and self.job.muon is not None:  # of what it leaves
+        if stage is None and self.run.muon is not None:  # of what it leaves
             tables = tuple(table for table in tables if table.columns == 1)
         return max(table.shard(self.shards) // table.times for table in tables)
 
     @property
     def tables(self) -> list[Table]:
         """All that it steps, in the model's order."""
-        shape, tp, found = self.job.shape, self.layout.tp, []
+        shape, tp, found = self.run.shape, self.layout.tp, []
         for stage in self.stages:
             ends = end_tables(shape, stage.part, tp) if stage.ends.numel else ()
             first = len(end_tables(shape, replace(stage.part, head=False), tp))
@@ -213,16 +213,16 @@ class Rank:
     @property
     def step_bytes(self) -> float:
         """That the optimizer makes for itself."""
-        job, rounded = self.job, self.job.rounded
+        run, rounded = self.run, self.run.rounded
         if rounded is not None:
-            each = None if job.factors else job.step_bytes
+            each = None if run.factors else run.step_bytes
             return rounded_step(self.tables, self.shards, self.layout.tp, states=rounded, step_bytes=each)
-        if job.factors:
+        if run.factors:
             return adafactor_step(self.tables, self.shards, narrow=self.master == 2)
-        most = job.step_bytes * self.largest
-        if job.muon is not None:
-            ranks, narrow = ranks_of(job), self.master == 2
-            most = max(most, muon_step(job.shape, self._blocks, ranks, job.muon, narrow=narrow))
+        most = run.step_bytes * self.largest
+        if run.muon is not None:
+            ranks, narrow = ranks_of(run), self.master == 2
+            most = max(most, muon_step(run.shape, self._blocks, ranks, run.muon, narrow=narrow))
         return most
 
     @property
@@ -232,7 +232,7 @@ class Rank:
     @property
     def _hidden_matrices(self) -> int:
         """Numbers of a block that Muon steps here."""
-        return sum(table.shard(self.shards) for table in hidden_matrices(self.job.shape, self.layout.tp))
+        return sum(table.shard(self.shards) for table in hidden_matrices(self.run.shape, self.layout.tp))
 
     def shard_of(self, stage: Stage) -> int:
         return stage.blocks * self.block.shard + stage.ends.shard
@@ -249,13 +249,13 @@ class Rank:
     @property
     def angles(self) -> float:
         """Of rotary positions, which all blocks read."""
-        is_rotary = self.job.shape.positions == "rope" and any(stage.blocks for stage in self.stages)
-        return 2.0 * self.item * self.job.seq_len * self.job.shape.head_dim * is_rotary
+        is_rotary = self.run.shape.positions == "rope" and any(stage.blocks for stage in self.stages)
+        return 2.0 * self.item * self.run.seq_len * self.run.shape.head_dim * is_rotary
 
     @property
     def throughout(self) -> float:
         """Of a step: the batch's ids and labels, and the angles."""
-        return 16.0 * self.job.tokens * self.layout.microbatches + self.angles
+        return 16.0 * self.run.tokens * self.layout.microbatches + self.angles
 
     # Second halves of backwards.
 
@@ -266,7 +266,7 @@ class Rank:
     def widened(self, stage: Stage, *, is_split: bool) -> float:
         """The most while gradients of what no block holds are widened one after the other; `is_split`: in the first
         half of a backward."""
-        tables = end_tables(self.job.shape, stage.part, self.layout.tp)
+        tables = end_tables(self.run.shape, stage.part, self.layout.tp)
         tables = tables[: len(tables) - (is_split and self.put_off_table(stage) > 0)]
         narrow = [self.item * table.numel for table in tables]
         wide = accumulate(self.sum_bytes * table.numel for table in tables)
@@ -345,7 +345,7 @@ class Rank:
     def _stage(self, part: StageSlice, first: int) -> Stage:
         ends, sizes = self.ends, self.sizes
         put_off = 0.0
-        bare = Stage(part, first, _unit(self.job.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
+        bare = Stage(part, first, _unit(self.run.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0)
         kept = self.kept_by_blocks(bare, part.layers)
         kept += part.embedding * (ends.kept_by_embedding + sizes.mask) + part.head * ends.kept_by_head
         if schedule_traits(self.layout.schedule).splits_backward:
@@ -363,18 +363,18 @@ def _unit(shape: ModelShape, part: StageSlice | None, tp: int, shards: int) -> U
     return Unit.of(tables, shards, tables[-1].numel // tables[-1].times if tables else 0)
 
 
-def _block_sizes(job: Job) -> tuple[int, BlockSizes]:
-    layout = job.layout
+def _block_sizes(run: PlannedRun) -> tuple[int, BlockSizes]:
+    layout = run.layout
     return _sizes(
-        job.shape,
+        run.shape,
         layout.tp,
         layout.sequence_parallel,
         layout.microbatch_size,
-        job.seq_len,
-        int(job.item_bytes),
-        not job.on_cpu,
-        job.drops,
-        layout.tp == 1 and job.steps_in_backward,
+        run.seq_len,
+        int(run.item_bytes),
+        not run.on_cpu,
+        run.drops,
+        layout.tp == 1 and run.steps_in_backward,
     )
 
 

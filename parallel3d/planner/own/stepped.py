@@ -27,7 +27,7 @@ class SteppedMoments(Moments):
         rank, blocks = self.rank, stage.blocks
         fillings = self._fillings(stage)
         first = fillings.first
-        is_tied = stage.part.embedding and stage.part.head and rank.job.shape.tied_embeddings
+        is_tied = stage.part.embedding and stage.part.head and rank.run.shape.tied_embeddings
         tied = float(rank.item * rank.ends.table) if is_tied else 0.0  # the gradient of both waits for the embedding
         if stage.part.head:
             yield from self._stepped_head(state, stage, around, fillings, is_tied=is_tied)
@@ -81,10 +81,10 @@ class SteppedMoments(Moments):
 
     def _fillings(self, stage: Stage) -> Fillings:
         if self.rank.whole:
-            return filled_by(self.rank.job, stage.part, self.rank.job.step_bytes)
+            return filled_by(self.rank.run, stage.part, self.rank.run.step_bytes)
         return Fillings(Filled(), (Filled(),) * stage.blocks, Filled(), Filled())
 
     @property
     def _step_share(self) -> float:
         """What a step makes, for each byte of a gradient that is stepped as it comes."""
-        return self.rank.job.step_bytes / self.rank.item if self.rank.alone else 0.0
+        return self.rank.run.step_bytes / self.rank.item if self.rank.alone else 0.0

@@ -1,7 +1,7 @@
 """Published runs: reading them, and what kind of figure each one measured.
 
 The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken from `inferred`, then
-from the defaults in `case_job`; `filled` says which were.
+from the defaults in `case_run`; `filled` says which were.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.flops import FlopsDefinition
-from parallel3d.planner.model.job import Job
-from parallel3d.planner.published.case_job import build_job, is_float8
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.published.case_run import is_float8, run_of_case
 from parallel3d.planner.published.fields import Fields
 
 
@@ -28,7 +28,7 @@ class Case:
 
     id: str
     source: str
-    job: Job
+    run: PlannedRun
     measured: Mapping[str, Any]
     tier: str
     tags: tuple[str, ...]
@@ -93,30 +93,30 @@ def _line(text: str) -> Any:
 
 def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
     fields = Fields(tree)
-    job = build_job(fields, hardware, clusters)
+    run = run_of_case(fields, hardware, clusters)
     measured = fields.measured()
     return Case(
         id=name,
         source=fields.text("source_key") or "unknown",
-        job=job,
+        run=run,
         measured=measured,
         tier=fields.text("tier") or "A",
         tags=tuple(str(tag) for tag in tree.get("tags") or ()),
         definition=flops_definition(str(measured.get("tflops_definition") or "")),
-        apart=_apart(fields, job),
+        apart=_apart(fields, run),
         filled=tuple(dict.fromkeys(fields.filled)),
         stated_parameters_b=fields.stated("model", "params_b"),
     )
 
 
-def _apart(fields: Fields, job: Job) -> str:
+def _apart(fields: Fields, run: PlannedRun) -> str:
     if is_float8(fields):
         return "float8"
-    if job.layout.cp > 1:
+    if run.layout.cp > 1:
         return "context parallel"
     if fields.number("parallel", "ep", 1) > 1:
         return "expert parallel"
-    return "one layer" if job.shape.layers == 1 else ""
+    return "one layer" if run.shape.layers == 1 else ""
 
 
 def flops_definition(text: str) -> FlopsDefinition:
@@ -142,6 +142,6 @@ def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last
         return "device", rank
     allocated, reserved = note.find("allocated"), note.find("reserved")
     if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
-        is_first = re.search(r"after 1 iteration\b", note) and not case.job.engine.moments_at_start
+        is_first = re.search(r"after 1 iteration\b", note) and not case.run.program.moments_at_start
         return "allocated in the first step" if is_first else "allocated", rank
     return "reserved", rank

@@ -1,4 +1,4 @@
-"""The engines of published runs: what each training program did, mechanism by mechanism.
+"""The programs of published runs: what each training program did, mechanism by mechanism.
 
 A field differs from the default only where the program's paper, code or notes say so; docs/planner.md lists the
 reasons. None of them depends on a particular run.
@@ -10,11 +10,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.program import PARALLEL3D, Engine
+from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 
 # Megatron-LM of 2021 and 2022: a fused scale-mask-softmax between batched matmuls, dropout, float32 gradients reduced
 # after the last backward, nothing of tp hidden (arXiv 2104.04473; 2205.05198).
-MEGATRON_2021 = Engine(
+MEGATRON_2021 = TrainingProgram(
     name="megatron-2021",
     attention="softmax",
     elementwise=1.0,
@@ -44,8 +44,8 @@ MEGATRON_DEEPSPEED = replace(
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021, name="deepspeed-zero3", one_ring=True, reduce_bytes=2.0, prefetch=0.7, gathered_parameters=1e9
 )
-# Megatron-Core with Transformer Engine: fused kernels, distributed optimizer overlapped.
-MEGATRON_CORE = Engine(
+# Megatron-Core with Transformer TrainingProgram: fused kernels, distributed optimizer overlapped.
+MEGATRON_CORE = TrainingProgram(
     name="megatron-core",
     loss_passes=16.0,
     gradients_hidden=0.9,
@@ -58,7 +58,7 @@ MEGATRON_CORE = Engine(
 )
 # NeMo adds tp traffic cut into pieces beside the matmuls (userbuffers).
 NEMO = replace(MEGATRON_CORE, name="nemo", tp_hidden=0.6, p2p_hidden=0.9)
-TORCHTITAN = Engine(
+TORCHTITAN = TrainingProgram(
     name="torchtitan",
     elementwise=2.4,
     launches=60,
@@ -76,7 +76,7 @@ TORCHTITAN_COMPILED = replace(
 TORCHTITAN_COMPILED_2025 = replace(
     TORCHTITAN_COMPILED, name="torchtitan-compiled-2025", loss_passes=8.0, logit_bytes=4.0
 )
-COMPOSER = Engine(
+COMPOSER = TrainingProgram(
     name="composer-fsdp",
     elementwise=2.0,
     loss_passes=20.0,  # flash-attention's cross-entropy, in place
@@ -90,7 +90,7 @@ FMS_FSDP = replace(COMPOSER, name="fms-fsdp", elementwise=2.0, attention_speed=0
 MAXTEXT = replace(
     COMPOSER, name="maxtext", elementwise=1.0, attention_speed=0.8, early_hopper=False, default_recompute="full"
 )
-NANOTRON = Engine(
+NANOTRON = TrainingProgram(
     name="nanotron",
     cut_tensors=6,  # src/nanotron/optim/zero.py, `_all_gather_params`; likewise where gradients are reduced
     gradient_bytes=6.0,
@@ -101,7 +101,7 @@ NANOTRON = Engine(
     hopper_attention=0.62,
     default_sequence_parallel=True,
 )
-INTERNEVO = Engine(
+INTERNEVO = TrainingProgram(
     name="internevo",
     elementwise=2.2,
     attention_speed=0.7,  # FlashAttention 1
@@ -122,7 +122,7 @@ INTERNEVO = Engine(
 # fsdp_optimizer.py, `step`: nothing flat, and float32 gradients of the same sizes as those for the norm.
 INTERNEVO_FSDP = replace(INTERNEVO, name="internevo-fsdp", step_bytes=12.0, step_cached_bytes=0.0)
 ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble")  # a fork of Megatron-LM, its fused softmax kept
-SCALING = Engine(
+SCALING = TrainingProgram(
     name="scaling",
     elementwise=1.9,
     loss_passes=24.0,
@@ -137,7 +137,7 @@ UNKNOWN = replace(MEGATRON_CORE, name="unknown")
 UNKNOWN_FSDP = replace(TORCHTITAN, name="unknown-fsdp")  # PyTorch's, hence likely its operators too
 
 # The first that is part of a case's `framework` (in lower case) decides.
-_BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
+_BY_FRAMEWORK: tuple[tuple[str, TrainingProgram], ...] = (
     ("deepspeed zero-3", DEEPSPEED_ZERO3),
     ("megatron-deepspeed", MEGATRON_DEEPSPEED),
     ("zero-bubble", ZERO_BUBBLE),
@@ -159,29 +159,30 @@ _BY_FRAMEWORK: tuple[tuple[str, Engine], ...] = (
 
 
 _BY_DATE = (MEGATRON_2021, TORCHTITAN_COMPILED, TORCHTITAN_COMPILED_2025)
-ENGINES = {
-    engine.name: engine for engine in (PARALLEL3D, *_BY_DATE, INTERNEVO_FSDP, *(engine for _, engine in _BY_FRAMEWORK))
+PROGRAMS = {
+    program.name: program
+    for program in (PARALLEL3D, *_BY_DATE, INTERNEVO_FSDP, *(program for _, program in _BY_FRAMEWORK))
 }
 
 
-def named_engine(name: str) -> Engine:
+def named_program(name: str) -> TrainingProgram:
     """Raises ConfigError with the nearest names, or all."""
-    if name not in ENGINES:
-        near = get_close_matches(name, ENGINES, n=3)
-        advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(ENGINES))}"
+    if name not in PROGRAMS:
+        near = get_close_matches(name, PROGRAMS, n=3)
+        advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(PROGRAMS))}"
         raise ConfigError(f"--engine {name}: unknown; {advice}")
-    return ENGINES[name]
+    return PROGRAMS[name]
 
 
-def engine_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: bool) -> Engine:
-    """The engine of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the run, as
+def program_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: bool) -> TrainingProgram:
+    """The program of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the run, as
     far as its source says, else 0. `fsdp`: it shards parameters, and has no pipeline."""
     text = framework.lower()
-    for part, engine in _BY_FRAMEWORK:
+    for part, program in _BY_FRAMEWORK:
         if part in text:
-            if compiled and engine is TORCHTITAN:
+            if compiled and program is TORCHTITAN:
                 return TORCHTITAN_COMPILED_2025 if year >= 2025 else TORCHTITAN_COMPILED
-            return INTERNEVO_FSDP if fsdp and engine is INTERNEVO else engine
+            return INTERNEVO_FSDP if fsdp and program is INTERNEVO else program
     if "megatron" in text:
         return MEGATRON_2021 if early else MEGATRON_CORE
     if "parallel3d" in text:
@@ -189,13 +190,13 @@ def engine_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: b
     return UNKNOWN_FSDP if fsdp else UNKNOWN
 
 
-def in_precision(engine: Engine, precision: str) -> Engine:
-    """The engine with what it does otherwise in fp16."""
+def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
+    """The program with what it does otherwise in fp16."""
     if precision != "fp16":
-        return engine
-    gradient, reduced = engine.fp16_gradient_bytes, engine.fp16_reduce_bytes
+        return program
+    gradient, reduced = program.fp16_gradient_bytes, program.fp16_reduce_bytes
     return replace(
-        engine,
-        gradient_bytes=engine.gradient_bytes if gradient is None else gradient,
-        reduce_bytes=engine.reduce_bytes if reduced is None else reduced,
+        program,
+        gradient_bytes=program.gradient_bytes if gradient is None else gradient,
+        reduce_bytes=program.reduce_bytes if reduced is None else reduced,
     )

@@ -165,26 +165,26 @@ def score_case(case: Case, predicted: Prediction) -> ScoredCase:
 
 def predict_case(case: Case) -> Prediction:
     """This planner's."""
-    job = case.job
-    ranks = memory_by_rank(job)
+    run = case.run
+    ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     kind, which = memory_kind(case)
     measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which]
     has_memory = case.measured.get("peak_memory_gib") is not None
     return prediction(
         case,
-        parameters=total_parameters(job.shape),
-        fits=worst.total <= job.cluster.device.memory_bytes,
+        parameters=total_parameters(run.shape),
+        fits=worst.total <= run.cluster.device.memory_bytes,
         memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / _GIB,
-        step_time_s=step_cost(job).step_time_s,
+        step_time_s=step_cost(run).step_time_s,
     )
 
 
 def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float) -> Prediction:
     """The whole of a prediction: what follows from the step's time, by the case's own definition of a FLOP."""
-    job = case.job
-    tokens_per_s_per_gpu = job.tokens_per_step / (step_time_s * job.layout.world_size)
-    flops = tokens_per_s_per_gpu * reported_flops_per_token(job.shape, job.seq_len, case.definition)
+    run = case.run
+    tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
+    flops = tokens_per_s_per_gpu * reported_flops_per_token(run.shape, run.seq_len, case.definition)
     return Prediction(
         parameters=parameters,
         fits=fits,
@@ -192,16 +192,16 @@ def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, st
         step_time_s=step_time_s,
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         tflops_per_gpu=flops / 1e12,
-        mfu=flops / job.cluster.device.peak(job.precision),
+        mfu=flops / run.cluster.device.peak(run.precision),
     )
 
 
 def _measured(case: Case) -> Measurement:
-    said, job = case.measured, case.job
+    said, run = case.measured, case.run
     tokens = said.get("tokens_per_s_per_gpu")
     samples = said.get("samples_per_s_per_gpu")
     if tokens is None and samples is not None:
-        tokens = samples * job.seq_len
+        tokens = samples * run.seq_len
     mfu = None if said.get("mfu_pct") is None else said["mfu_pct"] / 100
     memory = said.get("peak_memory_gib")
     figures = {
@@ -210,7 +210,7 @@ def _measured(case: Case) -> Measurement:
         "tflops_per_gpu": said.get("tflops_per_gpu"),
         "mfu": mfu,
     }
-    is_timed = said["status"] == "ok" and "toy" not in case.tags and job.shape.layers > 1
+    is_timed = said["status"] == "ok" and "toy" not in case.tags and run.shape.layers > 1
     metric = next((name for name, value in figures.items() if value is not None), None) if is_timed else None
     return Measurement(
         status=said["status"],

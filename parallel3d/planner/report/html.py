@@ -17,7 +17,7 @@ from parallel3d.planner.report.svg import memory_figure, scatter_figure, time_fi
 from parallel3d.planner.report.text import MEMORY_KINDS, layout_text, memory_text, money, telling_ranks, time_text
 from parallel3d.planner.report.timeline import planned_timeline
 from parallel3d.planner.search.advice import reasons
-from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.ranking import at_size
 from parallel3d.timeline.svg import draw_svg
@@ -91,7 +91,7 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
 
 
 def _memory(question: Question, best: Strategy) -> Iterator[str]:
-    every = memory_by_rank(job_of(question, best.parallel))
+    every = memory_by_rank(planned_run(question, best.parallel))
     ranks = telling_ranks(every, _MOST_RANKS)
     yield _tag("h2", "Memory")
     few = f" Of {len(every)} pipeline ranks those that may differ most." if len(ranks) < len(every) else ""
@@ -107,7 +107,7 @@ def _memory_table(ranks: Sequence[RankMemory]) -> str:
 
 
 def _timeline(question: Question, best: Strategy) -> Iterator[str]:
-    found = planned_timeline(job_of(question, best.parallel))
+    found = planned_timeline(planned_run(question, best.parallel))
     if found is None:
         return
     timeline, drawn = found
@@ -167,12 +167,12 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     question = plan.question
-    engine = f"{question.engine.name}, {question.precision}; schedules that compete: {', '.join(question.schedules)}"
+    program = f"{question.program.name}, {question.precision}; schedules that compete: {', '.join(question.schedules)}"
     figures = rounded(hardware_tree(question.cluster))
     assert isinstance(figures, dict)
     yield from _list([
         ("how sure", how_sure(plan)),
-        ("engine", engine),
+        ("engine", program),
         ("memory", f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / _GIB:.1f} GiB"),
         *(("note", note) for note in plan.notes),
     ])  # fmt: skip

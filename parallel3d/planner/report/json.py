@@ -15,7 +15,7 @@ from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.advice import RunLength, reasons
 from parallel3d.planner.search.candidate import planned_shape
 from parallel3d.planner.search.question import Question, Rejected, Strategy
-from parallel3d.planner.search.ranking import Why, at_size
+from parallel3d.planner.search.ranking import Comparison, at_size
 
 SCHEMA = "parallel3d.plan/1"
 _GIB = 2**30
@@ -149,7 +149,7 @@ def strategy_tree(question: Question, found: Strategy, length: RunLength | None)
     }
 
 
-def _why(plan: Plan, why: Why) -> dict[str, Any]:
+def _why(plan: Plan, why: Comparison) -> dict[str, Any]:
     return {
         "asked": why.asked,
         "strategy": strategy_tree(plan.question, why.found, plan.length(why.found)) if why.found else None,

@@ -26,7 +26,7 @@ from parallel3d.planner.report.text import (
 from parallel3d.planner.search.advice import RunLength, reasons, run_length
 from parallel3d.planner.search.candidate import planned_shape, strategy
 from parallel3d.planner.search.question import Answer, Question, Strategy
-from parallel3d.planner.search.ranking import Objective, Why, at_size, slower_by
+from parallel3d.planner.search.ranking import Comparison, Objective, at_size, slower_by
 
 _GIB = 2**30
 _MOST_REJECTED = 3
@@ -63,7 +63,7 @@ class Plan:
     seconds: float = 0.0
     top: int | None = None  # lines of the table
     tokens: float | None = None
-    why: Why | None = None
+    why: Comparison | None = None
     remedies: tuple[str, ...] = ()
     accuracy: Accuracy | None = None
     notes: tuple[str, ...] = ()  # on what the model's file says
@@ -216,7 +216,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
         yield from wrapped("" if number else "would do", line)
 
 
-def why_text(plan: Plan, why: Why) -> str:
+def why_text(plan: Plan, why: Comparison) -> str:
     best, found = plan.best, why.found
     if why.refused:
         return f"{why.asked}: no such layout: {why.refused}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import stage_times
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
@@ -13,11 +13,11 @@ _MOST_ACTIONS = 8000  # some 200 KB of picture
 _DEPTHS = (4, 2, 1)  # pipelines' depths of microbatches that are drawn, whichever is not too many
 
 
-def planned_timeline(job: Job) -> tuple[Timeline, int] | None:
+def planned_timeline(run: PlannedRun) -> tuple[Timeline, int] | None:
     """A step's timeline and how many of its microbatches it has: all, or so few that a page can show them. None where
     there is nothing to draw: no pipeline, one too large, another program's own schedule, or ranks that share
     processors, as a calibrated host's do."""
-    layout, shared = job.layout, job.cluster.measured is not None
+    layout, shared = run.layout, run.cluster.measured is not None
     if layout.pp == 1 or layout.schedule not in SCHEDULES or shared:
         return None
     most = _MOST_ACTIONS // (3 * layout.stages)
@@ -32,6 +32,6 @@ def planned_timeline(job: Job) -> tuple[Timeline, int] | None:
         virtual_stages=layout.virtual_stages,
         check=False,
     )
-    times, send_s = stage_times(job)
+    times, send_s = stage_times(run)
     stages = tuple(StageTimes(forward=t.forward, input=t.input, weight=t.weight) for t in times)
     return simulate(schedule, Costs(stages=stages, transfers=(send_s,) * (len(stages) - 1))), drawn

@@ -6,7 +6,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import HYBRID_OF
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.rank_memory import worst_rank
-from parallel3d.planner.model.job import Job, from_config
+from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.step import step_cost
@@ -15,18 +15,18 @@ from parallel3d.schedules.registry import SCHEDULES
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
-    """The model as the engine takes it: this project's own with any vocabulary, others with one that tp divides."""
-    return question.shape if question.engine.name == PARALLEL3D.name else padded(question.shape, tp)
+    """The model as the program takes it: this project's own with any vocabulary, others with one that tp divides."""
+    return question.shape if question.program.name == PARALLEL3D.name else padded(question.shape, tp)
 
 
-def job_of(question: Question, parallel: ParallelConfig) -> Job:
+def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
     """A layout as a job."""
     training, boundaries = question.training, parallel.stage_boundaries
-    return Job(
+    return PlannedRun(
         shape=planned_shape(question, parallel.tp),
         cluster=question.cluster,
         layout=from_config(parallel, question.global_batch_size),
-        engine=question.engine,
+        program=question.program,
         seq_len=question.seq_len,
         precision=question.precision,
         stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, question.shape.layers)),
@@ -50,5 +50,5 @@ def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int) -> bo
 
 def strategy(question: Question, parallel: ParallelConfig) -> Strategy:
     """A layout priced exactly, whether it fits or not."""
-    job = job_of(question, parallel)
-    return Strategy(parallel=parallel, memory=worst_rank(job), cost=step_cost(job))
+    run = planned_run(question, parallel)
+    return Strategy(parallel=parallel, memory=worst_rank(run), cost=step_cost(run))

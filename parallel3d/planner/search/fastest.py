@@ -11,11 +11,11 @@ from math import inf
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.memory.rank_memory import worst_rank
-from parallel3d.planner.search.candidate import job_of, strategy
-from parallel3d.planner.search.question import Answer, LeftOut, Question, Rejected, Strategy
+from parallel3d.planner.search.candidate import planned_run, strategy
+from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
 from parallel3d.planner.search.space import divisors, families, tp_rule
-from parallel3d.planner.search.tp_pp_search import Cut, Priced
-from parallel3d.planner.time.step import Blocks
+from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
+from parallel3d.planner.time.step import BlockTimeCache
 
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2
@@ -40,7 +40,7 @@ def search(question: Question, *, top: int = 10) -> Answer:
     )
 
 
-def fastest(question: Question, *, top: int = 1, blocks: Blocks | None = None) -> list[Strategy]:
+def fastest(question: Question, *, top: int = 1, blocks: BlockTimeCache | None = None) -> list[Strategy]:
     """`search`'s strategies alone; `blocks`: what searches of the same model on other numbers of devices have computed.
     Raises ConfigError likewise."""
     return _fastest(question, _cuts(question, blocks), top, everywhere=False)[0]
@@ -66,31 +66,31 @@ def one_that_fits(question: Question) -> ParallelConfig | None:
     # One layout of each way first, the smallest microbatch without virtual stages, which is most often the leanest.
     for few in (True, False):
         for (tp, pp), own in by_way.items():
-            found = Cut(question, tp, pp, own[:1] if few else own[1:]).one_that_fits()
+            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).one_that_fits()
             if found is not None:
                 return found.parallel
     return None
 
 
-def _cuts(question: Question, blocks: Blocks | None = None) -> list[Cut]:
+def _cuts(question: Question, blocks: BlockTimeCache | None = None) -> list[TpPpSearch]:
     _check(question)
-    shared: Blocks = {} if blocks is None else blocks
+    shared: BlockTimeCache = {} if blocks is None else blocks
     by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
     for family in families(question):
         by_way.setdefault((family.tp, family.pp), []).append(family)
-    cuts = [cut for (tp, pp), own in by_way.items() if (cut := Cut(question, tp, pp, own, shared)).size]
+    cuts = [cut for (tp, pp), own in by_way.items() if (cut := TpPpSearch(question, tp, pp, own, shared)).size]
     if not cuts:
         raise ConfigError(_nothing_allowed(question))
     return cuts
 
 
 def _fastest(
-    question: Question, cuts: list[Cut], top: int, *, everywhere: bool
-) -> tuple[list[Strategy], dict[Cut, Priced]]:
+    question: Question, cuts: list[TpPpSearch], top: int, *, everywhere: bool
+) -> tuple[list[Strategy], dict[TpPpSearch, Candidate]]:
     """The best, priced exactly; and of each way of cutting the model, or unless `everywhere` of those that may have one
     of them, the best by the closed form."""
-    best: dict[Cut, Priced] = {}
-    orders: dict[Cut, Iterator[Priced]] = {}
+    best: dict[TpPpSearch, Candidate] = {}
+    orders: dict[TpPpSearch, Iterator[Candidate]] = {}
     for cut in sorted(cuts, key=lambda cut: cut.least_s):
         times = sorted(priced.step_time_s for priced in best.values())
         is_enough = not everywhere and len(times) >= top + _SPARE_WAYS
@@ -109,7 +109,9 @@ def _fastest(
     return list(first.values())[:top], best
 
 
-def _left_out(question: Question, told: list[Strategy], cuts: list[Cut], best: dict[Cut, Priced]) -> Iterator[LeftOut]:
+def _left_out(
+    question: Question, told: list[Strategy], cuts: list[TpPpSearch], best: dict[TpPpSearch, Candidate]
+) -> Iterator[NotShown]:
     """Every tp x pp that is not told of and has layouts that fit, with how much slower it is; or has none at all, with
     the first rule that it breaks."""
     ways = {(each.parallel.tp, each.parallel.pp) for each in told}
@@ -119,10 +121,10 @@ def _left_out(question: Question, told: list[Strategy], cuts: list[Cut], best: d
         for pp in divisors(question.gpus // tp):
             cut = by_size.get((tp, pp))
             if cut is None:
-                yield LeftOut(tp=tp, pp=pp, reason=_rule_broken(question, tp, pp))
+                yield NotShown(tp=tp, pp=pp, reason=_rule_broken(question, tp, pp))
             elif cut in best and (tp, pp) not in ways:
                 slower = best[cut].step_time_s / least_s - 1
-                yield LeftOut(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")
+                yield NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")
 
 
 def _rule_broken(question: Question, tp: int, pp: int) -> str:
@@ -148,8 +150,8 @@ def _rank(candidate: Strategy) -> tuple[float, float, int]:
     return (float(f"{candidate.cost.step_time_s:.3g}"), candidate.memory.total, candidate.parallel.tp)
 
 
-def _reject(question: Question, priced: Priced) -> Rejected:
-    memory = worst_rank(job_of(question, priced.parallel))
+def _reject(question: Question, priced: Candidate) -> Rejected:
+    memory = worst_rank(planned_run(question, priced.parallel))
     short = priced.bytes - question.usable_bytes
     largest = max(
         ("parameters", "gradients", "optimizer", "activations", "logits", "buffers"),

@@ -132,9 +132,9 @@ def grown(shape: ModelShape, heads: int) -> ModelShape:
 
 
 def _least_devices(question: Question) -> float:
-    """A lower bound: what must be somewhere, over what a device may use. In this project's engine that is each
+    """A lower bound: what must be somewhere, over what a device may use. In this project's program that is each
     parameter's master and its states."""
-    if question.engine.name != PARALLEL3D.name:
+    if question.program.name != PARALLEL3D.name:
         return 0.0
     master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
     least = master + (0.0 if training.factors else training.state_bytes)

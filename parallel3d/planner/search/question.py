@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.strategy import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.program import PARALLEL3D, Engine
+from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.model.training import Training
+from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost
 from parallel3d.schedules.registry import ScheduleName
 
@@ -45,9 +45,9 @@ class Question:
     seq_len: int
     global_batch_size: int
     precision: str = "bf16"
-    engine: Engine = PARALLEL3D
+    program: TrainingProgram = PARALLEL3D
     fixed: Fixed = Fixed()
-    training: Training = Training()  # of this project's own engine
+    training: OptimizerMemory = OptimizerMemory()  # of this project's own program
     memory_fraction: float = 0.95
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
 
@@ -75,7 +75,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class NotShown:
     """A tp x pp of which the answer has no strategy although memory is not the reason, and what is."""
 
     tp: int
@@ -91,7 +91,7 @@ class Answer:
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[NotShown, ...]
     considered: int
     checked: int
     fitting: int

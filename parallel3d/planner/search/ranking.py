@@ -11,14 +11,14 @@ from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, leanest, search
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.time.parts import TimeParts
-from parallel3d.planner.time.step import Blocks
+from parallel3d.planner.time.step import BlockTimeCache
 
 Objective = Literal["throughput", "memory", "cost"]
 _FROM_THE_WHOLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why:
+class Comparison:
     """The best layout with what the user asked `--why` for: it fits (`found`), does not (`rejected`), or breaks a rule
     (`refused`)."""
 
@@ -38,17 +38,17 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     return answer
 
 
-def compare(question: Question, wanted: Fixed, asked: str) -> Why:
+def compare(question: Question, wanted: Fixed, asked: str) -> Comparison:
     """The best that the cluster can do with `wanted`, in the place of what else is fixed."""
     try:
         other = replace(question, fixed=wanted)
         check_fixed(other)
         answer = search(other, top=1)
     except ConfigError as error:
-        return Why(asked=asked, refused=str(error))
+        return Comparison(asked=asked, refused=str(error))
     if answer.strategies:
-        return Why(asked=asked, found=answer.strategies[0])
-    return Why(asked=asked, rejected=answer.rejected[0])
+        return Comparison(asked=asked, found=answer.strategies[0])
+    return Comparison(asked=asked, rejected=answer.rejected[0])
 
 
 def slower_by(best: Strategy, other: Strategy) -> list[tuple[str, float]]:
@@ -67,7 +67,7 @@ def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ..
     devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
     found = list(whole.strategies[:_FROM_THE_WHOLE])
     gpus, best = question.gpus, _efficiency(whole.strategies)
-    blocks: Blocks = {}
+    blocks: BlockTimeCache = {}
     while gpus % 2 == 0:
         gpus //= 2
         try:

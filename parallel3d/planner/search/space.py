@@ -49,7 +49,7 @@ def families(question: Question) -> Iterator[ParallelConfig]:
 
 def tp_rule(question: Question, tp: int) -> str | None:
     """The rule of the layers that a tp breaks."""
-    shape, is_own = question.shape, question.engine.name == PARALLEL3D.name
+    shape, is_own = question.shape, question.program.name == PARALLEL3D.name
     if gcd(shape.heads, shape.ffn_hidden) % tp:
         return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
     if shape.kv_heads % tp and not (is_own and tp % shape.kv_heads == 0):
@@ -96,19 +96,19 @@ def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
     return even or list(range(2, min(deepest, 8) + 1))
 
 
-def kinds(question: Question) -> list[Recompute]:
+def recompute_choices(question: Question) -> list[Recompute]:
     """What may be recomputed, from the fastest to the leanest."""
     return [kind for kind in _RECOMPUTE if _allowed(kind, question.fixed.recompute)]
 
 
-def leanest_kinds(question: Question, pp: int) -> list[Recompute]:
-    """Those of `kinds` that may be the leanest: of a single block recompute keeps more than it saves; of several,
+def leanest_recompute_choices(question: Question, pp: int) -> list[Recompute]:
+    """The recompute choices that may be the leanest. Of a single block recompute keeps more than it saves; of several,
     full recompute is the leanest."""
-    return kinds(question)[-1:] if question.shape.layers > pp else kinds(question)
+    return recompute_choices(question)[-1:] if question.shape.layers > pp else recompute_choices(question)
 
 
-def ways(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
-    """A family's ways of using its data ranks, without recompute and with nothing `freed`."""
+def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    """A family's ways of using its data ranks, without recompute, and gathering and reducing once a step."""
     for split in _splits(question, family):
         yield from _strategies(question, split)
 
@@ -126,7 +126,7 @@ def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelC
     SHARD_GRAD_OP is, too; over all data ranks also parameters whole and the optimizer's states split; with nothing
     split NO_SHARD."""
     fixed = question.fixed
-    if question.engine.name != PARALLEL3D.name or split.dp == 1:
+    if question.program.name != PARALLEL3D.name or split.dp == 1:
         yield split  # other programs' runs are told apart by dp_shard alone
         return
     names: list[ShardingName] = ["FULL_SHARD"] if split.dp_shard > 1 else ["NO_SHARD"]
@@ -145,10 +145,10 @@ def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelC
         yield way
 
 
-def freed(question: Question, way: ParallelConfig) -> ParallelConfig | None:
+def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelConfig | None:
     """The layout with parameters gathered and gradients reduced for each microbatch, where that is another one: leaner
     and never faster, so it is tried where the layout itself does not fit as it is."""
-    fixed, is_own = question.fixed, question.engine.name == PARALLEL3D.name
+    fixed, is_own = question.fixed, question.program.name == PARALLEL3D.name
     several = question.global_batch_size > way.dp * way.microbatch_size
     can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE
     if not can or SCHEDULES[way.schedule].splits_backward or fixed.gather or fixed.reduce:

@@ -11,7 +11,7 @@ from parallel3d.planner.search.advice import RunLength, run_length
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, search
 from parallel3d.planner.search.question import Question, Strategy
-from parallel3d.planner.time.step import Blocks
+from parallel3d.planner.time.step import BlockTimeCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Size:
 def sweep(question: Question, sizes: Iterable[int], tokens: float | None = None) -> list[Size]:
     """Each size, smallest first. What a block takes is computed once for all of them. Raises ConfigError where the
     question allows no layout at any size, whatever the memory."""
-    blocks: Blocks = {}
+    blocks: BlockTimeCache = {}
     found: list[Size] = []
     refused: list[ConfigError] = []
     for asked in (replace(question, gpus=gpus) for gpus in sorted(set(sizes))):
@@ -52,7 +52,7 @@ def cheapest(sizes: Sequence[Size], *, most_days: float) -> Size | None:
     return min(in_time, key=lambda size: size.length.gpu_hours if size.length else 0.0, default=None)
 
 
-def _at(question: Question, tokens: float | None, blocks: Blocks) -> Size:
+def _at(question: Question, tokens: float | None, blocks: BlockTimeCache) -> Size:
     check_fixed(question)
     found = fastest(question, top=1, blocks=blocks)
     if not found:

@@ -17,16 +17,21 @@ from math import inf
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.planner.memory.rank_memory import least_bytes, least_held, quick_worst_bytes
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.own.memory import Least
-from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.space import freed, kinds, leanest_kinds, ways
-from parallel3d.planner.time.step import Blocks, Known, least_step_s, step_cost
+from parallel3d.planner.search.space import (
+    data_axis_splits,
+    leanest_recompute_choices,
+    per_microbatch_variant,
+    recompute_choices,
+)
+from parallel3d.planner.time.step import BlockTimeCache, CostCache, least_step_s, step_cost
 
 
 @dataclass(frozen=True)
-class Priced:
+class Candidate:
     """A layout's memory, and its time by the closed form (infinite where nobody asks for it)."""
 
     parallel: ParallelConfig
@@ -39,7 +44,7 @@ class _Family:
     """Layouts that differ in recompute and in the use of the data ranks."""
 
     parallel: ParallelConfig
-    known: Known
+    known: CostCache
     held: dict[Recompute, tuple[Least, ...]] = field(default_factory=dict)
 
 
@@ -53,18 +58,18 @@ class _Pending:
     is_family: bool = False
 
 
-class Cut:
+class TpPpSearch:
     """A tp x pp of a question. `checked`, `fitting`: layouts whose memory was computed so far, and fits."""
 
     def __init__(
-        self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: Blocks | None = None
+        self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: BlockTimeCache | None = None
     ) -> None:
         """`blocks`: those of other cuts of the same model on the same cluster."""
-        shared: Blocks = {} if blocks is None else blocks
+        shared: BlockTimeCache = {} if blocks is None else blocks
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
         self._question = question
-        self._families = [_Family(parallel, Known(shared)) for parallel in families]
-        self._kinds = kinds(question)
+        self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
+        self._recompute_choices = recompute_choices(question)
         self._states: dict[object, tuple[Least, ...]] = {}
 
     @property
@@ -75,8 +80,11 @@ class Cut:
         for each in (family.parallel for family in self._families):
             key = (each.dp, each.microbatch_size, each.schedule)
             if key not in counts:
-                counts[key] = sum(1 + (freed(self._question, way) is not None) for way in ways(self._question, each))
-            found += counts[key] * len(self._kinds)
+                counts[key] = sum(
+                    1 + (per_microbatch_variant(self._question, way) is not None)
+                    for way in data_axis_splits(self._question, each)
+                )
+            found += counts[key] * len(self._recompute_choices)
         return found
 
     @cached_property
@@ -85,32 +93,32 @@ class Cut:
         families = (self._with(family, 0) for family in self._families)
         return min(self._least_s(family, parallel) for family, parallel in families)
 
-    def fastest(self, *, within_s: float = inf) -> Iterator[Priced]:
+    def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """What fits, in the order of time; of one use of the data ranks with the least recompute that fits. Nothing
         that takes longer than `within_s`."""
         usable, order = self._question.usable_bytes, count()
         heap: list[tuple[float, int, _Pending]] = []
 
         def push_family(family: _Family, kind: int) -> None:
-            if kind < len(self._kinds):
-                parallel = replace(family.parallel, recompute=self._kinds[kind])
+            if kind < len(self._recompute_choices):
+                parallel = replace(family.parallel, recompute=self._recompute_choices[kind])
                 least_s = self._least_s(family, parallel)
                 heappush(heap, (least_s, next(order), _Pending(family, parallel, kind, is_family=True)))
 
         def push(family: _Family, way: ParallelConfig, kind: int) -> bool:
             """With the first recompute from this one on that may fit; whether that is this one."""
-            for index in range(kind, len(self._kinds)):
-                parallel = replace(way, recompute=self._kinds[index])
-                job = job_of(self._question, parallel)
-                if self._floor(family, job, parallel.recompute) <= usable:
-                    seconds = step_cost(job, exact=False, known=family.known).step_time_s
+            for index in range(kind, len(self._recompute_choices)):
+                parallel = replace(way, recompute=self._recompute_choices[index])
+                run = planned_run(self._question, parallel)
+                if self._floor(family, run, parallel.recompute) <= usable:
+                    seconds = step_cost(run, exact=False, known=family.known).step_time_s
                     heappush(heap, (seconds, next(order), _Pending(family, parallel, index)))
                     return index == kind
             return False
 
         for family in self._families:
             push_family(family, 0)
-        ready: list[Priced] = []  # that take equally long
+        ready: list[Candidate] = []  # that take equally long
         while heap:
             least_s, _, at = heappop(heap)
             if least_s > within_s:
@@ -119,96 +127,100 @@ class Cut:
                 yield from sorted(ready, key=lambda priced: priced.bytes)
                 ready = []
             if not at.is_family:
-                bytes_ = self._bytes(job_of(self._question, at.parallel), enough=usable)
+                bytes_ = self._bytes(planned_run(self._question, at.parallel), enough=usable)
                 if bytes_ <= usable:
                     self.fitting += 1
-                    ready.append(Priced(at.parallel, least_s, bytes_))
+                    ready.append(Candidate(at.parallel, least_s, bytes_))
                     continue
                 push(at.family, at.parallel, at.kind + 1)
-                leaner = freed(self._question, at.parallel) if at.kind == 0 else None
+                leaner = per_microbatch_variant(self._question, at.parallel) if at.kind == 0 else None
                 if leaner is not None and leaner != at.parallel:
                     push(at.family, leaner, 0)
-            elif self._family_floor(at.family, self._kinds[at.kind]) > usable:
+            elif self._family_floor(at.family, self._recompute_choices[at.kind]) > usable:
                 push_family(at.family, at.kind + 1)
             else:
-                for way in ways(self._question, at.family.parallel):
+                for way in data_axis_splits(self._question, at.family.parallel):
                     fits_plain = push(at.family, way, at.kind) and at.kind == 0
-                    leaner = None if fits_plain else freed(self._question, way)  # else once it is known not to fit
+                    leaner = (
+                        None if fits_plain else per_microbatch_variant(self._question, way)
+                    )  # else once it is known not to fit
                     if leaner is not None:
                         push(at.family, leaner, at.kind)
         yield from sorted(ready, key=lambda priced: priced.bytes)
 
-    def leanest(self) -> Priced | None:
+    def leanest(self) -> Candidate | None:
         """The layout that needs least, whether it fits or not."""
-        found: Priced | None = None
+        found: Candidate | None = None
         for floor, family, kind in self._by_floor():
             if found is not None and floor >= found.bytes:
                 break
             for parallel in self._leanest_ways(family, kind):
-                job = job_of(self._question, parallel)
-                if found is not None and self._floor(family, job, kind) >= found.bytes:
+                run = planned_run(self._question, parallel)
+                if found is not None and self._floor(family, run, kind) >= found.bytes:
                     continue
-                bytes_ = self._bytes(job, enough=found.bytes if found else inf)
+                bytes_ = self._bytes(run, enough=found.bytes if found else inf)
                 if found is None or bytes_ < found.bytes:
-                    found = Priced(parallel, inf, bytes_)
+                    found = Candidate(parallel, inf, bytes_)
         return found
 
-    def one_that_fits(self) -> Priced | None:
+    def one_that_fits(self) -> Candidate | None:
         """The first found, those tried first that may be the leanest; None where none does."""
         usable = self._question.usable_bytes
         for floor, family, kind in self._by_floor():
             if floor > usable:
                 break
             for parallel in self._leanest_ways(family, kind):
-                job = job_of(self._question, parallel)
-                if self._floor(family, job, kind) > usable:
+                run = planned_run(self._question, parallel)
+                if self._floor(family, run, kind) > usable:
                     continue
-                bytes_ = self._bytes(job, enough=usable)
+                bytes_ = self._bytes(run, enough=usable)
                 if bytes_ <= usable:
-                    return Priced(parallel, inf, bytes_)
+                    return Candidate(parallel, inf, bytes_)
         return None
 
     def _by_floor(self) -> list[tuple[float, _Family, Recompute]]:
         """Families with what may be their leanest recompute, by what they cannot do without."""
-        kinds = leanest_kinds(self._question, self.pp)
-        found = [(self._family_floor(family, kind), family, kind) for family in self._families for kind in kinds]
+        recompute_choices = leanest_recompute_choices(self._question, self.pp)
+        found = [
+            (self._family_floor(family, kind), family, kind) for family in self._families for kind in recompute_choices
+        ]
         return sorted(found, key=lambda each: each[0])
 
     def _leanest_ways(self, family: _Family, kind: Recompute) -> Iterator[ParallelConfig]:
-        for way in ways(self._question, family.parallel):
-            for each in (way, freed(self._question, way)):
+        for way in data_axis_splits(self._question, family.parallel):
+            for each in (way, per_microbatch_variant(self._question, way)):
                 if each is not None:
                     yield replace(each, recompute=kind)
 
     def _with(self, family: _Family, kind: int) -> tuple[_Family, ParallelConfig]:
-        return family, replace(family.parallel, recompute=self._kinds[kind])
+        return family, replace(family.parallel, recompute=self._recompute_choices[kind])
 
-    def _bytes(self, job: Job, *, enough: float) -> float:
+    def _bytes(self, run: PlannedRun, *, enough: float) -> float:
         self.checked += 1
-        return quick_worst_bytes(job, enough=enough)
+        return quick_worst_bytes(run, enough=enough)
 
     def _least_s(self, family: _Family, parallel: ParallelConfig) -> float:
-        return least_step_s(job_of(self._question, parallel), known=family.known)
+        return least_step_s(planned_run(self._question, parallel), known=family.known)
 
-    def _floor(self, family: _Family, job: Job, kind: Recompute) -> float:
+    def _floor(self, family: _Family, run: PlannedRun, kind: Recompute) -> float:
         """What a family's layout holds at least, recomputed so."""
-        layout = job.layout
+        layout = run.layout
         data = (layout.strategy, layout.dp_shard, layout.gather, layout.reduce)
         key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
         if key not in self._states:
-            self._states[key] = least_held(job)
-        return least_bytes(job, self._states[key], self._work(family, kind))
+            self._states[key] = least_held(run)
+        return least_bytes(run, self._states[key], self._work(family, kind))
 
     def _family_floor(self, family: _Family, kind: Recompute) -> float:
         """What no layout of a family with this recompute can do without."""
         least = self._work(family, kind)
         at_rest = [Least(at_rest=each.at_rest) for each in least]
-        return least_bytes(job_of(self._question, family.parallel), at_rest, least)
+        return least_bytes(planned_run(self._question, family.parallel), at_rest, least)
 
     def _work(self, family: _Family, kind: Recompute) -> tuple[Least, ...]:
         """Of a family with everything split over all of its data ranks."""
         if kind not in family.held:
             parallel = family.parallel
             split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD", recompute=kind)
-            family.held[kind] = least_held(job_of(self._question, split))
+            family.held[kind] = least_held(planned_run(self._question, split))
         return family.held[kind]

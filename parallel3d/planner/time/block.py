@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
 
 # Bytes moved per element of [tokens, hidden] by what stands outside the tp region: two norms, two residual additions.
@@ -49,33 +49,33 @@ class _Parts:
     weight_s: float = 0.0
 
 
-def block_times(job: Job, kernels: Kernels) -> BlockTimes:
-    matmuls, attention, rest = _matmuls(job, kernels), _attention(job, kernels), _elementwise(job, kernels)
-    engine, recompute = job.engine, job.layout.recompute
+def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
+    matmuls, attention, rest = _matmuls(run, kernels), _attention(run, kernels), _elementwise(run, kernels)
+    program, recompute = run.program, run.layout.recompute
     forward = matmuls.forward_s + attention.forward_s + rest.forward_s
     backward = matmuls.backward_s + attention.backward_s + rest.backward_s
     again = 0.0
     if recompute == "full":
         again = forward
     elif recompute == "layer":
-        again = forward * job.layout.recompute_share
+        again = forward * run.layout.recompute_share
     elif recompute == "op":  # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
         again = 0.5 * matmuls.forward_s + rest.forward_s
     elif recompute == "selective":
         again = attention.forward_s
-    blocked = engine.launches * kernels.device.launch_s * (1.0 if engine.blocking else 0.0)
+    blocked = program.launches * kernels.device.launch_s * (1.0 if program.blocking else 0.0)
     rounds = 1.0 if recompute == "full" else 0.0
     return BlockTimes(
         forward_s=forward + blocked,
         backward_s=backward + 2 * blocked,
         again_s=again + rounds * blocked,
         weight_s=matmuls.weight_s,
-        launches_s=engine.launches * kernels.device.launch_s,
+        launches_s=program.launches * kernels.device.launch_s,
     )
 
 
-def _matmuls(job: Job, kernels: Kernels) -> _Parts:
-    shape, tp, t = job.shape, job.layout.tp, job.tokens
+def _matmuls(run: PlannedRun, kernels: Kernels) -> _Parts:
+    shape, tp, t = run.shape, run.layout.tp, run.tokens
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     sizes = [
         (shape.hidden // tp + 2 * kv, shape.hidden),
@@ -88,33 +88,33 @@ def _matmuls(job: Job, kernels: Kernels) -> _Parts:
         forward += matmul_s(kernels, t, out_features, in_features)
         backward += matmul_s(kernels, t, in_features, out_features)
         weight += matmul_s(kernels, out_features, in_features, t) + _accumulate_s(
-            job, kernels, out_features * in_features
+            run, kernels, out_features * in_features
         )
     return _Parts(forward, backward + weight, weight)
 
 
-def _accumulate_s(job: Job, kernels: Kernels, weights: int) -> float:
+def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
     """Adding a microbatch's gradient to what there is."""
-    engine = job.engine
-    if job.layout.microbatches == 1 and not engine.fused_weight_gradient:
+    program = run.program
+    if run.layout.microbatches == 1 and not program.fused_weight_gradient:
         return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    passes = 2 * engine.gradient_bytes * (_ACCUMULATE if engine.fused_weight_gradient else 1.0)
+    passes = 2 * program.gradient_bytes * (_ACCUMULATE if program.fused_weight_gradient else 1.0)
     return weights * passes / kernels.memory_rate
 
 
-def _attention(job: Job, kernels: Kernels) -> _Parts:
-    shape, layout, engine = job.shape, job.layout, job.engine
+def _attention(run: PlannedRun, kernels: Kernels) -> _Parts:
+    shape, layout, program = run.shape, run.layout, run.program
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
-    if engine.attention == "flash":
-        queries = job.seq_len // layout.cp
+    if program.attention == "flash":
+        queries = run.seq_len // layout.cp
         forward, backward = (
             flash_attention_s(
                 kernels,
                 batch_heads=batch_heads,
                 queries=queries,
-                keys=job.seq_len,
+                keys=run.seq_len,
                 head_dim=shape.head_dim,
                 backward=is_backward,
                 causal=True,
@@ -122,25 +122,25 @@ def _attention(job: Job, kernels: Kernels) -> _Parts:
             for is_backward in (False, True)
         )
         return _Parts(forward, backward)
-    s, d = job.seq_len // layout.cp, shape.head_dim
+    s, d = run.seq_len // layout.cp, shape.head_dim
     speed = 0.5  # batched products of few columns
     if d % 8:
         speed /= 10.0  # no tensor cores
-    products = 4.0 * batch_heads * s * job.seq_len * d
+    products = 4.0 * batch_heads * s * run.seq_len * d
     product_s = products / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
-    traffic = batch_heads * s * job.seq_len * (_UNFUSED if engine.attention == "unfused" else 1.0)
-    dropout = 3.0 if engine.dropout else 0.0
+    traffic = batch_heads * s * run.seq_len * (_UNFUSED if program.attention == "unfused" else 1.0)
+    dropout = 3.0 if program.dropout else 0.0
     forward = max(product_s, 0.0) + traffic * (_SOFTMAX_FORWARD + dropout) / kernels.memory_rate
     backward = 2 * product_s + traffic * (_SOFTMAX_BACKWARD + dropout) / kernels.memory_rate
     return _Parts(forward, backward)
 
 
-def elementwise_bytes(job: Job) -> tuple[float, float]:
+def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
     """Moved forward and backward by what is neither a product nor attention: norms, residuals, activations, rope."""
-    shape, layout, engine, t = job.shape, job.layout, job.engine, job.tokens
+    shape, layout, program, t = run.shape, run.layout, run.program, run.tokens
     outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    dropped = 1.0 if engine.dropout else 0.0
-    norms = engine.norm_passes
+    dropped = 1.0 if program.dropout else 0.0
+    norms = program.norm_passes
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
@@ -151,31 +151,31 @@ def elementwise_bytes(job: Job) -> tuple[float, float]:
         rotated = t * (shape.hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE
         backward += rotated * _ROPE
-    scale = engine.elementwise * job.item_bytes / 2
+    scale = program.elementwise * run.item_bytes / 2
     return forward * scale, backward * scale
 
 
-def _elementwise(job: Job, kernels: Kernels) -> _Parts:
-    forward, backward = elementwise_bytes(job)
+def _elementwise(run: PlannedRun, kernels: Kernels) -> _Parts:
+    forward, backward = elementwise_bytes(run)
     return _Parts(
         memory_bound_s(kernels, forward, launches=8),
         memory_bound_s(kernels, backward, launches=12),
     )
 
 
-def head_times(job: Job, kernels: Kernels) -> tuple[float, float]:
+def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Forward and backward of the last norm, the output table and the loss."""
-    shape, t = job.shape, job.tokens
-    vocab = job.rank_vocab
+    shape, t = run.shape, run.tokens
+    vocab = run.rank_vocab
     product = matmul_s(kernels, t, vocab, shape.hidden, precision=kernels.half)
     weight = matmul_s(kernels, vocab, shape.hidden, t, precision=kernels.half)
-    weight += _accumulate_s(job, kernels, vocab * shape.hidden)
+    weight += _accumulate_s(run, kernels, vocab * shape.hidden)
     back = matmul_s(kernels, t, shape.hidden, vocab, precision=kernels.half)
-    loss = memory_bound_s(kernels, t * job.loss_vocab * job.engine.loss_passes / 2, launches=4)
+    loss = memory_bound_s(kernels, t * run.loss_vocab * run.program.loss_passes / 2, launches=4)
     return product + loss, back + weight + loss
 
 
-def embedding_times(job: Job, kernels: Kernels) -> tuple[float, float]:
+def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Forward and backward of the look-up: rows read and written, the gradient scattered into float32."""
-    rows = job.tokens * job.shape.hidden
+    rows = run.tokens * run.shape.hidden
     return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(kernels, rows * 12.0, launches=4)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from parallel3d.config.strategy import WHOLE
-from parallel3d.planner.hardware.calibration import Measured, Overhead, Process, Together
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.hardware.calibration import Calibration, ManyRanks, OneProcess, Overhead
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import block_times, embedding_times, head_times
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.parts import TimeParts
@@ -43,9 +43,9 @@ class _Way:
 class _Host:
     """The measurements that hold for a job."""
 
-    measured: Measured
-    process: Process
-    ranks: Together | None
+    measured: Calibration
+    process: OneProcess
+    ranks: ManyRanks | None
     on_host: int  # ranks of a host
     tp: Overhead
     dp: Overhead
@@ -55,23 +55,23 @@ class _Host:
         return self.measured.slowdown(self.on_host)
 
 
-def measured_parts(job: Job, measured: Measured, *, exact: bool) -> TimeParts:
+def measured_parts(run: PlannedRun, measured: Calibration, *, exact: bool) -> TimeParts:
     """Seconds of a step by cause. `exact` simulates the schedule."""
-    host = _host(job, measured)
-    forward, backward = _block(job, host)
-    times, ends_s = _stage_times(job, host, forward, backward)
-    pipeline = _pipeline_s(job, host, times, exact=exact)
-    rank_s = [0.0] * job.layout.pp
-    for rank, stage in zip(job.placement, times, strict=True):
+    host = _host(run, measured)
+    forward, backward = _block(run, host)
+    times, ends_s = _stage_times(run, host, forward, backward)
+    pipeline = _pipeline_s(run, host, times, exact=exact)
+    rank_s = [0.0] * run.layout.pp
+    for rank, stage in zip(run.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
     busiest = rank_s.index(max(rank_s))
-    m, layers, part = job.layout.microbatches, job.ranks[busiest].layers, job.ranks[busiest]
+    m, layers, part = run.layout.microbatches, run.ranks[busiest].layers, run.ranks[busiest]
     work = min(pipeline, m * rank_s[busiest] * host.slowdown)
     each = work / rank_s[busiest]  # m, slowed
     both = {f.name: layers * (getattr(forward, f.name) + getattr(backward, f.name)) * each for f in fields(_Way)}
-    ends = sum(ends_s[: len(job.stages)][i] for i, rank in enumerate(job.placement) if rank == busiest) * each
-    p2p = 2 * job.layout.virtual_stages * _action_s(job, host) * each
-    once = _once(job, host, job.stage_parameters(part), layers)
+    ends = sum(ends_s[: len(run.stages)][i] for i, rank in enumerate(run.placement) if rank == busiest) * each
+    p2p = 2 * run.layout.virtual_stages * _action_s(run, host) * each
+    once = _once(run, host, run.stage_parameters(part), layers)
     return TimeParts(
         compute=max(0.0, work - p2p - sum(both.values()) + both["compute"] - host.process.overhead.microbatch * each),
         recompute=both["recompute"],
@@ -85,9 +85,9 @@ def measured_parts(job: Job, measured: Measured, *, exact: bool) -> TimeParts:
     )
 
 
-def _host(job: Job, measured: Measured) -> _Host:
-    layout = job.layout
-    on_host = min(layout.world_size, job.cluster.gpus_per_node)
+def _host(run: PlannedRun, measured: Calibration) -> _Host:
+    layout = run.layout
+    on_host = min(layout.world_size, run.cluster.gpus_per_node)
     # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
     strategy = layout.strategy or "FULL_SHARD"
     whole = strategy in WHOLE
@@ -110,21 +110,21 @@ def _sum(parts: list[Overhead]) -> Overhead:
     return Overhead(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Overhead)})
 
 
-def _kernels(job: Job, host: _Host) -> tuple[Job, Kernels]:
-    """The job with what was measured in the place of what its engine assumes."""
-    engine = replace(job.engine, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
-    return replace(job, engine=engine), Kernels(
-        device=job.cluster.device, precision=job.precision, process=host.process
+def _kernels(run: PlannedRun, host: _Host) -> tuple[PlannedRun, Kernels]:
+    """The run with what was measured in the place of what its program assumes."""
+    program = replace(run.program, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
+    return replace(run, program=program), Kernels(
+        device=run.cluster.device, precision=run.precision, process=host.process
     )
 
 
-def _block(job: Job, host: _Host) -> tuple[_Way, _Way]:
-    measured_job, kernels = _kernels(job, host)
-    block = block_times(measured_job, kernels)
-    tp_forward, tp_backward = _tp_s(job, host)
-    full = job.layout.recompute == "full"
+def _block(run: PlannedRun, host: _Host) -> tuple[_Way, _Way]:
+    calibrated_run, kernels = _kernels(run, host)
+    block = block_times(calibrated_run, kernels)
+    tp_forward, tp_backward = _tp_s(run, host)
+    full = run.layout.recompute == "full"
     # What recompute repeats costs its dispatch too, which was measured.
-    again = block.again_s + host.process.recompute.get(job.layout.recompute, 0.0)
+    again = block.again_s + host.process.recompute.get(run.layout.recompute, 0.0)
     ways = []
     for share, compute, repeated, tp in (
         (_FORWARD, block.forward_s, 0.0, tp_forward),
@@ -145,16 +145,16 @@ def _block(job: Job, host: _Host) -> tuple[_Way, _Way]:
     return ways[0], ways[1]
 
 
-def _tp_s(job: Job, host: _Host) -> tuple[float, float]:
+def _tp_s(run: PlannedRun, host: _Host) -> tuple[float, float]:
     """The layers' collectives beyond their smallest messages: two each way, of which those of sequence parallelism are
     a gather and a reduce-scatter, with two more gathers in the backward."""
-    layout = job.layout
+    layout = run.layout
     if layout.tp == 1:
         return 0.0, 0.0
-    bytes_ = job.tokens * job.shape.hidden * job.item_bytes
-    if host.ranks is None or job.tp_group.nodes > 1:
+    bytes_ = run.tokens * run.shape.hidden * run.item_bytes
+    if host.ranks is None or run.tp_group.nodes > 1:
         whole = all_gather_s if layout.sequence_parallel else all_reduce_s
-        one = whole(job.cluster, job.tp_group, bytes_) * (2 if layout.sequence_parallel else 1)
+        one = whole(run.cluster, run.tp_group, bytes_) * (2 if layout.sequence_parallel else 1)
         return 2 * one, 2 * one
     if not layout.sequence_parallel:
         one = host.measured.collective_s("all_reduce", layout.tp, bytes_)
@@ -164,15 +164,15 @@ def _tp_s(job: Job, host: _Host) -> tuple[float, float]:
     return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
 
-def _stage_times(job: Job, host: _Host, forward: _Way, backward: _Way) -> tuple[list[StageTimes], list[float]]:
+def _stage_times(run: PlannedRun, host: _Host, forward: _Way, backward: _Way) -> tuple[list[StageTimes], list[float]]:
     """The stages, and of each what its embedding and head take."""
-    measured_job, kernels = _kernels(job, host)
-    head, embedding = head_times(measured_job, kernels), embedding_times(measured_job, kernels)
-    loss = host.process.logit_s * job.tokens * job.loss_vocab / 2
+    calibrated_run, kernels = _kernels(run, host)
+    head, embedding = head_times(calibrated_run, kernels), embedding_times(calibrated_run, kernels)
+    loss = host.process.logit_s * run.tokens * run.loss_vocab / 2
     micro = host.process.overhead.microbatch + host.tp.microbatch + host.dp.microbatch
-    action = _action_s(job, host)
+    action = _action_s(run, host)
     times, ends = [], []
-    for stage in job.stages:
+    for stage in run.stages:
         f, b = stage.layers * forward.total, stage.layers * backward.total
         ends_f, ends_b = 0.0, 0.0
         if stage.embedding:
@@ -185,19 +185,19 @@ def _stage_times(job: Job, host: _Host, forward: _Way, backward: _Way) -> tuple[
     return times, ends
 
 
-def _action_s(job: Job, host: _Host) -> float:
+def _action_s(run: PlannedRun, host: _Host) -> float:
     """What an action of a pipeline takes beside its stage: its place in the schedule, and a message."""
-    layout = job.layout
+    layout = run.layout
     if layout.pp == 1:
         return 0.0
-    bytes_ = job.tokens * job.shape.hidden * job.item_bytes / (layout.tp if layout.sequence_parallel else 1)
-    if host.ranks is None or layout.world_size > job.cluster.gpus_per_node:
-        return send_s(job.cluster, bytes_, nodes=1 if host.ranks is None else 2)
+    bytes_ = run.tokens * run.shape.hidden * run.item_bytes / (layout.tp if layout.sequence_parallel else 1)
+    if host.ranks is None or layout.world_size > run.cluster.gpus_per_node:
+        return send_s(run.cluster, bytes_, nodes=1 if host.ranks is None else 2)
     return host.ranks.action_s + max(0.0, host.ranks.transfer.at(bytes_) - host.ranks.transfer.points[0][1])
 
 
-def _pipeline_s(job: Job, host: _Host, times: list[StageTimes], *, exact: bool) -> float:
-    layout = job.layout
+def _pipeline_s(run: PlannedRun, host: _Host, times: list[StageTimes], *, exact: bool) -> float:
+    layout = run.layout
     name = cast(ScheduleName, layout.schedule)
     if layout.pp == 1:
         return layout.microbatches * sum(t.forward + t.backward for t in times) * host.slowdown
@@ -213,12 +213,12 @@ def _pipeline_s(job: Job, host: _Host, times: list[StageTimes], *, exact: bool) 
     return max(work, closed_form_s(*arguments, 0.0)) * contention
 
 
-def _once(job: Job, host: _Host, parameters: int, layers: int) -> dict[str, float]:
+def _once(run: PlannedRun, host: _Host, parameters: int, layers: int) -> dict[str, float]:
     """What comes once a step."""
     base, slow = host.process.overhead, host.slowdown
-    own = parameters / job.layout.optimizer_shards
+    own = parameters / run.layout.optimizer_shards
     added = _sum([host.tp, host.dp])
-    rounds = job.layout.microbatches if "microbatch" in (job.layout.gather, job.layout.reduce) else 1
+    rounds = run.layout.microbatches if "microbatch" in (run.layout.gather, run.layout.reduce) else 1
     return {
         "optimizer": slow * (base.parameter * own + layers * base.layer),
         "dp": rounds * slow * (host.dp.step + layers * host.dp.layer + parameters * host.dp.parameter),

@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import embedding_parameters, head_parameters
 from parallel3d.planner.time.block import BlockTimes
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, contention_s
 
 
-def reduced_once_s(job: Job, rank_parameters: int, backward_s: float) -> float:
+def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> float:
     """Parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a sharded optimizer one
-    gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which an engine may send in buckets."""
-    engine, layout, cluster = job.engine, job.layout, job.cluster
-    group = job.dp_group
+    gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may send in buckets."""
+    program, layout, cluster = run.program, run.layout, run.cluster
+    group = run.dp_group
     if group.size == 1:
         return 0.0
-    gradients = rank_parameters * engine.reduce_bytes
+    gradients = rank_parameters * program.reduce_bytes
     shards = layout.optimizer_shards
     if shards > 1:
-        inner, outer = job.shard_group(shards), job.replica_group(shards)
-        reduce_s = all_gather_s(cluster, inner, gradients, one_ring=engine.one_ring)
-        reduce_s += all_reduce_s(cluster, outer, gradients / shards, one_ring=engine.one_ring)
-        gather_s = all_gather_s(cluster, inner, rank_parameters * engine.gather_bytes, one_ring=engine.one_ring)
-        gather_s += shards * engine.broadcast_s
+        inner, outer = run.shard_group(shards), run.replica_group(shards)
+        reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
+        reduce_s += all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)
+        gather_s = all_gather_s(cluster, inner, rank_parameters * program.gather_bytes, one_ring=program.one_ring)
+        gather_s += shards * program.broadcast_s
         # Each slice is a view and a copy of its own, and so it is where gradients are reduced.
-        slices = shards * engine.cut_tensors * max(part.layers for part in job.ranks)
+        slices = shards * program.cut_tensors * max(part.layers for part in run.ranks)
         host_s = 4 * slices * cluster.device.launch_s
     else:
-        reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=engine.one_ring), 0.0
+        reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=program.one_ring), 0.0
         host_s = 0.0
-    shown = max(0.1 * reduce_s, reduce_s - backward_s) if engine.sends_in_last_backward else reduce_s
-    return shown * (1 - engine.gradients_hidden) + gather_s * (1 - engine.gathers_hidden) + host_s
+    shown = max(0.1 * reduce_s, reduce_s - backward_s) if program.sends_in_last_backward else reduce_s
+    return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden) + host_s
 
 
-def sharded_s(job: Job, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:
+def sharded_s(run: PlannedRun, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:
     """Parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters are gathered and the
     last one's gradients reduced; what takes longer than the compute shows. The first gather and the last reduction
     always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward and backward."""
-    engine, layout, shape = job.engine, job.layout, job.shape
-    gather_s, reduce_s = _unit_s(job, job.block_parameters)
+    program, layout, shape = run.program, run.layout, run.shape
+    gather_s, reduce_s = _unit_s(run, run.block_parameters)
     ends = embedding_parameters(shape, layout.tp) + head_parameters(
         shape, layout.tp, with_table=not shape.tied_embeddings
     )
-    ends_gather_s, ends_reduce_s = _unit_s(job, ends)
-    layers = max(part.layers for part in job.ranks)
+    ends_gather_s, ends_reduce_s = _unit_s(run, ends)
+    layers = max(part.layers for part in run.ranks)
     forward, backward = block.forward_wall_s + tp_s[0], block.backward_wall_s + tp_s[1]
     freed = layout.pp == 1 or layout.gather == "microbatch"
-    regathers = 1.0 if freed and job.gathers_each_microbatch else 0.0
+    regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
     both = regathers * gather_s + reduce_s
-    moved = job.block_parameters * ((1 + regathers) * engine.gather_bytes + engine.reduce_bytes)
-    forward_slow = max(0.0, gather_s - engine.prefetch * forward)
-    backward_slow = max(0.0, both - engine.prefetch * backward) + engine.contention * contention_s(job.cluster, moved)
+    moved = run.block_parameters * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
+    forward_slow = max(0.0, gather_s - program.prefetch * forward)
+    backward_slow = max(0.0, both - program.prefetch * backward) + program.contention * contention_s(run.cluster, moved)
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - sum(ends_s)) + gather_s
-    rounds = layout.microbatches if job.gathers_each_microbatch else 1
+    rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
     return rounds * each + reduce_s + ends_reduce_s / 2
 
 
-def _unit_s(job: Job, parameters: int) -> tuple[float, float]:
+def _unit_s(run: PlannedRun, parameters: int) -> tuple[float, float]:
     """Gather and reduction of one unit's parameters."""
-    engine, layout, cluster = job.engine, job.layout, job.cluster
-    inner, outer = job.shard_group(layout.parameter_shards), job.replica_group(layout.parameter_shards)
-    gather_s = all_gather_s(cluster, inner, parameters * engine.gather_bytes, one_ring=engine.one_ring)
-    reduce_s = all_gather_s(cluster, inner, parameters * engine.reduce_bytes, one_ring=engine.one_ring)
+    program, layout, cluster = run.program, run.layout, run.cluster
+    inner, outer = run.shard_group(layout.parameter_shards), run.replica_group(layout.parameter_shards)
+    gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
+    reduce_s = all_gather_s(cluster, inner, parameters * program.reduce_bytes, one_ring=program.one_ring)
     reduce_s += all_reduce_s(
-        cluster, outer, parameters * engine.reduce_bytes / layout.parameter_shards, one_ring=engine.one_ring
+        cluster, outer, parameters * program.reduce_bytes / layout.parameter_shards, one_ring=program.one_ring
     )
     return gather_s, reduce_s

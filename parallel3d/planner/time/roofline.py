@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import sqrt
 from typing import TypeVar
 
-from parallel3d.planner.hardware.calibration import Process
+from parallel3d.planner.hardware.calibration import OneProcess
 from parallel3d.planner.hardware.cluster import Device
 
 # Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each reaches: a smaller tile
@@ -32,13 +32,13 @@ _UNALIGNED = 2.2  # slow-down where a row is no multiple of 8 elements and tenso
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """A device as one engine's kernels use it."""
+    """A device as one program's kernels use it."""
 
     device: Device
     precision: str
     matmul_speed: float = 1.0
     attention_speed: float = 1.0
-    process: Process | None = None  # its own curves, where it was calibrated
+    process: OneProcess | None = None  # its own curves, where it was calibrated
 
     @property
     def half(self) -> str:

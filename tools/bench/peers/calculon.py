@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Layout
+from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import Case
 from parallel3d.planner.published.score import Prediction, prediction
 
@@ -49,22 +49,22 @@ class Calculon:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        job = case.job
-        if not any(part in job.cluster.device.name for part in _SYSTEMS):
+        run = case.run
+        if not any(part in run.cluster.device.name for part in _SYSTEMS):
             return "a device that it has no system file of"
-        why = why_not(job.layout)
+        why = why_not(run.layout)
         if why or self._approximate:
             return why
-        if job.engine.attention == "flash":
+        if run.program.attention == "flash":
             return "tiled attention"
-        if job.shape.feed_forward == "swiglu":
+        if run.shape.feed_forward == "swiglu":
             return "gated feed-forward"
-        return "grouped keys" if job.shape.kv_heads != job.shape.heads else ""
+        return "grouped keys" if run.shape.kv_heads != run.shape.heads else ""
 
     def predict(self, case: Case) -> Prediction:
         """What it says of a case that it can express. Raises ConfigError where it refuses that after all."""
         answers, refusals = [], []
-        for networks in _networks(case.job.layout):
+        for networks in _networks(case.run.layout):
             try:
                 answers.append(self._asked(case, networks))
             except (self._llm.Error, AssertionError) as refusal:
@@ -75,14 +75,14 @@ class Calculon:
         return prediction(
             case,
             parameters=self._application(case).num_parameters(),
-            fits=memory_bytes <= case.job.cluster.device.memory_bytes,
+            fits=memory_bytes <= case.run.cluster.device.memory_bytes,
             memory_gib=memory_bytes / _GIB,
             step_time_s=step_time_s,
         )
 
     def _asked(self, case: Case, networks: tuple[int, int, int]) -> tuple[float, float]:
         """Seconds of a step and bytes of a device, with tp, pp and dp over those of the system's networks."""
-        tree = next(tree for part, tree in self._systems.items() if part in case.job.cluster.device.name)
+        tree = next(tree for part, tree in self._systems.items() if part in case.run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
         model = self._llm(self._application(case), logging.getLogger("calculon"))
         model.compile(system, self._llm.Execution.from_json(self._execution(case, networks)))
@@ -90,12 +90,12 @@ class Calculon:
         return model.get_total_time(), model.get_mem_tier1_cap_req()
 
     def _application(self, case: Case) -> Any:
-        shape = case.job.shape
+        shape = case.run.shape
         return self._llm.Application(
             {
                 "hidden": shape.hidden,
                 "feedforward": int(shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)),
-                "seq_size": case.job.seq_len,
+                "seq_size": case.run.seq_len,
                 "attn_heads": shape.heads,
                 "attn_size": shape.hidden // shape.heads,
                 "num_blocks": shape.layers,
@@ -103,8 +103,8 @@ class Calculon:
         )
 
     def _execution(self, case: Case, networks: tuple[int, int, int]) -> dict[str, Any]:
-        job, layout = case.job, case.job.layout
-        keeps_no_scores = job.engine.attention == "flash" and layout.recompute == "none"
+        run, layout = case.run, case.run.layout
+        keeps_no_scores = run.program.attention == "flash" and layout.recompute == "none"
         return {
             "num_procs": layout.world_size,
             "tensor_par": layout.tp,
@@ -113,7 +113,7 @@ class Calculon:
             "tensor_par_net": networks[0],
             "pipeline_par_net": networks[1],
             "data_par_net": networks[2],
-            "batch_size": job.global_batch_size,
+            "batch_size": run.global_batch_size,
             "microbatch_size": layout.microbatch_size,
             "datatype": "float16",  # bfloat16 takes as long, and its system files have no figures for it
             "fused_activation": True,
@@ -132,7 +132,7 @@ class Calculon:
         }
 
 
-def why_not(layout: Layout) -> str:
+def why_not(layout: RunLayout) -> str:
     """What of a layout Calculon has no word for; empty where it has them all."""
     if layout.recompute not in _RECOMPUTE:
         return f"recompute of a part ({layout.recompute})"
@@ -141,7 +141,7 @@ def why_not(layout: Layout) -> str:
     return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
 
 
-def _networks(layout: Layout) -> Iterator[tuple[int, int, int]]:
+def _networks(layout: RunLayout) -> Iterator[tuple[int, int, int]]:
     """For tp, pp and dp: 0 is the node's, 1 the network between nodes."""
     tp, pp, dp = ((0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp))
     return product(tp, pp, dp)

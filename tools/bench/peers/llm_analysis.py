@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Layout
+from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import Case
 from parallel3d.planner.published.score import Prediction, prediction
 
 _GIB = 2.0**30
-_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # of a Layout -> ActivationRecomputation
+_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # of a RunLayout -> ActivationRecomputation
 _GATED = 1.5  # three matrices as two
 
 
@@ -36,7 +36,7 @@ class LlmAnalysis:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        return why_not(case.job.layout)
+        return why_not(case.run.layout)
 
     def predict(self, case: Case) -> Prediction:
         """What it says of a case that it can express."""
@@ -50,8 +50,8 @@ class LlmAnalysis:
         )
 
     def _asked(self, case: Case) -> dict[str, Any]:
-        job, words = case.job, self._analysis
-        layout = job.layout
+        run, words = case.run, self._analysis
+        layout = run.layout
         question = words.LLMAnalysis(
             self._model(case),
             self._device(case),
@@ -67,17 +67,17 @@ class LlmAnalysis:
         summary: dict[str, Any] = question.training(
             batch_size_per_gpu=layout.microbatch_size,
             gradient_accumulation_steps=layout.microbatches,
-            global_batch_size=job.global_batch_size,
-            seq_len=job.seq_len,
+            global_batch_size=run.global_batch_size,
+            seq_len=run.seq_len,
             activation_recomputation=words.ActivationRecomputation[_RECOMPUTE[layout.recompute]],
             ds_zero=words.DSZeRO(_zero_stage(layout)),
-            flash_attn=job.engine.attention == "flash",
-            softmax_dropout=job.engine.dropout and job.engine.attention != "flash",
+            flash_attn=run.program.attention == "flash",
+            softmax_dropout=run.program.dropout and run.program.attention != "flash",
         )
         return summary
 
     def _model(self, case: Case) -> Any:
-        shape = case.job.shape
+        shape = case.run.shape
         inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
         return self._config.ModelConfig(
             name=shape.name,
@@ -85,14 +85,14 @@ class LlmAnalysis:
             n_head=shape.heads,
             hidden_dim=shape.hidden,
             vocab_size=shape.vocab,
-            max_seq_len=case.job.seq_len,
+            max_seq_len=case.run.seq_len,
             num_key_value_heads=shape.kv_heads,
             ffn_embed_dim=inner,
             expansion_ratio=inner / shape.hidden,
         )
 
     def _device(self, case: Case) -> Any:
-        cluster = case.job.cluster
+        cluster = case.run.cluster
         device = cluster.device
         return self._config.GPUConfig(
             name=cluster.name,
@@ -100,12 +100,12 @@ class LlmAnalysis:
             hbm_bandwidth_in_GB_per_sec=device.memory_bandwidth / 1e9,
             intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
             intra_node_min_message_latency=cluster.node.latency_s,
-            peak_fp16_TFLOPS=device.peak(case.job.precision) / 1e12,
+            peak_fp16_TFLOPS=device.peak(case.run.precision) / 1e12,
             inter_node_bandwidth_in_GB_per_sec=cluster.network.bandwidth / 1e9,
         )
 
 
-def why_not(layout: Layout) -> str:
+def why_not(layout: RunLayout) -> str:
     """What of a layout llm-analysis has no word for; empty where it has them all."""
     if layout.recompute not in _RECOMPUTE:
         return f"recompute of a part ({layout.recompute})"
@@ -114,7 +114,7 @@ def why_not(layout: Layout) -> str:
     return ""
 
 
-def _zero_stage(layout: Layout) -> int | None:
+def _zero_stage(layout: RunLayout) -> int | None:
     """The DeepSpeed ZeRO stage that a layout's shards are; None where they are of no stage."""
     shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
     stage = sum(number > 1 for number in shards)

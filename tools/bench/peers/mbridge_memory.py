@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Job
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.cases import Case, memory_kind
 from parallel3d.planner.published.score import Prediction, prediction
 from parallel3d.tools.bench.peers.megatron_memory import ANY_S, keeps_scores, shards_why_not
@@ -57,11 +57,11 @@ class MbridgeMemory:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        return why_not(case.job)
+        return why_not(case.run)
 
     def predict(self, case: Case) -> Prediction:
         """What it says of the memory of a case that it can express."""
-        job = case.job
+        job = case.run
         with redirect_stdout(StringIO()), warnings.catch_warnings():  # it prints every module
             warnings.simplefilter("ignore")
             ranks, _ = self._program.estimate_from_config(self._config_of(job), _arguments(job))
@@ -74,7 +74,7 @@ class MbridgeMemory:
             step_time_s=ANY_S,
         )
 
-    def _config_of(self, job: Job) -> Any:
+    def _config_of(self, job: PlannedRun) -> Any:
         shape, layout = job.shape, job.layout
         is_full, layers = layout.recompute == "full", _layers(job)
         is_even = len(set(layers)) == 1
@@ -88,8 +88,8 @@ class MbridgeMemory:
             activation_func=self._torch.nn.functional.silu,  # whichever it is keeps as much
             add_bias_linear=shape.biases,
             normalization="RMSNorm",  # the only one that it knows
-            hidden_dropout=0.1 if job.engine.dropout else 0.0,
-            attention_dropout=0.1 if job.engine.dropout else 0.0,
+            hidden_dropout=0.1 if job.program.dropout else 0.0,
+            attention_dropout=0.1 if job.program.dropout else 0.0,
             bf16=True,
             params_dtype=self._torch.bfloat16,
             pipeline_dtype=self._torch.bfloat16,
@@ -107,7 +107,7 @@ class MbridgeMemory:
         )
 
 
-def why_not(job: Job) -> str:
+def why_not(job: PlannedRun) -> str:
     """What of a job the estimator has no word for; empty where it has them all."""
     if job.layout.recompute not in ("none", "selective", "full"):
         return f"recompute of a part ({job.layout.recompute})"
@@ -117,15 +117,15 @@ def why_not(job: Job) -> str:
     return keeps_scores(job) or shards_why_not(job.layout)
 
 
-def _layers(job: Job) -> list[int]:
+def _layers(job: PlannedRun) -> list[int]:
     return [part.layers for part in job.stages]
 
 
-def _virtual(job: Job) -> int | None:
+def _virtual(job: PlannedRun) -> int | None:
     return job.layout.virtual_stages if job.layout.virtual_stages > 1 else None
 
 
-def _arguments(job: Job) -> Namespace:
+def _arguments(job: PlannedRun) -> Namespace:
     """What it takes beside the configuration."""
     layout = job.layout
     return Namespace(

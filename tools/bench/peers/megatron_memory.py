@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Job, Layout
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import total_parameters
 from parallel3d.planner.published.cases import Case
 from parallel3d.planner.published.score import Prediction, prediction
@@ -38,46 +38,46 @@ class MegatronMemory:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        return why_not(case.job)
+        return why_not(case.run)
 
     def predict(self, case: Case) -> Prediction:
         """What it says of the memory of a case that it can express."""
-        job = case.job
+        run = case.run
         with redirect_stdout(StringIO()):  # it prints what it returns
-            *_, total_mib = self._program.report_theoretical_memory(arguments(job), job.layout.microbatches)
+            *_, total_mib = self._program.report_theoretical_memory(arguments(run), run.layout.microbatches)
         bytes_ = total_mib * _MIB
         return prediction(
             case,
-            parameters=total_parameters(job.shape),
-            fits=bytes_ <= job.cluster.device.memory_bytes,
+            parameters=total_parameters(run.shape),
+            fits=bytes_ <= run.cluster.device.memory_bytes,
             memory_gib=bytes_ / _GIB,
             step_time_s=ANY_S,
         )
 
 
-def why_not(job: Job) -> str:
+def why_not(run: PlannedRun) -> str:
     """What of a job its formulas have no word for; empty where they have them all."""
-    if job.layout.recompute not in ("none", "selective"):
-        return f"recompute of blocks ({job.layout.recompute})"
-    return keeps_scores(job) or shards_why_not(job.layout)
+    if run.layout.recompute not in ("none", "selective"):
+        return f"recompute of blocks ({run.layout.recompute})"
+    return keeps_scores(run) or shards_why_not(run.layout)
 
 
-def keeps_scores(job: Job) -> str:
+def keeps_scores(run: PlannedRun) -> str:
     """Neither this estimate nor mbridge's counts an attention's scores: their programs have not kept any for long."""
-    is_kept = job.engine.attention != "flash" and job.layout.recompute == "none"
+    is_kept = run.program.attention != "flash" and run.layout.recompute == "none"
     return "an attention that keeps its scores" if is_kept else ""
 
 
-def shards_why_not(layout: Layout) -> str:
+def shards_why_not(layout: RunLayout) -> str:
     """Likewise of how states are sharded: by Megatron-LM's distributed optimizer, or not at all."""
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
     return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
 
 
-def arguments(job: Job) -> Any:
-    """The job as Megatron-LM's arguments, as far as its estimate reads them."""
-    shape, layout = job.shape, job.layout
+def arguments(run: PlannedRun) -> Any:
+    """The run as Megatron-LM's arguments, as far as its estimate reads them."""
+    shape, layout = run.shape, run.layout
     return SimpleNamespace(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -89,9 +89,9 @@ def arguments(job: Job) -> Any:
         swiglu=shape.feed_forward == "swiglu",
         normalization="LayerNorm" if shape.layer_norm else "RMSNorm",
         add_bias_linear=shape.biases,
-        padded_vocab_size=job.rank_vocab * layout.tp,
+        padded_vocab_size=run.rank_vocab * layout.tp,
         untie_embeddings_and_output_weights=not shape.tied_embeddings,
-        seq_length=job.seq_len // layout.cp,
+        seq_length=run.seq_len // layout.cp,
         micro_batch_size=layout.microbatch_size,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -17,7 +17,7 @@ from io import StringIO
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.job import Job, Layout
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.published.cases import Case, memory_kind
 from parallel3d.planner.published.score import Prediction, prediction
 from parallel3d.tools.bench.peers.megatron_memory import ANY_S
@@ -42,55 +42,55 @@ class PrimusMemory:
 
     def cannot(self, case: Case) -> str:
         """Why it cannot express a case; empty where it can."""
-        return why_not(case.job.layout)
+        return why_not(case.run.layout)
 
     def predict(self, case: Case) -> Prediction:
         """What it says of the memory of a case that it can express."""
-        job, config = case.job, self._training(case.job)
-        ranks = [self._bytes(job, config, rank) for rank in range(job.layout.pp)]
+        run, config = case.run, self._training(case.run)
+        ranks = [self._bytes(run, config, rank) for rank in range(run.layout.pp)]
         which = {"worst": max(ranks), "first": ranks[0], "last": ranks[-1]}[memory_kind(case)[1]]
-        with _on_rank(job, 0):
+        with _on_rank(run, 0):
             parameters = self._profiler(config).estimated_num_params(rank=None)
         return prediction(
             case,
             parameters=int(parameters),
-            fits=max(ranks) <= job.cluster.device.memory_bytes,
+            fits=max(ranks) <= run.cluster.device.memory_bytes,
             memory_gib=which / _GIB,
             step_time_s=ANY_S,
         )
 
-    def _bytes(self, job: Job, config: Any, rank: int) -> float:
+    def _bytes(self, run: PlannedRun, config: Any, rank: int) -> float:
         """Of a pipeline rank."""
-        with _on_rank(job, rank):
+        with _on_rank(run, rank):
             profiler = self._profiler(config)
             states = profiler.estimated_num_params(rank=rank) * profiler.get_num_bytes_per_param()
-            return float(states + profiler.estimated_activation_memory(job.layout.microbatch_size, job.seq_len))
+            return float(states + profiler.estimated_activation_memory(run.layout.microbatch_size, run.seq_len))
 
     def _profiler(self, config: Any) -> Any:
         with redirect_stdout(StringIO()):  # it prints every module
             return self._program.build_profiler(self._program.get_language_model_profiler_spec(config))
 
-    def _training(self, job: Job) -> Any:
-        shape, layout, words = job.shape, job.layout, self._config
+    def _training(self, run: PlannedRun) -> Any:
+        shape, layout, words = run.shape, run.layout, self._config
         return words.TrainingConfig(
             model_config=words.ModelConfig(
                 num_layers=shape.layers,
                 hidden_size=shape.hidden,
-                padded_vocab_size=job.rank_vocab * layout.tp,
+                padded_vocab_size=run.rank_vocab * layout.tp,
                 ffn_hidden_size=shape.ffn_hidden,
                 num_attention_heads=shape.heads,
                 kv_channels=shape.head_dim,
                 group_query_attention=shape.kv_heads != shape.heads,
                 num_query_groups=shape.kv_heads,
-                use_flash_attn=job.engine.attention == "flash" or layout.recompute == "selective",
+                use_flash_attn=run.program.attention == "flash" or layout.recompute == "selective",
                 swiglu=shape.feed_forward == "swiglu",
                 moe_pattern=[0] * shape.layers,
                 share_embeddings_and_output_weights=shape.tied_embeddings,
             ),
             runtime_config=words.RuntimeConfig(
-                global_batch_size=job.global_batch_size,
+                global_batch_size=run.global_batch_size,
                 micro_batch_size=layout.microbatch_size,
-                sequence_length=job.seq_len,
+                sequence_length=run.seq_len,
                 data_parallel_size=layout.dp,
             ),
             model_parallel_config=words.ModelParallelConfig(
@@ -107,7 +107,7 @@ class PrimusMemory:
         )
 
 
-def why_not(layout: Layout) -> str:
+def why_not(layout: RunLayout) -> str:
     """What of a layout Primus has no word for; empty where it has them all."""
     if layout.recompute == "op":
         return "recompute of operators"
@@ -115,9 +115,9 @@ def why_not(layout: Layout) -> str:
 
 
 @contextmanager
-def _on_rank(job: Job, rank: int) -> Iterator[None]:
+def _on_rank(run: PlannedRun, rank: int) -> Iterator[None]:
     """The environment by which it knows where it is: its mesh is tp, cp, pp from the inside."""
-    layout = job.layout
+    layout = run.layout
     wanted = {"RANK": rank * layout.tp * layout.cp, "NNODES": 1, "GPUS_PER_NODE": layout.world_size}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update({name: str(value) for name, value in wanted.items()})

@@ -12,11 +12,11 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.rank_memory import least_bytes, least_held, worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.own.memory import Least
-from parallel3d.planner.search.candidate import job_of
+from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.space import families, freed, kinds, ways
-from parallel3d.planner.search.tp_pp_search import Cut
-from parallel3d.planner.time.step import Known, least_step_s, step_cost
+from parallel3d.planner.search.space import data_axis_splits, families, per_microbatch_variant, recompute_choices
+from parallel3d.planner.search.tp_pp_search import TpPpSearch
+from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import score as plan_score
 
@@ -31,10 +31,10 @@ def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
 
 
 def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
-    for way in ways(asked, family):
-        for each in (way, freed(asked, way)):
+    for way in data_axis_splits(asked, family):
+        for each in (way, per_microbatch_variant(asked, way)):
             if each is not None:
-                yield from (replace(each, recompute=kind) for kind in kinds(asked))
+                yield from (replace(each, recompute=kind) for kind in recompute_choices(asked))
 
 
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
@@ -42,14 +42,16 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
     asked, seen = question(0.95, *schedules), 0
     for family in families(asked):
         for parallel in every(asked, family):
-            job = job_of(asked, parallel)
-            least, split = least_held(job), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
-            all_split = least_held(job_of(asked, replace(split, sharding="FULL_SHARD", gather="step", reduce="step")))
-            total = worst_rank(job).total
-            assert least_bytes(job, least, least) <= total, parallel
+            run = planned_run(asked, parallel)
+            least, split = least_held(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            all_split = least_held(
+                planned_run(asked, replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
+            )
+            total = worst_rank(run).total
+            assert least_bytes(run, least, least) <= total, parallel
             at_rest = [Least(at_rest=each.at_rest) for each in all_split]
-            assert least_bytes(job, at_rest, all_split) <= total, parallel
-            assert least_step_s(job, known=Known()) <= step_cost(job, exact=False).step_time_s, parallel
+            assert least_bytes(run, at_rest, all_split) <= total, parallel
+            assert least_step_s(run, known=CostCache()) <= step_cost(run, exact=False).step_time_s, parallel
             seen += 1
     assert seen > 100
 
@@ -62,12 +64,12 @@ def test_a_cut_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> No
     for family in families(asked):
         by_way.setdefault((family.tp, family.pp), []).append(family)
     for (tp, pp), own in by_way.items():
-        jobs = {parallel: job_of(asked, parallel) for family in own for parallel in every(asked, family)}
-        held = {parallel: worst_rank(job).total for parallel, job in jobs.items()}
+        jobs = {parallel: planned_run(asked, parallel) for family in own for parallel in every(asked, family)}
+        held = {parallel: worst_rank(run).total for parallel, run in jobs.items()}
         times = [
             step_cost(jobs[p], exact=False).step_time_s for p, bytes_ in held.items() if bytes_ <= asked.usable_bytes
         ]
-        cut = Cut(asked, tp, pp, own)
+        cut = TpPpSearch(asked, tp, pp, own)
         told = [priced.step_time_s for priced in cut.fastest()]
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]

@@ -1,4 +1,4 @@
-"""One training job as the planner sees it: a shape on a cluster in a layout, run by an engine."""
+"""One training job as the planner sees it: a shape on a cluster in a layout, run by a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.program import Engine
+from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, rank_numel
 from parallel3d.planner.model.shapes import (
     ModelShape,
@@ -29,7 +29,7 @@ RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RunLayout:
     """A `ParallelConfig` and what published runs have beyond it: cp, and separate shards of each kind of state."""
 
     pp: int = 1
@@ -46,8 +46,8 @@ class Layout:
     sequence_parallel: bool = False
     recompute: RecomputeKind = "none"
     recompute_share: float = 1.0  # of the blocks, for "layer"
-    # of this project's own engine alone: how the data dimension is carried out (`sharding/`)
-    strategy: ShardingName | None = None  # None: another engine's run
+    # of this project's own program alone: how the data dimension is carried out (`sharding/`)
+    strategy: ShardingName | None = None  # None: another program's run
     gather: Cadence = "step"
     reduce: Cadence = "step"
     reduce_bytes: int = 4  # of a gradient on its way
@@ -67,15 +67,15 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedRun:
     shape: ModelShape
     cluster: Cluster
-    layout: Layout
-    engine: Engine
+    layout: RunLayout
+    program: TrainingProgram
     seq_len: int
     precision: str = "bf16"
-    stage_layers: tuple[int, ...] = ()  # empty: as the engine spreads them
-    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own engine
+    stage_layers: tuple[int, ...] = ()  # empty: as the program spreads them
+    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own program
     loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
@@ -91,14 +91,14 @@ class Job:
 
     @property
     def rank_vocab(self) -> int:
-        """Rows of the token table on a tp rank: engines that pad go to a multiple of 128 (Megatron's default)."""
-        step = 128 if self.engine.pads_vocab else 1
+        """Rows of the token table on a tp rank: programs that pad go to a multiple of 128 (Megatron's default)."""
+        step = 128 if self.program.pads_vocab else 1
         return -(-self.shape.vocab // (step * self.layout.tp)) * step
 
     @property
     def loss_vocab(self) -> int:
         """Logits of a token that one device has at the loss."""
-        return self.rank_vocab * (self.layout.tp if self.engine.gathers_logits else 1)
+        return self.rank_vocab * (self.layout.tp if self.program.gathers_logits else 1)
 
     @property
     def item_bytes(self) -> float:
@@ -108,11 +108,11 @@ class Job:
     @property
     def is_own(self) -> bool:
         """Whether this project's own program runs it, in a layout of its own."""
-        return self.engine.name == "parallel3d" and self.layout.strategy is not None
+        return self.program.name == "parallel3d" and self.layout.strategy is not None
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, as the engine cuts it."""
+        """Parameters of one block on a tp rank, as the program cuts it."""
         tp = self.layout.tp
         return block_numel(self.shape, tp) if self.is_own else layer_parameters(self.shape, tp)
 
@@ -134,7 +134,7 @@ class Job:
         is_pipeline = self.layout.pp > 1
         only_one = not is_pipeline and self.layout.microbatches == 1
         asked = "microbatch" in (self.layout.gather, self.layout.reduce)
-        return (self.engine.reduces_each_microbatch and not is_pipeline) or only_one or asked
+        return (self.program.reduces_each_microbatch and not is_pipeline) or only_one or asked
 
     @property
     def global_batch_size(self) -> int:
@@ -146,12 +146,12 @@ class Job:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: as its engine cuts them, this project's own by what they cost (`pipeline.balance`)."""
-        engine = self.engine
-        if engine.cuts_by_cost and not self.stage_layers:
+        """Layers of each stage: as its program cuts them, this project's own by what they cost (`pipeline.balance`)."""
+        program = self.program
+        if program.cuts_by_cost and not self.stage_layers:
             return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
         return self.stage_layers or spread(
-            self.shape.layers, self.layout.stages, embedding_slots=engine.embedding_slots, rest_last=engine.rest_last
+            self.shape.layers, self.layout.stages, embedding_slots=program.embedding_slots, rest_last=program.rest_last
         )
 
     @cached_property
@@ -257,11 +257,11 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
     return tuple(counts)
 
 
-def from_config(parallel: ParallelConfig, global_batch_size: int) -> Layout:
-    """The layout of a recipe, run by this project's own engine."""
+def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
+    """The layout of a recipe, run by this project's own program."""
     strategy, shards = parallel.strategy, parallel.dp_shard
     whole = strategy in WHOLE
-    return Layout(
+    return RunLayout(
         pp=parallel.pp,
         dp=parallel.dp,
         tp=parallel.tp,

@@ -1,4 +1,4 @@
-"""From the fields of a published case to a `Job`: what it states, what its source lets one infer, and defaults."""
+"""A published case as a `PlannedRun`: from the fields that it states, what its source lets one infer, and defaults."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_links
-from parallel3d.planner.hardware.program import Engine
-from parallel3d.planner.model.job import Job, Layout, RecomputeKind
+from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.model.planned_run import PlannedRun, RecomputeKind, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.programs import NEMO, engine_of, in_precision
+from parallel3d.planner.published.programs import NEMO, in_precision, program_of
 
 _DEVICES = (  # of `hardware.gpu`, the first that is part of it in lower case -> hardware file
     ("h100-96", "h100-96gb-hbm2e"),
@@ -35,23 +35,23 @@ _OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}  # others are taken as 1F1B
 
 
-def build_job(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Job:
-    """The job of a case. `clusters`: those already read, by hardware file."""
-    engine = _engine(fields)
+def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> PlannedRun:
+    """The run of a case. `clusters`: those already read, by hardware file."""
+    program = _program(fields)
     shape = _shape(fields)
-    layout = _layout(fields, shape, engine)
-    return Job(
+    layout = _layout(fields, shape, program)
+    return PlannedRun(
         shape=shape,
         cluster=_cluster(fields, hardware, clusters),
         layout=layout,
-        engine=engine,
+        program=program,
         seq_len=fields.number("model", "seq_len", 2048),
         precision=_precision(fields),
         stage_layers=_stage_layers(fields, shape, layout),
     )
 
 
-def _engine(f: Fields) -> Engine:
+def _program(f: Fields) -> TrainingProgram:
     gpu = str(f.stated("hardware", "gpu")).upper()
     new_device = any(name in gpu for name in ("H100", "H200", "H800", "B200"))
     # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
@@ -59,22 +59,22 @@ def _engine(f: Fields) -> Engine:
     core = "transformer-impl" in notes or "core" in framework.lower()
     early = not new_device and not core
     year = max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))), default=0)
-    engine = engine_of(
+    program = program_of(
         framework, compiled=bool(f.stated("train", "compile")), early=early, year=year, fsdp=_is_plain_fsdp(f)
     )
     if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
-        engine = replace(engine, attention_speed=0.6 * engine.attention_speed, fused_weight_gradient=False)
+        program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
     if "attention backend unfused" in notes or "transformer-impl local" in notes:
-        engine = replace(engine, attention="softmax")
+        program = replace(program, attention="softmax")
     if re.search(r"async[ -]?tp(?: on\b|;)", notes.lower()):  # in pieces beside the matmuls, as NeMo's userbuffers
-        engine = replace(engine, tp_hidden=max(engine.tp_hidden, NEMO.tp_hidden))
+        program = replace(program, tp_hidden=max(program.tp_hidden, NEMO.tp_hidden))
     dropout = re.search(r"dropout (\d*\.\d+)", notes)
     if dropout:
-        engine = replace(engine, dropout=float(dropout.group(1)) > 0)
-    engine = in_precision(engine, _precision(f))
+        program = replace(program, dropout=float(dropout.group(1)) > 0)
+    program = in_precision(program, _precision(f))
     if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
-        engine = replace(engine, norm_passes=8.0, norm_extra_bytes=8.0)
-    return engine
+        program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
+    return program
 
 
 def _is_plain_fsdp(f: Fields) -> bool:
@@ -129,7 +129,7 @@ def _shape(f: Fields) -> ModelShape:
     )
 
 
-def _layout(f: Fields, shape: ModelShape, engine: Engine) -> Layout:
+def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
     tp, pp, cp, dp = _ways(f, shape)
     microbatch = f.number("train", "micro_batch", 1)
     batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
@@ -140,12 +140,12 @@ def _layout(f: Fields, shape: ModelShape, engine: Engine) -> Layout:
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
     spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else everyone
     optimizer = min(everyone, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
-    schedule = str(f.get("parallel", "schedule", engine.default_schedule)).lower()
+    schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
     interleaved = schedule.startswith("interleaved")
     virtual = max(1, f.number("parallel", "vpp", _virtual_stages(shape.layers, pp) if interleaved else 1, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
-    return Layout(
+    return RunLayout(
         pp=pp,
         dp=dp,
         tp=tp,
@@ -157,8 +157,8 @@ def _layout(f: Fields, shape: ModelShape, engine: Engine) -> Layout:
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,
-        sequence_parallel=f.flag("parallel", "sequence_parallel", engine.default_sequence_parallel),
-        recompute=_recompute(f, engine),
+        sequence_parallel=f.flag("parallel", "sequence_parallel", program.default_sequence_parallel),
+        recompute=_recompute(f, program),
         recompute_share=0.5,
     )
 
@@ -187,8 +187,8 @@ def _virtual_stages(layers: int, pp: int) -> int:
     return even[-1] if even else 2 if layers >= 2 * pp else 1
 
 
-def _recompute(f: Fields, engine: Engine) -> RecomputeKind:
-    text = str(f.get("train", "activation_recompute", engine.default_recompute)).lower()
+def _recompute(f: Fields, program: TrainingProgram) -> RecomputeKind:
+    text = str(f.get("train", "activation_recompute", program.default_recompute)).lower()
     kinds: tuple[RecomputeKind, ...] = ("selective", "op", "layer", "full")
     for kind in kinds:
         if text.startswith(kind):
@@ -196,7 +196,7 @@ def _recompute(f: Fields, engine: Engine) -> RecomputeKind:
     return "none"
 
 
-def _stage_layers(f: Fields, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+def _stage_layers(f: Fields, shape: ModelShape, layout: RunLayout) -> tuple[int, ...]:
     """Where the notes say so: the first and the last stage one layer less, two of every stage's share in all."""
     if "one layer less" not in f.text("notes") or layout.stages < 2 or (shape.layers + 2) % layout.stages:
         return ()

@@ -9,30 +9,30 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.program import Engine
+from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
-from parallel3d.planner.model.job import Job, Layout
 from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import layer_parameters
-from parallel3d.planner.published.case_job import build_job
+from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.programs import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, engine_of
+from parallel3d.planner.published.programs import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, program_of
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.plan import score as plan_score
 
 HARDWARE = [plan_score.HARDWARE]
 
 
-def job(engine: Engine, **layout: Any) -> Job:
+def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
     cluster = load_cluster("a100-80gb", HARDWARE)
     shape = named_shape("llama2-7b", shape_cards())
-    return Job(shape=shape, cluster=cluster, layout=Layout(**layout), engine=engine, seq_len=2048)
+    return PlannedRun(shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048)
 
 
-def sharded(engine: Engine, **layout: Any) -> Job:
+def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
     dp = layout["dp"]
-    return job(engine, parameter_shards=dp, gradient_shards=dp, optimizer_shards=dp, **layout)
+    return run(program, parameter_shards=dp, gradient_shards=dp, optimizer_shards=dp, **layout)
 
 
 def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered() -> None:
@@ -48,17 +48,17 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 
 def test_zero1_that_cuts_every_tensor_pays_for_each_slice() -> None:
     """nanotron: a view and a copy for each tensor and rank, gathered and reduced."""
-    few, many = (job(NANOTRON, dp=dp, microbatches=2, optimizer_shards=dp) for dp in (8, 512))
+    few, many = (run(NANOTRON, dp=dp, microbatches=2, optimizer_shards=dp) for dp in (8, 512))
     per_slice = 4 * few.cluster.device.launch_s
     for work in (few, many):
-        whole = replace(work, engine=replace(NANOTRON, cut_tensors=0))
+        whole = replace(work, program=replace(NANOTRON, cut_tensors=0))
         more = step_cost(work).step_time_s - step_cost(whole).step_time_s
         assert more == pytest.approx(work.layout.dp * 6 * 32 * per_slice)
 
 
 def test_an_optimizer_that_is_not_fused_needs_room_for_its_temporaries() -> None:
     """InternEvo's ZeRO-1: 16 bytes a parameter at rest, and 14 more at the step."""
-    work = job(INTERNEVO, tp=4, recompute="full")
+    work = run(INTERNEVO, tp=4, recompute="full")
     [rank] = memory_by_rank(work)
     parameters = rank.parameters / 2
     assert (rank.gradients + rank.optimizer) / parameters == pytest.approx(14)
@@ -66,22 +66,22 @@ def test_an_optimizer_that_is_not_fused_needs_room_for_its_temporaries() -> None
 
 
 def test_internevo_leaves_the_rest_of_the_layers_to_the_last_stages() -> None:
-    assert [part.layers for part in job(INTERNEVO, pp=6, microbatches=6).ranks] == [5, 5, 5, 5, 6, 6]
-    assert [part.layers for part in job(MEGATRON_CORE, pp=6, microbatches=6).ranks] == [5, 5, 6, 6, 5, 5]
+    assert [part.layers for part in run(INTERNEVO, pp=6, microbatches=6).ranks] == [5, 5, 5, 5, 6, 6]
+    assert [part.layers for part in run(MEGATRON_CORE, pp=6, microbatches=6).ranks] == [5, 5, 6, 6, 5, 5]
 
 
 def test_internevos_fsdp_makes_nothing_flat() -> None:
     tree = {"framework": "InternEvo", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 8}}
-    engines = [build_job(Fields({**tree, "parallel": {"fsdp": on}}), HARDWARE, {}).engine for on in (True, False)]
-    assert [engine.step_bytes + engine.step_cached_bytes for engine in engines] == [12, 18]
+    programs = [run_of_case(Fields({**tree, "parallel": {"fsdp": on}}), HARDWARE, {}).program for on in (True, False)]
+    assert [program.step_bytes + program.step_cached_bytes for program in programs] == [12, 18]
 
 
 def test_what_the_allocator_keeps_for_nothing_gives_way_where_memory_is_short() -> None:
     """InternEvo's float32 gradients for the norm, tensor by tensor, before one flat one: 4 bytes a parameter."""
-    tight, roomy = (job(INTERNEVO, tp=tp, recompute="full") for tp in (2, 4))
+    tight, roomy = (run(INTERNEVO, tp=tp, recompute="full") for tp in (2, 4))
     for work, share in ((tight, 0.0), (roomy, 1.0)):
         [rank] = memory_by_rank(work)
-        [without] = memory_by_rank(replace(work, engine=replace(INTERNEVO, step_cached_bytes=0.0)))
+        [without] = memory_by_rank(replace(work, program=replace(INTERNEVO, step_cached_bytes=0.0)))
         kept = rank.fragmentation - without.fragmentation
         assert kept == pytest.approx(share * 4 * rank.parameters / 2, rel=1e-6)
         assert rank.allocated == pytest.approx(without.allocated)
@@ -102,7 +102,7 @@ def test_dropout_and_the_attention_are_what_the_notes_of_a_run_say() -> None:
     }  # fmt: skip
 
     def activations(notes: str) -> float:
-        [rank] = memory_by_rank(build_job(Fields({**tree, "notes": notes}), HARDWARE, {}))
+        [rank] = memory_by_rank(run_of_case(Fields({**tree, "notes": notes}), HARDWARE, {}))
         return rank.activations
 
     flash, scores = activations("dropout 0.0"), activations("dropout 0.0; attention backend unfused")
@@ -114,7 +114,7 @@ def test_dropout_and_the_attention_are_what_the_notes_of_a_run_say() -> None:
 
 
 def test_logits_of_megatron_core_are_there_in_16_bits_and_once_in_32() -> None:
-    work = job(MEGATRON_CORE, tp=2)
+    work = run(MEGATRON_CORE, tp=2)
     [rank] = memory_by_rank(work)
     assert rank.logits == 6 * 2048 * work.rank_vocab
 
@@ -129,8 +129,8 @@ def test_logits_of_megatron_core_are_there_in_16_bits_and_once_in_32() -> None:
 def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
     tree = {"framework": "torchtitan", "source": source, "train": {"compile": True},
             "model": {"layers": 12, "hidden": 512}, "hardware": {"gpus": 8}}  # fmt: skip
-    assert build_job(Fields(tree), HARDWARE, {}).engine.name == name
-    assert engine_of("torchtitan", compiled=False, early=False, year=2025, fsdp=True).name == "torchtitan"
+    assert run_of_case(Fields(tree), HARDWARE, {}).program.name == name
+    assert program_of("torchtitan", compiled=False, early=False, year=2025, fsdp=True).name == "torchtitan"
 
 
 def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
@@ -138,7 +138,7 @@ def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
     tree = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 64}}
 
     def name(**parallel: object) -> str:
-        return build_job(Fields({**tree, "parallel": parallel}), HARDWARE, {}).engine.name
+        return run_of_case(Fields({**tree, "parallel": parallel}), HARDWARE, {}).program.name
 
     assert name(fsdp=True) == name(zero_stage=3) == name(zero_stage=3, tp=8) == "unknown-fsdp"
     assert name() == name(zero_stage=1) == name(fsdp=True, pp=4) == "unknown"
@@ -150,7 +150,7 @@ def test_a_figure_of_the_first_iteration_is_compared_without_moments() -> None:
         case.id: case for case in read_cases(plan_score.HARDWARE.parent / "cases" / "published.json", HARDWARE).cases
     }
     case = cases["bigscience-v100-meg_ds_3d_gpt2_perf_n16-ds-off"]
-    assert max(r.allocated_in_first_step for r in memory_by_rank(case.job)) / 2**30 == pytest.approx(17.095, rel=1e-3)
+    assert max(r.allocated_in_first_step for r in memory_by_rank(case.run)) / 2**30 == pytest.approx(17.095, rel=1e-3)
 
 
 def test_collectives_that_a_run_cuts_into_pieces_hide_as_nemos_do() -> None:
@@ -160,6 +160,6 @@ def test_collectives_that_a_run_cuts_into_pieces_hide_as_nemos_do() -> None:
     }  # fmt: skip
 
     def tp_s(notes: str) -> float:
-        return step_cost(build_job(Fields({**tree, "notes": notes}), HARDWARE, {})).parts.tp
+        return step_cost(run_of_case(Fields({**tree, "notes": notes}), HARDWARE, {})).parts.tp
 
     assert tp_s("full AC. AsyncTP on.") == pytest.approx(0.4 * tp_s("full AC."))
