@@ -19,8 +19,8 @@ from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.stage import LAST_PARTS, Span, check_nothing_lost, cut, names_of, spans_of
-from parallel3d.schedules.balance import balanced_cut, part_costs, sizes_between
+from parallel3d.pipeline.stage import LAST_PARTS, BlockRange, block_ranges, check_nothing_lost, cut, names_of
+from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
 from parallel3d.sharding.dtypes import Dtypes
@@ -68,7 +68,7 @@ def parallelize(
     them with weights that depend on the seed and their names alone. `connect`: how the pipeline's ranks reach each
     other."""
     parallel, model = recipe.parallel, recipe.model
-    spans = stage_spans(recipe, schedule.stages)
+    ranges = stage_block_ranges(recipe, schedule.stages)
 
     def whole() -> nn.Module:
         return model_class(
@@ -82,14 +82,14 @@ def parallelize(
 
     reference = whole()
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
-    check_nothing_lost(names, spans)
+    check_nothing_lost(names, ranges)
     aliases = tied_names(reference)
 
     stages, data, parameters = [], [], []
     dtypes = dtypes_of(recipe.train.precision, parallel)
     for index in schedule.stages_of(mesh["pp"].get_local_rank()):
-        module = cut(whole(), spans[index])
-        assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(spans[index], names)
+        module = cut(whole(), ranges[index])
+        assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(ranges[index], names)
         set_fused_gradients(module, not recipe.optimizer.step_in_backward)
         if recipe.train.compile:
             compile_blocks(module)
@@ -158,12 +158,12 @@ def shard_stage(
     )
 
 
-def stage_spans(recipe: Recipe, stages: int) -> list[Span]:
+def stage_block_ranges(recipe: Recipe, stages: int) -> list[BlockRange]:
     """The blocks of each stage: where the recipe says, or balanced by cost."""
     model, boundaries = recipe.model, recipe.parallel.stage_boundaries
     if boundaries is not None:
-        return spans_of(sizes_between(boundaries, model.layers))
-    return spans_of(balanced_cut(model.layers, stages, part_costs(model, recipe.train.seq_len)))
+        return block_ranges(sizes_between(boundaries, model.layers))
+    return block_ranges(balanced_cut(model.layers, stages, model.part_costs(recipe.train.seq_len)))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

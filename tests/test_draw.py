@@ -11,7 +11,7 @@ import pytest
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
-from parallel3d.timeline.simulate import EQUAL, Costs, StageTimes, simulate
+from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def simulated(name: ScheduleName = "1f1b", times: StageTimes = EQUAL, virtual_stages: int = 1) -> Timeline:
     schedule = build_schedule(name, pp=2, microbatches=3, virtual_stages=virtual_stages)
-    return simulate(schedule, Costs.uniform(schedule.stages, times))
+    return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
 def measured() -> Timeline:

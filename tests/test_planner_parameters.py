@@ -18,11 +18,11 @@ from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.settings import read_settings
 from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
-from parallel3d.pipeline.stage import cut, spans_of
+from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config, total_parameters
-from parallel3d.schedules.balance import balanced_cut, part_costs
+from parallel3d.schedules.balance import balanced_cut
 
 CARDS = shape_cards()
 NO_MODULE = {"nemotron4-15b", "nemotron4-340b"}  # squared ReLU with LayerNorm and rotation
@@ -47,13 +47,13 @@ def numel(module: nn.Module) -> int:
 
 def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, StageSlice]]:
     """The trainer's stages of these numbers of blocks, and the planner's word for each."""
-    for span in spans_of(layers):
+    for blocks in block_ranges(layers):
         whole = model_class(config.architecture)(
             config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
         )
         yield (
-            cut(whole, span),
-            StageSlice(layers=span.end - span.first, embedding=span.is_first_stage, head=span.is_last_stage),
+            cut(whole, blocks),
+            StageSlice(layers=blocks.end - blocks.first, embedding=blocks.is_first_stage, head=blocks.is_last_stage),
         )
 
 
@@ -95,7 +95,7 @@ def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name:
 def test_the_trainers_own_cut_of_a_whole_model_adds_up(name: str, pp: int) -> None:
     config = config_of(name)
     shape = from_config(config)
-    layers = balanced_cut(config.layers, pp, part_costs(config, 1024))
+    layers = balanced_cut(config.layers, pp, config.part_costs(1024))
     counted = 0
     for module, part in stages(config, layers):
         own = rank_numel(shape, (part,), 1)

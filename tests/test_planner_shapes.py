@@ -14,7 +14,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
 from parallel3d.planner.model.planned_run import _cut_by_cost, spread
 from parallel3d.planner.model.shapes import StageSlice, from_config, stage_parameters, total_parameters
-from parallel3d.schedules.balance import PartCosts, balanced_cut, part_costs
+from parallel3d.schedules.balance import PartCosts, balanced_cut
 
 PUBLISHED = {  # as Hugging Face and the papers count them
     "gpt2": 124_439_808,
@@ -56,20 +56,20 @@ MODELS = {
 def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, model: str) -> None:
     from parallel3d.layers.parameter import ParallelModule
     from parallel3d.models import model_class
-    from parallel3d.pipeline.stage import cut, spans_of
+    from parallel3d.pipeline.stage import block_ranges, cut
 
     config = MODELS[model]
     whole = model_class(config.architecture)
-    for span in spans_of(spread(config.layers, stages)):
+    for blocks in block_ranges(spread(config.layers, stages)):
         stage = cut(
-            whole(config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"), span
+            whole(config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"), blocks
         )
         real: dict[int, int] = {}
         for module in stage.modules():
             for name, spec in module.specs.items() if isinstance(module, ParallelModule) else ():
                 parameter = getattr(module, name)
                 real[id(parameter)] = parameter.numel() // (tp if spec.dim is not None else 1)
-        part = StageSlice(layers=span.end - span.first, embedding=span.is_first_stage, head=span.is_last_stage)
+        part = StageSlice(layers=blocks.end - blocks.first, embedding=blocks.is_first_stage, head=blocks.is_last_stage)
         assert stage_parameters(from_config(config), part, tp) == sum(real.values())
 
 
@@ -83,7 +83,7 @@ def test_layers_are_spread_as_the_pipeline_spreads_them(stages: int) -> None:
 def test_the_planner_prices_the_stages_that_the_trainer_cuts(model: str) -> None:
     config = replace(MODELS[model], layers=30, vocab=4096)
     for stages in (2, 3, 8):
-        trained = balanced_cut(30, stages, part_costs(config, 512))
+        trained = balanced_cut(30, stages, config.part_costs(512))
         assert list(_cut_by_cost(from_config(config), stages, 512)) == trained
     assert trained[-1] < trained[1], "the head takes blocks from the last stage"
 

@@ -13,7 +13,7 @@ from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Kind
-from parallel3d.timeline.simulate import Costs, simulate
+from parallel3d.timeline.simulate import ActionTimes, simulate
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 
@@ -88,7 +88,7 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2)])
 def test_the_makespan_is_that_of_the_simulator(name: ScheduleName, virtual: int) -> None:
     schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
-    simulated = simulate(schedule, Costs.uniform(schedule.stages, transfer=0.25))
+    simulated = simulate(schedule, ActionTimes.uniform(schedule.stages, transfer=0.25))
     assert makespan_s(schedule, [EVEN] * schedule.stages, 0.25) == pytest.approx(simulated.makespan_s)
 
 

@@ -12,7 +12,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedules.builders import build_schedule, forward_only, placement
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
-from parallel3d.timeline.simulate import EQUAL, Costs, StageTimes, simulate
+from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline
 
 SIZES = [(2, 2), (2, 7), (4, 8), (4, 9), (8, 16), (8, 23)]  # pp, microbatches
@@ -22,7 +22,7 @@ def timeline(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int = 1, times: StageTimes = EQUAL
 ) -> Timeline:
     schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
-    return simulate(schedule, Costs.uniform(schedule.stages, times))
+    return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
 def idle(simulated: Timeline) -> float:
@@ -94,14 +94,14 @@ def test_naive_keeps_one_rank_busy_at_a_time(p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
 def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int) -> None:
     schedule = forward_only(pp=p, microbatches=m, virtual_stages=v)
-    assert simulate(schedule, Costs.uniform(schedule.stages)).makespan_s == v * m + p - 1
+    assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1
     v_shaped = forward_only(pp=p, microbatches=m, placement=placement("zb_v", pp=p, virtual_stages=2))
-    assert simulate(v_shaped, Costs.uniform(v_shaped.stages)).makespan_s == 2 * (m + p - 1)
+    assert simulate(v_shaped, ActionTimes.uniform(v_shaped.stages)).makespan_s == 2 * (m + p - 1)
 
 
 def test_each_stage_has_its_own_times_and_each_way_its_own_cost() -> None:
     schedule = build_schedule("gpipe", pp=2, microbatches=1)
-    costs = Costs(
+    costs = ActionTimes(
         stages=(StageTimes(forward=1, full_backward=2), StageTimes(forward=3, input=4, weight=5)), transfers=(0.5,)
     )
     assert simulate(schedule, costs).spans == (
@@ -114,7 +114,7 @@ def test_each_stage_has_its_own_times_and_each_way_its_own_cost() -> None:
 
 def test_nothing_is_transferred_between_two_stages_of_a_rank() -> None:
     schedule = build_schedule("zb_v", pp=1, microbatches=2, virtual_stages=2)
-    assert simulate(schedule, Costs.uniform(2, transfer=10)).makespan_s == 12
+    assert simulate(schedule, ActionTimes.uniform(2, transfer=10)).makespan_s == 12
 
 
 @settings(deadline=None)
@@ -124,7 +124,7 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(schedule:
         StageTimes, forward=st.floats(0, 9), input=st.floats(0, 9), weight=st.floats(0, 9), full_backward=st.none()
     )
     count = schedule.stages
-    costs = Costs(
+    costs = ActionTimes(
         stages=tuple(data.draw(st.lists(times, min_size=count, max_size=count))),
         transfers=tuple(data.draw(st.lists(st.floats(0, 5), min_size=count - 1, max_size=count - 1))),
     )
@@ -149,12 +149,12 @@ def test_a_schedule_that_stops_is_refused_here_too() -> None:
     backwards = tuple(reversed(good.ranks[1]))
     stuck = Schedule(name="mine", placement=(0, 1), microbatches=2, ranks=(good.ranks[0], backwards))
     with pytest.raises(ScheduleError, match="rank 1 at 1B1 waits for 1F1"):
-        simulate(stuck, Costs.uniform(2))
+        simulate(stuck, ActionTimes.uniform(2))
 
 
 def test_costs_must_be_of_as_many_stages() -> None:
     with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 2"):
-        simulate(build_schedule("1f1b", pp=2, microbatches=2), Costs.uniform(3))
+        simulate(build_schedule("1f1b", pp=2, microbatches=2), ActionTimes.uniform(3))
 
 
 def test_a_measured_timeline_counts_from_its_first_action() -> None:
@@ -169,7 +169,7 @@ def test_a_measured_timeline_counts_from_its_first_action() -> None:
 def test_the_work_is_in_proportion_to_the_actions(name: ScheduleName, virtual_stages: int) -> None:
     def lines_an_action(pp: int, microbatches: int) -> float:
         schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
-        costs = Costs.uniform(schedule.stages)
+        costs = ActionTimes.uniform(schedule.stages)
         return lines_run(lambda: simulate(schedule, costs)) / sum(map(len, schedule.ranks))
 
     few = lines_an_action(4, 16)
@@ -180,6 +180,6 @@ def test_the_work_is_in_proportion_to_the_actions(name: ScheduleName, virtual_st
 
 def test_half_a_million_actions() -> None:
     schedule = build_schedule("interleaved_1f1b", pp=64, microbatches=1024, virtual_stages=4, check=False)
-    simulated = simulate(schedule, Costs.uniform(256))
+    simulated = simulate(schedule, ActionTimes.uniform(256))
     assert len(simulated.spans) == 524_288
     assert simulated.bubble_fraction == pytest.approx(63 / (4 * 1024 + 63))

@@ -18,15 +18,15 @@ from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.stage import (
+    block_ranges,
     boundaries_of,
     check_nothing_lost,
     cut,
     cut_by_names,
     cut_sequential,
     names_of,
-    spans_of,
 )
-from parallel3d.schedules.balance import PartCosts, balanced_cut, cut_points, part_costs, sizes_between
+from parallel3d.schedules.balance import PartCosts, balanced_cut, cut_points, sizes_between
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
 MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
@@ -35,9 +35,9 @@ MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
 @given(stages=st.integers(1, 12), more=st.integers(0, 30))
 def test_every_layer_is_on_one_stage(stages: int, more: int) -> None:
     layers = stages + more
-    spans = spans_of(balanced_cut(layers, stages, EVEN))
-    assert [i for span in spans for i in range(span.first, span.end)] == list(range(layers))
-    sizes = [span.end - span.first for span in spans]
+    ranges = block_ranges(balanced_cut(layers, stages, EVEN))
+    assert [i for blocks in ranges for i in range(blocks.first, blocks.end)] == list(range(layers))
+    sizes = [blocks.end - blocks.first for blocks in ranges]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -52,10 +52,10 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 def test_stages_hold_the_whole_model_under_its_own_names() -> None:
     names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
-    spans = spans_of([1, 3, 1])
-    check_nothing_lost(names, spans)
-    cut_names = [{n for n, _ in cut(Llama(MODEL, device="meta"), span).named_parameters()} for span in spans]
-    assert cut_names == [names_of(span, names) for span in spans]
+    ranges = block_ranges([1, 3, 1])
+    check_nothing_lost(names, ranges)
+    cut_names = [{n for n, _ in cut(Llama(MODEL, device="meta"), blocks).named_parameters()} for blocks in ranges]
+    assert cut_names == [names_of(blocks, names) for blocks in ranges]
     assert set().union(*cut_names) == names
     assert sum(map(len, cut_names)) == len(names)
     assert "layers.4.mlp.down.weight" in cut_names[2] and "embed.weight" in cut_names[0]
@@ -63,7 +63,7 @@ def test_stages_hold_the_whole_model_under_its_own_names() -> None:
 
 def test_a_parameter_that_no_stage_would_take_is_refused() -> None:
     with pytest.raises(ValueError, match="position.weight"):
-        check_nothing_lost({"embed.weight", "position.weight"}, spans_of([1]))
+        check_nothing_lost({"embed.weight", "position.weight"}, block_ranges([1]))
 
 
 @given(
@@ -89,16 +89,17 @@ def test_no_cut_has_a_cheaper_costliest_stage(blocks: int, stages: int, embeddin
 
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
     model = ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab=128256)  # llama3.2-1b
-    sizes = balanced_cut(16, 4, part_costs(model, 8192))
+    sizes = balanced_cut(16, 4, model.part_costs(8192))
     assert sizes[-1] < sizes[0] and sum(sizes) == 16
 
 
 def test_a_head_may_stand_alone() -> None:
     assert balanced_cut(4, 3, PartCosts(embedding=0.0, block=1.0, head=9.0)) == [2, 2, 0]
-    spans = spans_of([0, 5, 0])
+    ranges = block_ranges([0, 5, 0])
     names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
-    check_nothing_lost(names, spans)
-    assert names_of(spans[0], names) == {"embed.weight"} and names_of(spans[2], names) == {"norm.weight", "head.weight"}
+    check_nothing_lost(names, ranges)
+    assert names_of(ranges[0], names) == {"embed.weight"}
+    assert names_of(ranges[2], names) == {"norm.weight", "head.weight"}
 
 
 RECIPE = """

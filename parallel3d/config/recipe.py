@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
 from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
+from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
@@ -48,6 +49,13 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    def part_costs(self, seq_len: int) -> PartCosts:
+        """What embedding, block and head cost, for cutting the model into pipeline stages."""
+        kv = self.key_value_heads * self.head_dim
+        mlp_matrices = 2 if self.architecture == "gpt" else 3  # without a gate, and with one
+        weights = 2 * self.hidden**2 + 2 * self.hidden * kv + mlp_matrices * self.hidden * self.ffn_hidden
+        return PartCosts.of(block_weights=weights, hidden=self.hidden, vocab=self.vocab, seq_len=seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)

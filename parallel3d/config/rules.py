@@ -15,7 +15,7 @@ from parallel3d.config.rules_local_sgd import local_sgd_faults, local_sgd_number
 from parallel3d.config.rules_optimizer import optimizer_faults, step_in_backward_faults
 from parallel3d.config.strategy import sharding_faults
 from parallel3d.errors import ConfigError
-from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries, part_costs
+from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
         fault = faults_of_boundaries(parallel.stage_boundaries, layers, parallel.stages)
         if fault is not None:
             tries = list(
-                cut_points(balanced_cut(layers, parallel.stages, part_costs(recipe.model, recipe.train.seq_len)))
+                cut_points(balanced_cut(layers, parallel.stages, recipe.model.part_costs(recipe.train.seq_len)))
             )
             yield f"parallel.stage_boundaries = {list(parallel.stage_boundaries)}: {fault}; try {tries}"
     yield from _stages_per_rank(parallel)

@@ -103,7 +103,7 @@ class Execution:
         except Exception as error:
             place = _describe(actions[at], at, len(actions), links)
             if isinstance(error, PeerLostError):
-                told = links.told()
+                told = links.failure_message()
                 links.fail(f"{place}: {error}")
                 raise RankError(told or f"{place}: {error}") from error
             links.fail(f"{place}: {type(error).__name__}: {error}")

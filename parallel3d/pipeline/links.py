@@ -125,14 +125,14 @@ class Links:
     def check_open(self) -> None:
         """Raises RankError where an earlier run has failed, here or on another rank."""
         if self._is_closed:
-            raise RankError(f"this pipeline has failed: {self.told() or 'see the first error'}")
+            raise RankError(f"this pipeline has failed: {self.failure_message() or 'see the first error'}")
 
     def fail(self, message: str) -> None:
         """Tells the others: leaves a message for whoever asks, then closes everything that they may wait for."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self.size > 1 and self.told() is None:
+        if self.size > 1 and self.failure_message() is None:
             _store().set(self._failure_key, message)
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
@@ -140,7 +140,7 @@ class Links:
             if dist.get_backend(group) == "gloo":  # NCCL's would wait for its peers: there the launcher ends them
                 dist.destroy_process_group(group)
 
-    def told(self) -> str | None:
+    def failure_message(self) -> str | None:
         """What the first rank that failed has said."""
         if self.size == 1 or not _store().check([self._failure_key]):
             return None
@@ -150,14 +150,14 @@ class Links:
 Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
 
 
-class LoneLinks(Links):
+class OfflineLinks(Links):
     """Of a rank whose pipeline has no other processes (a dry run in torch's "fake" process group): all that it sends
     and receives goes through the groups, as on GPUs, and nobody is there to be told of a failure."""
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         pass
 
-    def told(self) -> str | None:
+    def failure_message(self) -> str | None:
         return None
 
     def fail(self, message: str) -> None:

@@ -1,9 +1,9 @@
 """Cutting a model into pipeline stages.
 
-Any `nn.Sequential`, or list of a model's modules by name, is cut by `cut_sequential` and `cut_by_names`. The project's
-own models are cut by `cut`, as what they are: they say which of their parts are their blocks (`layers`, a ModuleDict
-whose keys are the blocks' indices in the whole model), which come before them (`embed`) and which after (`norm`,
-`head`). A stage is the model itself without the parts of the others, so that every parameter keeps its global name.
+`cut_sequential` cuts an `nn.Sequential`, `cut_by_names` a list of a model's modules by name. `cut` cuts the project's
+own models, whose attributes say which parts are the blocks (`layers`, a ModuleDict keyed by the block's index in the
+whole model), which come before the blocks (`embed`) and which after (`norm`, `head`). A stage is the model itself
+without the parts of the other stages, so that every parameter keeps its global name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAST_PARTS = ("norm", "head")
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockRange:
     """The blocks first <= i < end of the whole model, and whether the embedding or the head go with them."""
 
     first: int
@@ -31,51 +31,51 @@ class Span:
     is_last_stage: bool
 
 
-def spans_of(sizes: Sequence[int]) -> list[Span]:
-    """The stages that have so many blocks each (`balance`)."""
+def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
+    """The blocks of each stage, from how many blocks each stage has (`schedules.balance`)."""
     starts = (0, *cut_points(sizes))
     last = len(sizes) - 1
     return [
-        Span(start, start + size, is_first_stage=stage == 0, is_last_stage=stage == last)
+        BlockRange(start, start + size, is_first_stage=stage == 0, is_last_stage=stage == last)
         for stage, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
 
 
-def cut(model: nn.Module, span: Span) -> nn.Module:
-    """Takes out of `model` (changed in place) what is not of this stage, and returns it."""
+def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
+    """Removes from `model`, in place, the parts that belong to other stages, and returns it."""
     layers = model.layers
     assert isinstance(layers, nn.ModuleDict)
     for index in list(layers):
-        if not span.first <= int(index) < span.end:
+        if not blocks.first <= int(index) < blocks.end:
             del layers[index]
-    gone = ([] if span.is_first_stage else list(FIRST_PARTS)) + ([] if span.is_last_stage else list(LAST_PARTS))
+    gone = ([] if blocks.is_first_stage else list(FIRST_PARTS)) + ([] if blocks.is_last_stage else list(LAST_PARTS))
     for name in gone:
         setattr(model, name, None)
     return model
 
 
-def names_of(span: Span, names: Iterable[str]) -> set[str]:
-    """Those of the model's parameter names that belong to a stage."""
-    blocks = {str(index) for index in range(span.first, span.end)}
-    parts = {*(FIRST_PARTS if span.is_first_stage else ()), *(LAST_PARTS if span.is_last_stage else ())}
+def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
+    """The subset of the model's parameter names that belongs to a stage."""
+    indices = {str(index) for index in range(blocks.first, blocks.end)}
+    parts = {*(FIRST_PARTS if blocks.is_first_stage else ()), *(LAST_PARTS if blocks.is_last_stage else ())}
     return {
         name
         for name in names
-        if name.split(".")[0] in parts or (name.startswith("layers.") and name.split(".")[1] in blocks)
+        if name.split(".")[0] in parts or (name.startswith("layers.") and name.split(".")[1] in indices)
     }
 
 
-def check_nothing_lost(names: set[str], spans: list[Span]) -> None:
+def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
     """Raises ValueError where a parameter of the model would be on no stage, or on two."""
-    kept = [name for span in spans for name in names_of(span, names)]
+    kept = [name for blocks in ranges for name in names_of(blocks, names)]
     if sorted(kept) != sorted(names):
         lost, doubled = sorted(names - set(kept)), sorted({name for name in kept if kept.count(name) > 1})
         raise ValueError(f"the stages lose {lost[:4]} and have twice {doubled[:4]} of the model's parameters")
 
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """The stages of a Sequential; `boundaries` are the first modules of each stage but the first. The modules are the
-    model's own, under their own names, so that the stages' state dicts together are the model's.
+    """The stages of a Sequential. `boundaries` are the indices of the first module of each stage but the first. The
+    stages hold the model's own modules under their own names, so that the stages' state dicts together are the model's.
 
     Raises ValueError where a stage would be empty.
     """
@@ -83,10 +83,10 @@ def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.S
 
 
 def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """As `cut_sequential` for the modules of any model that are called one after the other in its forward, such as
-    ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each takes what the one before gives, one tensor or a tuple.
+    """The stages of any model whose forward calls the modules `names` one after the other, such as ["embed",
+    "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple.
 
-    Raises ValueError also where a parameter of the model is in none of them, or in two.
+    Raises ValueError where a stage would be empty, or a parameter of the model is in none of the modules or in two.
     """
     ends = [*boundaries, len(names)]
     starts = [0, *boundaries]
@@ -101,7 +101,7 @@ def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[in
 
 
 class Chain(nn.Sequential):
-    """Modules of a model one after the other, under the names that they have in it."""
+    """Calls modules of a model one after the other and keeps the names that they have in the model."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class Chain(nn.Sequential):
 
 @torch.no_grad()
 def boundaries_of(stages: Sequence[nn.Module], *example: Tensor) -> list[Boundary]:
-    """What crosses between stages that are all here, from a forward of an example microbatch: on the meta device it
-    costs nothing. Tensors of floating point are taken to need a gradient."""
+    """What crosses between the stages of a model, from a forward of an example microbatch through all of them; on the
+    meta device this costs nothing. Floating-point tensors are assumed to need a gradient."""
     values: tuple[Tensor, ...] = example
     boundaries = []
     for stage in stages[:-1]:

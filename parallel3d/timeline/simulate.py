@@ -31,7 +31,7 @@ EQUAL = StageTimes()  # the papers' assumption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ActionTimes:
     """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down: it delays the taker
     and keeps no rank from computing. Between stages on one rank nothing is transferred."""
 
@@ -39,12 +39,12 @@ class Costs:
     transfers: tuple[float, ...]
 
     @classmethod
-    def uniform(cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0) -> Costs:
+    def uniform(cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0) -> ActionTimes:
         """The same for all stages."""
         return cls(stages=(times,) * stages, transfers=(transfer,) * (stages - 1))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionTimes) -> Timeline:
     """Each rank does its actions in order, each as soon as what it takes is there. Raises ScheduleError where the
     schedule stops before its end (see `check_schedule`, which it is to have passed)."""
     stages, microbatches = schedule.stages, schedule.microbatches
@@ -87,7 +87,7 @@ def _ways(placement: Sequence[int], transfers: Sequence[float]) -> list[float]:
     return [0.0, *(0.0 if one == other else cost for one, other, cost in between), 0.0]
 
 
-def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> Costs:
+def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
     """The median time of each kind of action on each stage; transfers cost nothing, which the difference then shows."""
     times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
@@ -105,4 +105,4 @@ def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> Costs:
         )
         for stage in range(schedule.stages)
     ]
-    return Costs(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))
+    return ActionTimes(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))

@@ -47,8 +47,8 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     result = trainer.train_step(batch, recorder)
     place = trainer.recipe.parallel.coordinates(dist.get_rank())
     pipeline = f"dp_replicate {place.dp_replicate}, dp_shard {place.dp_shard}, tp {place.tp}"
-    told = _Told(socket.gethostname(), start_s, pipeline, recorder.spans(place.pp))
-    everyone: list[_Told] | None = [told] * dist.get_world_size() if dist.get_rank() == 0 else None
+    told = RankTimeline(socket.gethostname(), start_s, pipeline, recorder.spans(place.pp))
+    everyone: list[RankTimeline] | None = [told] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(told, everyone)
     if everyone is None:
         return result, None
@@ -62,7 +62,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
 
 
 @dataclass(frozen=True)
-class _Told:
+class RankTimeline:
     """What a rank tells of its step."""
 
     host: str
@@ -71,7 +71,7 @@ class _Told:
     spans: list[Span]
 
 
-def _timelines(everyone: Sequence[_Told], schedule: Schedule) -> list[Timeline]:
+def _timelines(everyone: Sequence[RankTimeline], schedule: Schedule) -> list[Timeline]:
     """One for each pipeline. On one host all clocks are the same; else each starts where the ranks last met."""
     is_one_host = len({told.host for told in everyone}) == 1
     spans: dict[str, list[Span]] = {}

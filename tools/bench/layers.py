@@ -27,7 +27,7 @@ from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import local_tensor, named_specs, set_fused_gradients
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
-from parallel3d.pipeline.stage import Span, cut
+from parallel3d.pipeline.stage import BlockRange, cut
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import (
@@ -45,7 +45,7 @@ from parallel3d.tools.bench.torch_stack import apply_tp
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # input, output gradient -> output, input gradient
 
 _AGREEMENT = 1e-4  # relative to the largest number
-_MIDDLE = Span(0, 1, is_first_stage=False, is_last_stage=False)  # a block without embedding and head
+_MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block without embedding and head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from parallel3d.schedules.builders import build_schedule, forward_only
 from parallel3d.schedules.csv_file import load_schedule, to_csv
 from parallel3d.schedules.registry import SCHEDULES, schedule_traits
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.timeline.simulate import Costs, StageTimes, simulate
+from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         schedule = _load(options) if options.schedule_file else _build(options)
     except ScheduleError as error:  # the user's numbers or file, not a run that failed
         raise ConfigError(str(error)) from error
-    timeline = simulate(schedule, Costs.uniform(schedule.stages, _times(options), transfer=options.transfer))
+    timeline = simulate(schedule, ActionTimes.uniform(schedule.stages, _times(options), transfer=options.transfer))
     drawn: list[tuple[Path | None, str, Callable[[], str]]] = [
         (options.csv, "--csv", lambda: to_csv(schedule)),
         (options.svg, "--svg", lambda: draw_svg(timeline)),

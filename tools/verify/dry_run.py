@@ -26,7 +26,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
-from parallel3d.pipeline.links import LoneLinks
+from parallel3d.pipeline.links import OfflineLinks
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
@@ -133,7 +133,7 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
             mesh=mesh,
             device=torch.device("cpu"),
             model_class=model_class(recipe.model.architecture),
-            connect=LoneLinks,
+            connect=OfflineLinks,
         )
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
         batch = _batch(recipe)

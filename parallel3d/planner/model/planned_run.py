@@ -235,7 +235,7 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
-    """The trainer's own cut (`balance.part_costs`)."""
+    """The trainer's own cut (`ModelConfig.part_costs`)."""
     weights = layer_matrix_parameters(shape)
     costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
     return tuple(balanced_cut(shape.layers, stages, costs))
