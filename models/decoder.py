@@ -15,13 +15,13 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
 from parallel3d.layers.parameter import Initializer
+from parallel3d.layers.recompute import Recomputed
 
 
 class Placed(TypedDict):
@@ -54,18 +54,11 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = mlp_dropout
-        self.recompute = recompute
-        self.drops = any(isinstance(part, Dropout) and part.p for part in self.modules())
+        if recompute:
+            draws = any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
+            self.forward = Recomputed(self.forward, draws_dropout=draws)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            draws = self.drops and key is None  # a dropout that has its key asks no generator
-            y: Tensor = checkpoint(self.body, x, key, use_reentrant=False, preserve_rng_state=draws)
-            return y
-        return self.body(x, key)
-
-    def body(self, x: Tensor, key: Tensor | None) -> Tensor:
-        """What is recomputed, and what is compiled (`compile.compile_blocks`)."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
