@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import sharding_faults
+from parallel3d.config.rules.parallel import sharding_errors
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, own_count, sent_bytes
 from parallel3d.sharding.packing import Packing
 from parallel3d.sharding.parts import own_rows
@@ -33,7 +33,7 @@ from parallel3d.sharding.units import units_of
 def test_a_zero_stage_is_another_name_of_a_strategy(settings: dict, strategy: str) -> None:
     parallel = ParallelConfig(**settings)
     assert parallel.strategy == strategy
-    assert list(sharding_faults(parallel)) == []
+    assert list(sharding_errors(parallel)) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_zero_stage_is_another_name_of_a_strategy(settings: dict, strategy: st
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(settings: dict, said: str) -> None:
-    (fault,) = sharding_faults(ParallelConfig(**settings))
+    (fault,) = sharding_errors(ParallelConfig(**settings))
     assert said in fault
     assert "; try " in fault
 

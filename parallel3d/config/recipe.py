@@ -7,6 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
+from parallel3d.config.ranges import (
+    ABOVE_ONE,
+    ABOVE_ZERO,
+    BELOW_ONE,
+    BETWEEN_ZERO_AND_ONE,
+    FROM_ZERO,
+    ZERO_OR_MORE,
+    Range,
+    within,
+)
 from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
@@ -31,12 +41,13 @@ class ModelConfig:
     kv_heads: int | None = None  # None: as many as heads
     ffn_hidden: int
     vocab: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+    rope_theta: float = within(ABOVE_ZERO, 10_000.0)
+    norm_eps: float = within(ABOVE_ZERO, 1e-5)
     tied_embeddings: bool = False
-    init_std: float = 0.02
-    dropout: float = 0.0  # of the embedding's output and of what each half of a block adds
-    attention_dropout: float = 0.0  # of the attention's probabilities
+    init_std: float = within(ABOVE_ZERO, 0.02)
+    # The probability of dropping a number of the embedding's output, and of what each half of a block adds.
+    dropout: float = within(BELOW_ONE, 0.0, example="0.1")
+    attention_dropout: float = within(BELOW_ONE, 0.0, example="0.1")  # ... of attention's probabilities
     qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
     window: int | None = None  # llama: keys that a query sees at most (Mistral's sliding window); None: all before it
@@ -84,12 +95,12 @@ class ParallelConfig:
     schedule: ScheduleName = "1f1b"
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
-    zero_stage: int | None = None  # 0 to 3: the same by another name
+    zero_stage: int | None = within(FROM_ZERO, None, example="0")  # 0 to 3: ZeRO's number of the strategy
     gather: Cadence = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
     reduce: Cadence = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: float = USUAL_BUCKET_MIB  # gradients that NO_SHARD and SHARD_OPTIMIZER send in one go, at least
+    bucket_mib: float = within(ABOVE_ZERO, USUAL_BUCKET_MIB)  # least size of the gradients that are reduced in one go
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full
@@ -97,7 +108,7 @@ class ParallelConfig:
     @property
     def strategy(self) -> ShardingName:
         """What `sharding` and `zero_stage` stand for."""
-        return strategy_of(self)
+        return strategy_of(self.sharding, self.zero_stage, self.dp_replicate)
 
     @property
     def world_size(self) -> int:
@@ -136,27 +147,27 @@ class TrainConfig:
     batch_warmup_increment: int | None = None  # sequences that it grows by at a time; None: batch_warmup_start
     batch_warmup_steps: int | None = None  # steps until it has its full size
     seq_len: int  # tokens
-    seed: int = 0
+    seed: int = within(FROM_ZERO, 0)
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, where they are not large
     compile: bool = False  # each block by torch.compile
-    grad_clip: float | None = 1.0  # largest global gradient norm; None: no clipping
+    grad_clip: float | None = within(ABOVE_ZERO, 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
-    sample_tokens: int = 0  # tokens generated after the last step; 0: none
+    sample_tokens: int = within(FROM_ZERO, 0)  # tokens generated after the last step; 0: none
     sample_prompt: str = "def "
     sample_top_k: int = 1  # 1: greedy
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = 300.0  # of a collective
+    timeout_s: float = within(ABOVE_ZERO, 300.0)  # of a collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """What the loss is multiplied by with train.precision = fp16, so that small gradients do not vanish."""
 
-    initial: float = 65536.0
-    growth: float = 2.0  # the factor after `interval` steps in a row with finite gradients
-    backoff: float = 0.5  # the factor after a step without
+    initial: float = within(ABOVE_ZERO, 65536.0)
+    growth: float = within(ABOVE_ONE, 2.0)  # the factor after `interval` steps in a row with finite gradients
+    backoff: float = within(BETWEEN_ZERO_AND_ONE, 0.5)  # the factor after a step whose gradients are not finite
     interval: int = 2000
 
 
@@ -168,24 +179,27 @@ class OptimizerConfig:
     stands for the optimizer's own default, which docs/optimizers.md gives."""
 
     name: OptimizerName = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1  # of matrices; norms and biases have none
-    betas: tuple[float, float] = (0.9, 0.95)  # of adamw, and with muon of what is no matrix of a block
-    eps: float = 1e-8  # likewise
-    momentum: float | None = None  # of sgd and muon
+    lr: float = within(ABOVE_ZERO, 3e-4)
+    weight_decay: float = within(ZERO_OR_MORE, 0.1)  # of matrices; norms and biases have none
+    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon those that are no block's matrix.
+    betas: tuple[float, float] = within(BELOW_ONE, (0.9, 0.95), example="[0.9, 0.95]")
+    eps: float = within(ABOVE_ZERO, 1e-8)
+    momentum: float | None = within(BELOW_ONE, None, example="0.9")  # of sgd and muon
     nesterov: bool | None = None  # of sgd and muon
-    muon_lr: float | None = None  # peak rate of muon's matrices; None: lr
+    # The peak rate of muon's matrices; None: lr.
+    muon_lr: float | None = within(Range("above 0", lambda x: x > 0), None, example="0.02")
     lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # of muon, by a matrix's shape
     ns_steps: int | None = None  # Newton-Schulz iterations of muon
     ns_dtype: Literal["fp32", "bf16"] | None = None  # that they, and what is sent for them, have
-    beta2_decay: float | None = None  # of adafactor: beta2 of step t is 1 - t ** beta2_decay
-    update_clip: float | None = None  # of adafactor: largest root mean square of an update, before the rate
+    # adafactor: beta2 of step t is 1 - t ** beta2_decay; update_clip is the largest root mean square of an update.
+    beta2_decay: float | None = within(Range("at least -1 and below 0", lambda x: -1 <= x < 0), None, example="-0.8")
+    update_clip: float | None = within(Range("at least 1", lambda x: x >= 1), None, example="1.0")
     state_dtype: Literal["fp32", "bf16"] | None = None  # of moments and momentum; None: that of the parameters
     step_in_backward: bool = False  # each parameter when its gradient is complete, which is then dropped
     stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
-    warmup_steps: int = 0
+    warmup_steps: int = within(FROM_ZERO, 0)
     decay_steps: int | None = None  # None: train.steps
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = within(Range("between 0 and 1", lambda x: 0 <= x <= 1), 0.1)
 
     @property
     def resolved(self) -> OptimizerConfig:
@@ -215,13 +229,16 @@ class LocalSgdConfig:
     docs/low-bandwidth.md says when."""
 
     sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = within(ABOVE_ZERO, 0.7)
+    outer_momentum: float = within(BELOW_ONE, 0.9)
     nesterov: bool = True
     transport: Transport = "fp32"  # of what replicas send each other
     fragments: int = 1  # parts of the model that are synchronised by turns, each every `sync_every` steps
-    overlap_steps: int = 0  # steps trained while a fragment is on its way
-    mixing: float | None = None  # of a replica's own parameters kept; None: 0, and 0.5 with overlap_steps
+    overlap_steps: int = within(FROM_ZERO, 0)  # steps trained while a fragment is on its way
+    # The share of a replica's own parameters that it keeps; None: 0, and 0.5 with overlap_steps.
+    mixing: float | None = within(
+        Range("at least 0 and below 1, with which replicas never meet", lambda x: 0 <= x < 1), None, example="0"
+    )
 
     @property
     def kept(self) -> float:
@@ -239,7 +256,8 @@ class DataConfig:
     path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
     pattern: str = "*.txt"
     tokenizer: Literal["bytes"] = "bytes"
-    validation_fraction: float = 0.05  # of the files (of the bytes, where there is a single file)
+    # The share of the files (of the bytes, where there is a single file) that is kept for validation.
+    validation_fraction: float = within(BETWEEN_ZERO_AND_ONE, 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not trained on, such as padding
 
 

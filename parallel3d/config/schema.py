@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel3d.config.settings import COMMAND_LINE, Setting, parse_value, shown
-from parallel3d.config.unsupported import why_no_key, why_no_value
+from parallel3d.config.unsupported import hint_for_key, hint_for_value
 from parallel3d.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class Key:
         elif any(number != number or abs(number) == float("inf") for number in _floats(value)):
             yield f"{setting}: must be {self.wanted()}, and finite"
         elif not self._accepts(value):
-            why = why_no_value(self.name, value)
+            why = hint_for_value(self.name, value)
             yield f"{setting}: {why or f'must be {self.wanted()}{_yaml_trap(value, self.hint)}'}"
 
     def wanted(self) -> str:
@@ -154,7 +154,7 @@ class Schema:
             or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
             or get_close_matches(setting.key, keys, 1, cutoff=0.6)
         )
-        why = why_no_key(leaf)
+        why = hint_for_key(leaf)
         if why is not None:
             advice = why
         elif near:

@@ -18,7 +18,7 @@ _VALUES = {
 _ALIASES = {"float8": "fp8", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit"}
 
 
-def why_no_value(key: str, value: object) -> str | None:
+def hint_for_value(key: str, value: object) -> str | None:
     """The reason why `value` is none that the key could have; None where it is no more than a slip."""
     name = str(value).lower()
     return _VALUES.get((key, _ALIASES.get(name, name)))
@@ -41,7 +41,7 @@ _ELSEWHERE = {
 }
 
 
-def why_no_key(leaf: str) -> str | None:
+def hint_for_key(leaf: str) -> str | None:
     """Likewise of a key, by the last part of its name."""
     if "offload" in leaf:
         return (

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.config.rules.model import divides_key_value_heads
 from parallel3d.layers.dropout import Dropout, DropoutMode
 from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -203,7 +204,7 @@ class ParallelAttention(ParallelModule):
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         n = self.axis.size
-        if heads % kv_heads or heads % n or (kv_heads % n and n % kv_heads):
+        if heads % kv_heads or heads % n or not divides_key_value_heads(kv_heads, n):
             raise ValueError(
                 f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads must divide heads, "
                 f"tp must divide heads, and of tp and kv_heads one the other"

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.strategy import HYBRID_OF, WHOLE, Cadence, ShardingName
+from parallel3d.config.rules.parallel import replication_error
+from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
 from parallel3d.mesh import Axis
 from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
@@ -52,11 +53,8 @@ def shard(
     if strategy not in get_args(ShardingName):
         raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}")
     axes = _axes(mesh)
-    if strategy in HYBRID_OF and axes.replicate.size > 1:
-        raise ValueError(
-            f"{strategy} leaves nothing to replicate, and dp_replicate is {axes.replicate.size}; "
-            f"try {HYBRID_OF[strategy]}"
-        )
+    if (error := replication_error(strategy, axes.replicate.size)) is not None:
+        raise ValueError(error)
     dtypes = dtypes or Dtypes.of(model)
     if axes.every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
+from parallel3d.config.rules.optimizer import can_step_in_backward
 from parallel3d.config.settings import dump_yaml, read_settings
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
@@ -20,7 +21,6 @@ from parallel3d.planner.model.shapes import ModelShape, total_parameters
 from parallel3d.planner.report.json import sharding_of
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
-from parallel3d.planner.search.candidate import can_step_in_backward
 from parallel3d.planner.search.question import Strategy
 from parallel3d.tools.plan.question import ParsedQuestion
 from parallel3d.tools.plan.shape import Model
@@ -61,7 +61,9 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
         train = replace(base.train, **planned, steps=base.train.steps if plan.tokens is None else steps)
         slice_ = parallel.dp * parallel.microbatch_size
         train = replace(train, eval_sequences=ceil(train.eval_sequences / slice_) * slice_)
-        is_early = base.optimizer.step_in_backward and can_step_in_backward(parallel, q.global_batch_size)
+        is_early = base.optimizer.step_in_backward and can_step_in_backward(
+            parallel, q.global_batch_size, tied_embeddings=shape.tied_embeddings
+        )
         optimizer = replace(base.optimizer, step_in_backward=is_early)
         model = replace(base.model, vocab=shape.vocab)
         return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.rules.suggestions import any_of, divisors_near
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.shapes import ModelShape, from_config
-from parallel3d.planner.search.constraints import divisors_near
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
 _HUGGING_FACE_LLAMAS = ("llama", "mistral", "qwen2")  # `model_type` of what is a Llama, Qwen 2 with biases
@@ -115,7 +115,7 @@ def check_shape(shape: ModelShape, where: str) -> None:
     for part, of in (("heads", "hidden"), ("kv_heads", "heads")):
         number, whole = getattr(shape, part), getattr(shape, of)
         if whole % number:
-            tries = divisors_near(whole, number)
+            tries = any_of(divisors_near(whole, number))
             raise ConfigError(f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import HYBRID_OF
+from parallel3d.config.rules.optimizer import can_step_in_backward
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.rank_memory import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
@@ -11,7 +11,6 @@ from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.step import step_cost
 from parallel3d.schedules.balance import sizes_between
-from parallel3d.schedules.registry import SCHEDULES
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
@@ -36,16 +35,10 @@ def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
         muon=training.muon,
         rounded=training.rounded,
         drops=training.drops,
-        steps_in_backward=training.steps_in_backward and can_step_in_backward(parallel, question.global_batch_size),
+        steps_in_backward=training.steps_in_backward
+        and can_step_in_backward(parallel, question.global_batch_size, tied_embeddings=question.shape.tied_embeddings),
         loss_chunk_tokens=training.loss_chunk_tokens,
     )
-
-
-def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int) -> bool:
-    """As `validation_optimizer` has it: of one microbatch, whose backward is in one piece."""
-    is_hybrid = parallel.dp_replicate > 1 and parallel.strategy in HYBRID_OF.values()
-    is_one = global_batch_size == parallel.dp * parallel.microbatch_size
-    return is_one and not SCHEDULES[parallel.schedule].splits_backward and not is_hybrid
 
 
 def strategy(question: Question, parallel: ParallelConfig) -> Strategy:

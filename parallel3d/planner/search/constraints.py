@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
+from parallel3d.config.rules.suggestions import any_of, divisors_near, multiple_from, nearest
 from parallel3d.errors import ConfigError
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import divisors, tp_rule
 from parallel3d.schedules.registry import SCHEDULES
-
-_MOST_TRIES = 6
 
 
 def check_fixed(question: Question) -> None:
@@ -19,7 +18,7 @@ def check_fixed(question: Question) -> None:
     if fixed.tp is not None and (rule is not None or gpus % fixed.tp):
         allowed = [tp for tp in divisors(gpus) if tp_rule(question, tp) is None]
         broken = rule or f"must divide gpus {gpus}"
-        raise ConfigError(f"tp = {fixed.tp}: {broken}; try {_nearest(allowed, fixed.tp)}")
+        raise ConfigError(f"tp = {fixed.tp}: {broken}; try {any_of(nearest(allowed, fixed.tp))}")
     if fixed.pp is not None and fixed.pp > shape.layers:
         raise ConfigError(f"pp = {fixed.pp}: {shape.layers} layers cannot fill {fixed.pp} stages; try {shape.layers}")
     for name in ("tp", "pp"):
@@ -53,13 +52,13 @@ def _check_batch(question: Question) -> None:
         least = question.gpus // (fixed.tp * fixed.pp)
     if batch % least:
         raise ConfigError(
-            f"global batch = {batch}: must be a multiple of its {least} data ranks; try {_above(batch, least)}"
+            f"global batch = {batch}: must be a multiple of its {least} data ranks; try {multiple_from(batch, least)}"
         )
     micro, each = fixed.microbatch_size or 1, batch // least
     if each % micro:
         raise ConfigError(
             f"microbatch_size = {micro}: global batch {batch} over {least} data ranks leaves {each} sequences for "
-            f"each, which it must divide; try {divisors_near(each, micro)}"
+            f"each, which it must divide; try {any_of(divisors_near(each, micro))}"
         )
     if fixed.sequence_parallel and fixed.tp == 1:
         raise ConfigError("sequence_parallel = true: divides over tp, and tp = 1; try tp=2 or sequence_parallel=false")
@@ -86,17 +85,3 @@ def _check_schedule(question: Question) -> None:
         )
     if traits.usual_stages > 1 and fixed.pp == 1:
         raise ConfigError(f"schedule = {schedule}: needs a pipeline, and pp = 1; try pp=2 or schedule=1f1b")
-
-
-def divisors_near(number: int, near: int) -> str:
-    """Those of a number that are nearest to another, in words."""
-    return _nearest([d for d in range(1, min(number, 4096) + 1) if number % d == 0], near)
-
-
-def _nearest(values: list[int], near: int) -> str:
-    *head, last = map(str, sorted(sorted(values, key=lambda d: abs(d - near))[:_MOST_TRIES]))
-    return f"{', '.join(head)} or {last}" if head else last
-
-
-def _above(number: int, factor: int) -> int:
-    return -(-number // factor) * factor

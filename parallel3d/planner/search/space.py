@@ -12,7 +12,9 @@ from dataclasses import replace
 from math import gcd
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName, sharding_faults
+from parallel3d.config.rules.model import divides_key_value_heads, leaves_no_rank_empty
+from parallel3d.config.rules.parallel import sharding_errors
+from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -52,9 +54,9 @@ def tp_rule(question: Question, tp: int) -> str | None:
     shape, is_own = question.shape, question.program.name == PARALLEL3D.name
     if gcd(shape.heads, shape.ffn_hidden) % tp:
         return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
-    if shape.kv_heads % tp and not (is_own and tp % shape.kv_heads == 0):
+    if not (divides_key_value_heads(shape.kv_heads, tp) if is_own else shape.kv_heads % tp == 0):
         return f"must divide kv_heads {shape.kv_heads}" + ", or be a multiple of them" * is_own
-    if is_own and (tp - 1) * -(-shape.vocab // tp) >= shape.vocab:
+    if is_own and not leaves_no_rank_empty(shape.vocab, tp):
         return f"must leave every rank a row of the vocabulary of {shape.vocab}"
     return None
 
@@ -140,7 +142,7 @@ def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelC
             continue  # nothing is repeated
         if fixed.gather or fixed.reduce:
             way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
-            if next(sharding_faults(way), None) is not None:
+            if next(sharding_errors(way), None) is not None:
                 continue
         yield way
 

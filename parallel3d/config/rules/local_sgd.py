@@ -1,35 +1,20 @@
-"""What the `local_sgd` section of a recipe must keep, a line for each rule that is broken; no torch."""
+"""The rules of a recipe's `local_sgd` section."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from parallel3d.config.recipe import LocalSgdConfig, Recipe
+from parallel3d.config.recipe import LocalSgdConfig, Recipe
 
 _INSIDE_A_REPLICA = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 
-def local_sgd_numbers(local: LocalSgdConfig) -> Iterator[str]:
-    """Of numbers alone."""
-    if not 0 < local.outer_lr < math.inf:
-        yield f"local_sgd.outer_lr = {local.outer_lr}: must be above 0 and finite; try 0.7"
-    if not 0 <= local.outer_momentum < 1:
-        yield f"local_sgd.outer_momentum = {local.outer_momentum}: must be at least 0 and below 1; try 0.9"
-    if local.mixing is not None and not 0 <= local.mixing < 1:
-        yield (
-            f"local_sgd.mixing = {local.mixing}: must be at least 0 and below 1, with which replicas never meet; try 0"
-        )
-
-
-def local_sgd_faults(recipe: Recipe) -> Iterator[str]:
-    """Of the section together with the layout and the run."""
+def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each setting of local SGD that does not fit the layout, the model or the length of the run."""
     local = recipe.local_sgd
     if local.sync_every is None:
-        yield from _unused(local, recipe.train.steps)
+        yield from _unused_errors(local, recipe.train.steps)
         return
     every, parallel, steps = local.sync_every, recipe.parallel, recipe.train.steps
     if parallel.dp_replicate == 1:
@@ -47,7 +32,7 @@ def local_sgd_faults(recipe: Recipe) -> Iterator[str]:
             f"local_sgd.sync_every = {every}: must be at most train.steps = {steps}, or replicas meet but at the end; "
             f"try {max(1, steps // 10)}"
         )
-    yield from _streaming(local, every, recipe.model.layers)
+    yield from _fragment_errors(local, every, recipe.model.layers)
     if local.nesterov and local.outer_momentum == 0:
         yield (
             "local_sgd.nesterov = true: needs momentum, and local_sgd.outer_momentum = 0; "
@@ -55,7 +40,8 @@ def local_sgd_faults(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _unused(local: LocalSgdConfig, steps: int) -> Iterator[str]:
+def _unused_errors(local: LocalSgdConfig, steps: int) -> Iterator[str]:
+    """One line for each key that is set although gradients are summed in every step."""
     for key in fields(local):
         if getattr(local, key.name) != key.default:
             yield (
@@ -64,7 +50,8 @@ def _unused(local: LocalSgdConfig, steps: int) -> Iterator[str]:
             )
 
 
-def _streaming(local: LocalSgdConfig, every: int, layers: int) -> Iterator[str]:
+def _fragment_errors(local: LocalSgdConfig, every: int, layers: int) -> Iterator[str]:
+    """One line for each setting of the fragments that the blocks or the steps between two synchronisations forbid."""
     if local.fragments > layers:
         yield (
             f"local_sgd.fragments = {local.fragments}: must be at most model.layers = {layers}, because fragments are "
