@@ -6,13 +6,12 @@ PYTHON ?= python3
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.parallel3d-installed
 INSTALLED_DEV := $(VENV)/.parallel3d-installed-dev
-CORE := parallel3d -path '*/models' -prune -o -path '*/recipes' -prune -o -path '*/tools' -prune -o
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint bench
+.PHONY: help quickstart test test-long lint bench docs
 
 help: ## print these lines
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(INSTALLED) ## train a small model on eight local processes: tensor x pipeline x data parallel
 	@echo "==> parallel3d-train quickstart"
@@ -22,12 +21,20 @@ test: lint ## lint, then every test
 	@echo "==> pytest"
 	@$(RUN)/python -m pytest -n 2 --dist loadscope
 
-lint: $(INSTALLED_DEV) ## ruff, mypy, and the size of the core
+test-long: test ## the tests, then what takes long: each property with ten times the examples
+	@echo "==> pytest -m hypothesis, 1000 examples a property"
+	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest -n 2 --dist loadscope -m hypothesis
+
+docs: $(INSTALLED_DEV) ## compare what the pages name with what there is: paths, modules, recipe keys, links
+	@echo "==> pytest tests/test_docs.py"
+	@$(RUN)/python -m pytest -q tests/test_docs.py
+
+lint: $(INSTALLED_DEV) ## ruff, mypy, and the lines of each room
 	@echo "==> ruff check, ruff format --check, mypy"
 	@$(RUN)/ruff check .
 	@$(RUN)/ruff format --check .
 	@$(RUN)/mypy
-	@printf 'lines of the core: '; find $(CORE) -name '*.py' -print0 | xargs -0 cat | wc -l
+	@$(RUN)/python tests/house_lines.py
 
 bench: $(INSTALLED) ## the benchmarks, each beside its peer; `make bench NAME=step` for one
 	@echo "==> python -m parallel3d.tools.bench $(NAME)"

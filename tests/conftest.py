@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# What a property takes on a busy machine says nothing of it.
+# A property has no deadline: the time of one example says nothing on a busy machine. `make test-long` asks for "long".
 settings.register_profile("project", deadline=None)
-settings.load_profile("project")
+settings.register_profile("long", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 # Of tensors as small as a test's a second thread takes nothing over, and spins while it waits: on a busy machine that
 # made a reference of 1 s of processor time one of 65 s. For the tests' own process and all that it starts.
