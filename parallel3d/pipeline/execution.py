@@ -1,10 +1,10 @@
-"""One run of a schedule on one rank: action after action, what each takes, computes and gives."""
+"""One run of a schedule on one rank: what each action takes, computes and gives, in the order of the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.layers.deferral import Work, deferring
 from parallel3d.pipeline.boundary import Boundary, Crossing
-from parallel3d.pipeline.links import Links
 from parallel3d.pipeline.shared_link import PeerLostError
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
@@ -25,11 +24,22 @@ Tensors = tuple[Tensor, ...]
 
 
 class Microbatches(Protocol):
-    """A tensor [microbatches, ...], or a sequence of what each microbatch is."""
+    """A tensor [microbatches, ...], or a sequence with one entry per microbatch."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PipelineBatch:
+    """What the microbatches of one run consist of. `inputs[m]` goes to the first stage, a tensor or a tuple of them;
+    `labels[m]` is what the loss compares the last stage's output with; `keywords[m]` goes to every stage's forward by
+    name. A rank that does not hold the first or the last stage may have None for inputs or labels."""
+
+    inputs: Microbatches | None
+    labels: Microbatches | None = None
+    keywords: Sequence[Mapping[str, Any]] | None = None
 
 
 class StageError(RuntimeError):
@@ -38,9 +48,9 @@ class StageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model on this rank, and what the data dimension wants to know of its backwards:
-    `before_backward(last)` before each, with whether the stage's gradients are complete after it, and
-    `after_weights(last)` after each second half of a split one."""
+    """A slice of the model on this rank, and two calls by which the data dimension follows its backwards:
+    `before_backward(last)` comes before each backward and says whether the stage's gradients are complete after it;
+    `after_weights(last)` comes after the second half of each split backward and says the same."""
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None
@@ -49,15 +59,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Alive:
-    """What a forward leaves for its backward: the inputs that a gradient goes to, and where in the graph the outputs
-    are (not the outputs themselves: the next stage has them, and their memory is free)."""
+    """What a forward leaves for its backward: the inputs that get a gradient, and the places of the outputs in the
+    graph. The outputs themselves are not kept: the next stage has them, and their memory here is free."""
 
     inputs: Tensors
-    roots: Sequence[GradientEdge | Tensor | None]  # of the last stage, the loss
+    roots: Sequence[GradientEdge | Tensor | None]  # the last stage's only root is the loss
 
 
 class Execution:
-    """Carries out this rank's actions of a schedule. `crossings[s]` is what goes between stages s and s + 1."""
+    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the model;
+    `crossings[s]` is what goes between stages s and s + 1. Without `loss_fn` the last stage's outputs are collected."""
 
     def __init__(
         self,
@@ -65,105 +76,95 @@ class Execution:
         stages: Mapping[int, Stage],
         crossings: Sequence[Crossing],
         transport: Transport,
-        *,
-        inputs: Microbatches | None,
-        labels: Microbatches | None,
+        batch: PipelineBatch,
         loss_fn: LossFunction | None,
-        recorder: Recorder | None,
-        keywords: Sequence[Mapping[str, Any]] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
         self._crossings = crossings
         self._transport = transport
-        self._inputs = inputs
-        self._labels = labels
+        self._batch = batch
         self._loss_fn = loss_fn
-        self._keywords = keywords
         self._recorder = recorder
+        self._rank = transport.links.rank
         self._last_stage = schedule.stages - 1
         self._handed_over: dict[Action, Tensors] = {}  # between two stages of this rank
         self._alive: dict[tuple[int, int], _Alive] = {}  # by (stage, microbatch)
         self._weights: dict[tuple[int, int], list[Work]] = {}  # second halves of backwards, until they are done
-        self.total: Tensor | None = None
+        self.loss: Tensor | None = None  # the sum over microbatches, on the last stage's rank
         self.outputs: list[Any] = []
 
-    @property
-    def loss(self) -> Tensor:
-        assert self.total is not None
-        return self.total
+    def run(self) -> None:
+        """Does all actions of this rank, in order.
 
-    def run(self, links: Links) -> None:
-        """Raises StageError where something here fails, RankError where it does on another rank; both say where."""
-        actions, at = self._schedule.ranks[links.rank], 0
+        Raises StageError where something fails here and RankError where it fails on another rank; both say where.
+        """
+        actions, at, recorder = self._schedule.ranks[self._rank], 0, self._recorder
         try:
-            for at, action in enumerate(actions):  # noqa: B007  # told below
-                self._do(action, links.rank)
+            for at, action in enumerate(actions):  # noqa: B007  # read by the error below
+                taken = self._take(action)
+                start = None if recorder is None else recorder.now()
+                match action.kind:
+                    case Kind.FORWARD:
+                        module, keywords = self._stages[action.stage].module, self._batch.keywords
+                        named = {} if keywords is None else keywords[action.microbatch]
+                        made = self._after_forward(action, taken, module(*taken, **named))
+                    case Kind.WEIGHT:
+                        made = None
+                        self._backward_weights(action)
+                    case Kind.BACKWARD | Kind.INPUT:
+                        made = self._backward(action, taken)
+                if recorder is not None:
+                    recorder.add(action, start, recorder.now())
+                if made is not None:
+                    self._give(action, made)
+                del taken, made  # so that their memory is free before the next action waits for its input
             self._transport.finish()
         except Exception as error:
-            place = _describe(actions[at], at, len(actions), links)
-            if isinstance(error, PeerLostError):
-                told = links.failure_message()
-                links.fail(f"{place}: {error}")
-                raise RankError(told or f"{place}: {error}") from error
-            links.fail(f"{place}: {type(error).__name__}: {error}")
-            if isinstance(error, Parallel3dError):  # says all that its reader needs
-                raise
-            raise StageError(f"{place}: {type(error).__name__}: {error}") from error
+            self._fail(error, actions, at)
 
-    def _do(self, action: Action, rank: int) -> None:
-        taken = self._take(action, rank)
-        start = None if self._recorder is None else self._recorder.now()
-        if action.kind is Kind.FORWARD:
-            made = self._forward(action, taken)
-        elif action.kind is Kind.WEIGHT:
-            made = None
-            self._backward_weights(action)
-        else:
-            made = self._backward(action, taken)
-        if self._recorder is not None:
-            assert start is not None
-            self._recorder.add(action, start, self._recorder.now())
-        if made is not None:
-            self._give(action, made, rank)
-
-    def _take(self, action: Action, rank: int) -> Tensors:
+    def _take(self, action: Action) -> Tensors:
         """What another stage has made for the action; for the first stage's forward, the microbatch."""
         stage, kind, microbatch = action
-        if kind is Kind.FORWARD:
-            if stage == 0:
-                assert self._inputs is not None
-                return _as_tuple(self._inputs[microbatch])
-            giver = stage - 1
-        elif kind is Kind.WEIGHT or stage == self._last_stage:
+        if kind is Kind.FORWARD and stage == 0:
+            assert self._batch.inputs is not None
+            return _as_tuple(self._batch.inputs[microbatch])
+        if kind is Kind.WEIGHT or (kind is not Kind.FORWARD and stage == self._last_stage):
             return ()
-        else:
-            giver = stage + 1
-        if self._schedule.placement[giver] == rank:
-            return self._handed_over.pop(action)
-        return self._transport.receive(action)
+        giver = stage - 1 if kind is Kind.FORWARD else stage + 1
+        is_here = self._schedule.placement[giver] == self._rank
+        taken = self._handed_over.pop(action) if is_here else self._transport.receive(action)
+        if kind is Kind.FORWARD and self._schedule.trains:
+            for x, spec in zip(taken, self._crossings[giver].forward.specs, strict=True):
+                if spec.has_gradient:
+                    x.requires_grad_()
+        return taken
 
-    def _give(self, action: Action, made: Tensors, rank: int) -> None:
+    def _give(self, action: Action, made: Tensors) -> None:
+        """Hands what an action made to the action that takes it, on this rank or another."""
         taker = self._schedule.feeds(action)
         assert taker is not None
-        if self._schedule.placement[taker.stage] == rank:
+        if self._schedule.placement[taker.stage] == self._rank:
             self._handed_over[taker] = made
         else:
             self._transport.send(taker, made)
 
-    def _forward(self, action: Action, inputs: Tensors) -> Tensors | None:
-        """The outputs for the next stage; None of the last, whose output goes to the loss."""
+    def _after_forward(self, action: Action, inputs: Tensors, output: Any) -> Tensors | None:
+        """Keeps what the backward needs. Returns the outputs for the next stage, or None after the last stage, whose
+        output goes to the loss."""
         stage, _, microbatch = action
         trains = self._schedule.trains
-        kept: Tensors = ()
-        if trains and stage > 0:
-            specs = self._crossings[stage - 1].forward.specs
-            kept = tuple(x.requires_grad_() for x, spec in zip(inputs, specs, strict=True) if spec.has_gradient)
-        output = self._stages[stage].module(*inputs, **({} if self._keywords is None else self._keywords[microbatch]))
+        received = self._crossings[stage - 1].forward.specs if stage > 0 else ()
+        kept = tuple(x for x, spec in zip(inputs, received, strict=False) if spec.has_gradient) if trains else ()
         if stage == self._last_stage:
-            loss = self._finish(output, microbatch)
+            if self._loss_fn is None:
+                self.outputs.append(output)
+                return None
+            labels = self._batch.labels
+            loss = self._loss_fn(output, None if labels is None else labels[microbatch])
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
             if trains:
-                assert loss is not None
                 self._alive[stage, microbatch] = _Alive(kept, [loss])
             return None
         outputs, specs = _as_tuple(output), self._crossings[stage].forward.specs
@@ -177,17 +178,9 @@ class Execution:
             self._alive[stage, microbatch] = _Alive(kept, roots)
         return tuple(y.detach() for y in outputs)
 
-    def _finish(self, output: Any, microbatch: int) -> Tensor | None:
-        """The loss of the last stage's output, where there is one to compute."""
-        if self._loss_fn is None:
-            self.outputs.append(output)
-            return None
-        loss = self._loss_fn(output, None if self._labels is None else self._labels[microbatch])
-        self.total = loss.detach() if self.total is None else self.total + loss.detach()
-        return loss
-
     def _backward(self, action: Action, grads: Tensors) -> Tensors | None:
-        """The gradients of the inputs, for the stage before; None of the first."""
+        """Differentiates a stage's microbatch, wholly or in its input alone. Returns the gradients of the inputs for
+        the stage before, or None from the first stage."""
         stage, kind, microbatch = action
         alive = self._alive.pop((stage, microbatch))
         is_split = kind is Kind.INPUT
@@ -203,20 +196,38 @@ class Execution:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in alive.inputs)
 
     def _backward_weights(self, action: Action) -> None:
+        """Does the second half of a split backward: the products that the first half has delayed."""
         stage, _, microbatch = action
         works = self._weights.pop((stage, microbatch))[::-1]
         with torch.no_grad():
-            while works:  # each goes with what it has multiplied
+            while works:  # popped before it is called, so that its tensors are freed with it
                 works.pop()()
         self._stages[stage].after_weights(action in self._schedule.last_backwards)
 
+    def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
+        """Tells the other ranks, and raises the error with the rank, the stage and the action where it came up."""
+        links, action = self._transport.links, actions[at]
+        kinds = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
+        place = (
+            f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage {action.stage}, microbatch "
+            f"{action.microbatch}, {kinds[action.kind]} ({action}, action {at + 1} of {len(actions)})"
+        )
+        if isinstance(error, PeerLostError):
+            first_failure = links.failure_message()
+            links.fail(f"{place}: {error}")
+            raise RankError(first_failure or f"{place}: {error}") from error
+        links.fail(f"{place}: {type(error).__name__}: {error}")
+        if isinstance(error, Parallel3dError):  # its message says all that its reader needs
+            raise error
+        raise StageError(f"{place}: {type(error).__name__}: {error}") from error
+
 
 def _differentiate(roots: Sequence[GradientEdge | Tensor | None], grads: Tensors) -> None:
-    """Adds to `.grad` of parameters and inputs. `grads` are the roots', none for a loss; a root that needs no gradient
-    is None."""
+    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, empty where the root is a loss.
+    A root that needs no gradient is None."""
     pairs = [(root, grad) for root, grad in zip(roots, grads or (None,) * len(roots), strict=True) if root is not None]
     if pairs:
-        starts: Any = [root for root, _ in pairs]  # torch takes both kinds of them, and says that it takes one
+        starts: Any = [root for root, _ in pairs]  # torch takes tensors and edges mixed, and declares one kind
         torch.autograd.backward(starts, [grad for _, grad in pairs])
 
 
@@ -225,7 +236,7 @@ def _as_tuple(value: Any) -> Tensors:
 
 
 def _check_outputs(outputs: Tensors, specs: Boundary) -> None:
-    """Raises ValueError where a stage's outputs are not what was declared."""
+    """Raises ValueError where a stage's outputs are not what its boundary declares."""
     if len(outputs) != len(specs):
         raise ValueError(f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}")
     for at, (tensor, spec) in enumerate(zip(outputs, specs, strict=True)):
@@ -239,11 +250,3 @@ def _check_outputs(outputs: Tensors, specs: Boundary) -> None:
                 f"the stage's output {at} needs a gradient, and its boundary declares that none comes back; detach it, "
                 f"or declare requires_grad=True"
             )
-
-
-def _describe(action: Action, at: int, actions: int, links: Links) -> str:
-    kinds = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
-    return (
-        f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage {action.stage}, microbatch "
-        f"{action.microbatch}, {kinds[action.kind]} ({action}, action {at + 1} of {actions})"
-    )

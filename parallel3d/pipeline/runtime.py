@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.layers.deferral import make_linears_deferrable
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
-from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
+from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, PipelineBatch, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.transport import Buffers, Transport
 from parallel3d.schedules.builders import forward_only
@@ -99,7 +99,11 @@ class PipelineRuntime:
         schedule = schedule or self.schedule
         if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
             raise ValueError(f"schedule {schedule.name}: places or splits stages in another way than the runtime's own")
-        return self._execute(schedule, inputs, labels, sizes, recorder, keywords=keywords).loss
+        if self.is_last and self.loss_fn is None:
+            raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
+        execution = self._prepare(schedule, PipelineBatch(inputs, labels, keywords), sizes, self.loss_fn, recorder)
+        execution.run()
+        return self._loss(execution)
 
     @torch.no_grad()
     def evaluate(
@@ -112,14 +116,19 @@ class PipelineRuntime:
     ) -> Tensor:
         """The sum of losses as `run` gives it, without training. `microbatches`: how many, where that is not the
         length of `inputs`."""
-        return self._execute(self._forwards(inputs, microbatches), inputs, labels, sizes).loss
+        schedule = self._forwards(inputs, microbatches)
+        execution = self._prepare(schedule, PipelineBatch(inputs, labels), sizes, self.loss_fn)
+        execution.run()
+        return self._loss(execution)
 
     @torch.no_grad()
     def forward(
         self, inputs: Microbatches | None, *, microbatches: int | None = None, sizes: Sizes | None = None
     ) -> list[Any]:
         """The last stage's output for each microbatch, on its rank; an empty list elsewhere."""
-        return self._execute(self._forwards(inputs, microbatches), inputs, None, sizes, wants_outputs=True).outputs
+        execution = self._prepare(self._forwards(inputs, microbatches), PipelineBatch(inputs), sizes, loss_fn=None)
+        execution.run()
+        return execution.outputs
 
     @property
     def last_rank(self) -> int:
@@ -131,37 +140,31 @@ class PipelineRuntime:
         """Whether this rank holds the last stage, and so has the loss and the outputs."""
         return self.schedule.stages - 1 in self.stages
 
-    def _execute(
+    def _prepare(
         self,
         schedule: Schedule,
-        inputs: Microbatches | None,
-        labels: Microbatches | None,
+        batch: PipelineBatch,
         sizes: Sizes | None,
+        loss_fn: LossFunction | None,
         recorder: Recorder | None = None,
-        *,
-        wants_outputs: bool = False,
-        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> Execution:
+        """An execution with its receives posted. Raises ValueError where the batch does not suit the schedule."""
         self.links.check_open()
-        self._check_batch(schedule, inputs, labels, None if wants_outputs else self.loss_fn)
-        if keywords is not None and len(keywords) != schedule.microbatches:
-            raise ValueError(f"keywords of {len(keywords)} microbatches, and {schedule.microbatches} are to run")
+        wanted = schedule.microbatches
+        for what, given, is_needed in (
+            ("inputs", batch.inputs, 0 in self.stages),
+            ("labels", batch.labels, self.is_last and batch.labels is not None),
+            ("keywords", batch.keywords, batch.keywords is not None),
+        ):
+            count = 0 if given is None else len(given)
+            if is_needed and count != wanted:
+                raise ValueError(f"{what} of {count} microbatches, and {wanted} are to run")
         shapes = self._shapes_for(dict(sizes or {}))
-        execution = Execution(
-            schedule,
-            self.stages,
-            shapes.crossings,
-            Transport(self.links, schedule, shapes.crossings, shapes.buffers),
-            inputs=inputs,
-            labels=labels,
-            loss_fn=None if wants_outputs else self.loss_fn,
-            recorder=recorder,
-            keywords=keywords,
-        )
-        execution.run(self.links)
-        if execution.total is None:
-            execution.total = torch.zeros((), device=self.device)
-        return execution
+        transport = Transport(self.links, schedule, shapes.crossings, shapes.buffers)
+        return Execution(schedule, self.stages, shapes.crossings, transport, batch, loss_fn, recorder)
+
+    def _loss(self, execution: Execution) -> Tensor:
+        return torch.zeros((), device=self.device) if execution.loss is None else execution.loss
 
     def _forwards(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
         if microbatches is None:
@@ -178,21 +181,6 @@ class PipelineRuntime:
             crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
             self._shapes = _Shapes(sizes, crossings, Buffers(self.device))
         return self._shapes
-
-    def _check_batch(
-        self,
-        schedule: Schedule,
-        inputs: Microbatches | None,
-        labels: Microbatches | None,
-        loss_fn: LossFunction | None,
-    ) -> None:
-        wanted = schedule.microbatches
-        if 0 in self.stages and (inputs is None or len(inputs) != wanted):
-            raise ValueError(f"inputs of {0 if inputs is None else len(inputs)} microbatches, and {wanted} are to run")
-        if self.is_last and schedule.trains and loss_fn is None:
-            raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
-        if self.is_last and labels is not None and len(labels) != wanted:
-            raise ValueError(f"labels of {len(labels)} microbatches, and {wanted} are to run")
 
     @staticmethod
     def _check(schedule: Schedule, stages: Sequence[nn.Module | Stage], pp: DeviceMesh) -> None:

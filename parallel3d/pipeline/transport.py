@@ -45,7 +45,7 @@ class Transport:
     goes between stages s and s + 1."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers) -> None:
-        self._links = links
+        self.links = links
         self._placement = schedule.placement
         self._crossings = crossings
         self._buffers = buffers
@@ -60,7 +60,7 @@ class Transport:
         if not message.specs:
             return
         target = self._placement[taker.stage]
-        link = self._links.outgoing.get(target)
+        link = self.links.outgoing.get(target)
         if link is not None and message.nbytes <= LARGEST_BYTES:
             link.send(taker, message, tensors)
             return
@@ -69,7 +69,7 @@ class Transport:
             while len(outbox) >= SENDS_KEPT:
                 _wait(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
-            work = dist.isend(tensor, group=self._links.group(self._links.rank, target), group_dst=target)
+            work = dist.isend(tensor, group=self.links.group(self.links.rank, target), group_dst=target)
             assert work is not None
             outbox.append((work, tensor))  # the tensor must live until it is sent
 
@@ -78,7 +78,7 @@ class Transport:
         if not message.specs:
             return ()
         source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
-        link = self._links.incoming.get(source)
+        link = self.links.incoming.get(source)
         if link is None or message.nbytes > LARGEST_BYTES:
             return self._inboxes[source].take(taker)
         while taker not in self._arrived:
@@ -87,14 +87,14 @@ class Transport:
 
     def finish(self) -> None:
         """Waits until all that was sent is on its way."""
-        self._links.wait_until_sent()
+        self.links.wait_until_sent()
         for target, outbox in self._outboxes.items():
             while outbox:
                 _wait(outbox.popleft()[0], target)
 
     def _read(self, link: Incoming) -> None:
         """The next message of a link. What was sent before the one that is wanted is kept for its own taker."""
-        header = self._links.wait(link)
+        header = self.links.wait(link)
         message = self._message(header.taker)
         if header.digest != message.digest:
             raise ValueError(
@@ -116,19 +116,19 @@ class Transport:
         return [(pair, c) for pair, c in zip(pairs, self._crossings, strict=True) if pair[0] != pair[1]]
 
     def _is_shared(self, way: tuple[int, int], crossing: Crossing) -> bool:
-        return way in self._links.shared and crossing.forward.nbytes <= LARGEST_BYTES
+        return way in self.links.shared and crossing.forward.nbytes <= LARGEST_BYTES
 
     def _post_receives(self, schedule: Schedule) -> None:
-        self._links.open_groups()
+        self.links.open_groups()
         for (source, target), takers in schedule.transfers.items():
-            if target == self._links.rank:
-                link = self._links.incoming.get(source)
+            if target == self.links.rank:
+                link = self.links.incoming.get(source)
                 expected = [
                     (taker, message.specs)
                     for taker in takers
                     if (message := self._message(taker)).specs and (link is None or message.nbytes > LARGEST_BYTES)
                 ]
-                self._inboxes[source] = _Inbox(self._links.group(source, target), source, expected, self._buffers.take)
+                self._inboxes[source] = _Inbox(self.links.group(source, target), source, expected, self._buffers.take)
 
 
 class _Inbox:
