@@ -16,3 +16,9 @@ def shard_rows(size: int, rank: int, ranks: int) -> range:
 def largest_shard(size: int, ranks: int) -> int:
     """The most rows that a rank has, ceil(size / ranks): those of rank 0."""
     return -(-size // ranks)
+
+
+def divisors(number: int) -> list[int]:
+    """The sizes that an axis of `number` ranks can be cut into, in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -19,10 +19,11 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.published.cases import read_cases
-from parallel3d.planner.search.advice import reasons, remedies, run_length
+from parallel3d.planner.report.reasons import reasons
 from parallel3d.planner.search.candidate import planned_run, strategy
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.limits import remedies
+from parallel3d.planner.search.question import Fixed, Question, run_length
 from parallel3d.planner.time.step import step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import score as plan_score

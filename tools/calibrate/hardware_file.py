@@ -12,6 +12,7 @@ import yaml
 
 from parallel3d.planner.hardware.calibration import Overhead
 from parallel3d.planner.hardware.cluster import Cluster, Device, Link
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
 
 _MOST_CPU_RANKS = 8
@@ -47,7 +48,7 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
         f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch {alone['torch']}",
         'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',
     ]
-    body = yaml.safe_dump(_rounded(tree), sort_keys=False, default_flow_style=None, width=120)
+    body = yaml.safe_dump(rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {line}\n" for line in head) + body
 
 
@@ -59,7 +60,7 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
     return {
         "name": alone["device"],
         "peak_tflops": {**peaks, "fp16": peaks["bf16"]},
-        "memory_gib": alone["memory_bytes"] * _SHARE / 2**30 / (most if alone["device"] == "CPU" else 1),
+        "memory_gib": alone["memory_bytes"] * _SHARE / GIB / (most if alone["device"] == "CPU" else 1),
         "memory_gb_per_s": bytes_ / seconds / 1e9,
         "processors": alone["processors"],
         "matmul_efficiency": 1.0,
@@ -82,16 +83,6 @@ def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
         "latency_us": latency / (size - 1) * 1e6,
         "efficiency": 1.0,
     }
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
 
 
 def host_memory_bytes() -> int:

@@ -15,10 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
-from parallel3d.planner.search.advice import remedies
 from parallel3d.planner.search.fastest import fastest
+from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question
 from parallel3d.planner.search.ranking import compare, rank
 from parallel3d.tools.plan.accuracy import recorded_accuracy
@@ -95,7 +96,7 @@ def _remedies(question: Question, answer: Answer) -> Sequence[str]:
     needed = (answer.rejected[0].short_bytes + question.usable_bytes) / question.memory_fraction
     larger = larger_devices(needed)
     if larger:
-        found.append(f"devices of {needed / 2**30:.0f} GiB or more: {', '.join(larger)}")
+        found.append(f"devices of {needed / GIB:.0f} GiB or more: {', '.join(larger)}")
     return found
 
 

@@ -14,16 +14,16 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory, worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.report.json import memory_tree, rounded
+from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan.devices import find_cluster
 from parallel3d.tools.verify.command import run_of_recipe
 
-_GIB = 2**30
 _LABELS = {
     "step_time_s": "step, s",
     "tokens_per_s_per_device": "tokens/s a device",
@@ -74,7 +74,7 @@ class Compared:
         }
         if not self.run.on_cpu:
             figures["mfu"] = (self.cost.mfu, self.cost.mfu * self.cost.step_time_s / step_s)
-            figures["peak_allocated_gib"] = (self.memory.allocated / _GIB, found.peak_memory_bytes / _GIB)
+            figures["peak_allocated_gib"] = (self.memory.allocated / GIB, found.peak_memory_bytes / GIB)
         return figures
 
 

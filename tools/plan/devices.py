@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
+from parallel3d.planner.hardware.units import GIB
 
 FOLDER = Path(__file__).parents[1] / "hardware"
 _SHOWS = "parallel3d-plan hardware h100 shows usual figures"
@@ -59,7 +60,7 @@ def _check(cluster: Cluster, name: str) -> None:
     """Figures that a user's own file may have wrong, which would give nonsense and no error."""
     device, node, network = cluster.device, cluster.node, cluster.network
     figures = {  # in the file's units
-        "device.memory_gib": device.memory_bytes / 2**30,
+        "device.memory_gib": device.memory_bytes / GIB,
         "device.memory_gb_per_s": device.memory_bandwidth / 1e9,
         "device.processors": device.processors,
         "node.gpus": cluster.gpus_per_node,

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallel3d.planner.report.json import hardware_tree, rounded
+from parallel3d.planner.hardware.units import GIB, rounded
+from parallel3d.planner.report.json import hardware_tree
 from parallel3d.tools.arguments import plan_parser
 from parallel3d.tools.plan.accuracy import recorded_accuracy
 from parallel3d.tools.plan.devices import cluster_files, device_files, file_of, find_cluster, hardware_files
 
-_GIB = 2**30
 _EPILOG = """\
 examples:
   parallel3d-plan hardware
@@ -57,7 +57,7 @@ def _list() -> Iterator[str]:
         cluster = find_cluster(name)
         device = cluster.device
         yield (
-            f"{name:<18}{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / _GIB:>7,.0f}"
+            f"{name:<18}{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / GIB:>7,.0f}"
             f"{device.memory_bandwidth / 1e9:>13,.0f}{cluster.gpus_per_node:>6}{cluster.node.bandwidth / 1e9:>11,.5g}"
             f"{cluster.network.bandwidth / 1e9:>14,.5g}{runs.get(name, '-'):>13}"
         )

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan.options import add_constraints, add_options
 from parallel3d.tools.plan.units import tokens
 
 if TYPE_CHECKING:  # --help need not wait for the planner
-    from parallel3d.planner.search.advice import RunLength
     from parallel3d.planner.search.limits import Extent
-    from parallel3d.planner.search.question import Question, Strategy
+    from parallel3d.planner.search.question import Question, RunLength, Strategy
 
 WHAT = ("cluster", "sequence", "batch", "model")
 NOTHING_FITS = 3
@@ -84,9 +84,9 @@ def _parser() -> Parser:
 
 
 def _cluster(question: Question, options: argparse.Namespace) -> Iterator[Limit]:
-    from parallel3d.planner.search.advice import run_length
     from parallel3d.planner.search.fastest import fastest
     from parallel3d.planner.search.limits import smallest_cluster
+    from parallel3d.planner.search.question import run_length
 
     limit = Limit(
         name="cluster",
@@ -172,7 +172,7 @@ def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) 
         found = limit.strategy
         share = found.memory.total / question.usable_bytes
         yield from wrapped(limit.name, limit.told)
-        held = f"{gib(found.memory.total)} GiB of {question.usable_bytes / 2**30:.1f} {bar(share)} {share:.0%}"
+        held = f"{gib(found.memory.total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if limit.name == "cluster" else "a layout that fits"
         speed = f"{kind}: {found.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {found.cost.mfu:.1%}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import validate
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.shapes import total_parameters
@@ -20,7 +21,7 @@ from parallel3d.planner.report.json import (
     parallel_tree,
     rounded_tree,
 )
-from parallel3d.planner.report.page import limits
+from parallel3d.planner.report.reasons import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
 from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
 from parallel3d.planner.search.question import Question
@@ -28,7 +29,6 @@ from parallel3d.tools.arguments import Parser, plan_parser
 from parallel3d.tools.plan.options import add_options
 from parallel3d.tools.plan.question import note_lines, read_parallel, read_question
 
-_GIB = 2**30
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 _EPILOG = """\
 examples:
@@ -78,7 +78,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     for kind, bytes_, text in explain(run, worst):
         lead = f"  {kind:<14}{_cell(bytes_):>7}  "
         yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
-    yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / _GIB:.2f} usable"
+    yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / GIB:.2f} usable"
 
 
 def _columns() -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def _columns() -> tuple[str, ...]:
 def _cell(bytes_: float) -> str:
     if not bytes_:
         return "-"
-    return f"{bytes_ / _GIB:.2f}" if bytes_ >= 0.005 * _GIB else f"{bytes_ / _GIB:.1g}"
+    return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
 
 
 def _parser() -> Parser:
@@ -125,14 +125,14 @@ def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Itera
     found = strategy(question, parallel)
     yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
     yield f"layout    {layout_text(parallel)}"
-    yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / _GIB:.1f} GiB each"
+    yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each"
     yield ""
     yield from explained(question, parallel, whole=whole)
     yield ""
     short = found.memory.total - question.usable_bytes
-    usable = f"{question.usable_bytes / _GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
+    usable = f"{question.usable_bytes / GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
     if short > 0:
-        yield f"does not fit: {short / _GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
+        yield f"does not fit: {short / GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
     else:
         yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
         yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
@@ -150,7 +150,7 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str,
         "seq_len": question.seq_len,
         "global_batch_size": question.global_batch_size,
         "precision": question.precision,
-        "usable_gib": question.usable_bytes / _GIB,
+        "usable_gib": question.usable_bytes / GIB,
         "fits": fits,
         "worst_rank": worst.rank,
         "memory_gib": memory_tree(worst),
@@ -163,8 +163,6 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str,
             }
             for memory in ranks
         ],
-        "explain": [
-            {"kind": kind, "gib": bytes_ / _GIB, "because": text} for kind, bytes_, text in explain(run, worst)
-        ],
+        "explain": [{"kind": kind, "gib": bytes_ / GIB, "because": text} for kind, bytes_, text in explain(run, worst)],
     }
     return rounded_tree(tree)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 from parallel3d.models import shape_cards
+from parallel3d.planner.hardware.units import rounded
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import named_shape, shape_names
 from parallel3d.planner.model.shapes import (
@@ -15,7 +16,7 @@ from parallel3d.planner.model.shapes import (
     layer_parameters,
     total_parameters,
 )
-from parallel3d.planner.report.json import model_tree, rounded
+from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
 from parallel3d.tools.arguments import plan_parser
 from parallel3d.tools.plan.shape import read_model

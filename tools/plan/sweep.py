@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.tools.arguments import Parser, amount, plan_parser
 from parallel3d.tools.plan.options import add_constraints, add_options
 from parallel3d.tools.plan.units import tokens
@@ -107,7 +108,7 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
         "hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links_text(cluster)}"
     )
     yield ""
-    head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / 2**30:.1f}':>16}      tok/s/gpu  scaling"
+    head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
     least = next((size.tokens_per_s_per_gpu for size in sizes if size.strategy), 1.0)
     for size in sizes:

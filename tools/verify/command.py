@@ -14,6 +14,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -31,7 +32,6 @@ from parallel3d.tools.plan.devices import FOLDER
 if TYPE_CHECKING:
     from parallel3d.tools.verify.dry_run import DryRun
 
-_GIB = 2**30
 _EPILOG = """\
 examples:
   parallel3d-plan verify quickstart
@@ -146,9 +146,9 @@ def _page(found: Verified) -> Iterator[str]:
     yield ""
     yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
     for kind, model, run in found.rows():
-        yield f"{kind:<34}{model / _GIB:>10.3f}{run / _GIB:>10.3f}{(model - run) / _GIB:>+12.3f}"
-    total = f"{'total':<34}{found.model.total / _GIB:>10.3f}{dry.peak.total / _GIB:>10.3f}"
-    yield f"{total}{(found.model.total - dry.peak.total) / _GIB:>+12.3f}  {found.difference:+.2%}"
+        yield f"{kind:<34}{model / GIB:>10.3f}{run / GIB:>10.3f}{(model - run) / GIB:>+12.3f}"
+    total = f"{'total':<34}{found.model.total / GIB:>10.3f}{dry.peak.total / GIB:>10.3f}"
+    yield f"{total}{(found.model.total - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
     yield ""
     yield f"fullest   model: {found.model.moment}; dry run: {dry.at}"
     same = "the same" if found.parameters == dry.parameter_count else f"the model counts {found.parameters:,}"
@@ -164,9 +164,9 @@ def _tree(found: Verified) -> object:
         "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
         "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
         "kinds": [
-            {"kind": kind, "model_gib": model / _GIB, "dry_run_gib": run / _GIB} for kind, model, run in found.rows()
+            {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB} for kind, model, run in found.rows()
         ],
-        "total_gib": {"model": found.model.total / _GIB, "dry_run": found.dry.peak.total / _GIB},
+        "total_gib": {"model": found.model.total / GIB, "dry_run": found.dry.peak.total / GIB},
         "difference_pct": 100 * found.difference,
         "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
         "seconds": found.dry.seconds,

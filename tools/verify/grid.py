@@ -10,13 +10,13 @@ from statistics import median
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import Parallel3dError
 from parallel3d.launch.failure import print_error
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.text import layout_text
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.verify.command import Verified, verify
 from parallel3d.tools.verify.layouts import random_layouts, random_options
 
 _BAR = 0.02  # of the dry run's peak
-_GIB = 2**30
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def _told(recipe: Recipe, pipeline_rank: int) -> Verified:
 def _line(found: Verified) -> str:
     recipe = found.recipe
     return (
-        f"{found.difference:+7.2%}  {found.model.total / _GIB:8.2f} {found.dry.peak.total / _GIB:8.2f} GiB  "
+        f"{found.difference:+7.2%}  {found.model.total / GIB:8.2f} {found.dry.peak.total / GIB:8.2f} GiB  "
         f"{recipe.model.name} seq_len={recipe.train.seq_len} {recipe.train.precision} {layout_text(recipe.parallel)} "
         f"x {recipe.microbatches}, rank {found.rank} of {recipe.parallel.world_size}"
     )
@@ -72,8 +72,8 @@ def _line(found: Verified) -> str:
 def _tree(found: Verified) -> dict[str, object]:
     return {
         "layout": _line(found),
-        "model_gib": found.model.total / _GIB,
-        "dry_run_gib": found.dry.peak.total / _GIB,
+        "model_gib": found.model.total / GIB,
+        "dry_run_gib": found.dry.peak.total / GIB,
         "error_pct": 100 * found.difference,
     }
 

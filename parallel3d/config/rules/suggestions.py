@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from parallel3d.shards import divisors
+
 _LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
 _MOST_TRIES = 6
 
@@ -21,7 +23,7 @@ def nearest(values: Iterable[int], near: int) -> list[int]:
 
 def divisors_near(number: int, near: int) -> list[int]:
     """The divisors of `number` that are nearest to `near`, at most six, in ascending order."""
-    return nearest((d for d in range(1, min(number, _LARGEST_DIVISOR) + 1) if number % d == 0), near)
+    return nearest((d for d in divisors(number) if d <= _LARGEST_DIVISOR), near)
 
 
 def multiple_from(smallest: int, factor: int) -> int:

@@ -12,8 +12,8 @@ import yaml
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
+from parallel3d.planner.hardware.units import GIB
 
-_GIB = 2**30
 _LINK_KEYS = ("gb_per_s", "latency_us", "efficiency")
 _KEYS = {  # of a hardware file, by section
     "device": (
@@ -195,7 +195,7 @@ def _device(tree: Mapping[str, Any], name: str) -> Device:
     return Device(
         name=str(tree.get("name", name)),
         peak_flops={precision: teras * 1e12 for precision, teras in _numbers(tree, "peak_tflops").items()},
-        memory_bytes=_number(tree, "memory_gib") * _GIB,
+        memory_bytes=_number(tree, "memory_gib") * GIB,
         memory_bandwidth=_number(tree, "memory_gb_per_s") * 1e9,
         processors=_whole(tree, "processors"),
         matmul_efficiency=_number(tree, "matmul_efficiency"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parallel3d.planner.hardware.units import MIB
 from parallel3d.planner.memory.activations import block_bytes, whole_block_bytes
 from parallel3d.planner.memory.rank_memory import RankMemory, live_on, rank_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.own.memory import most_held
-
-_GIB = 2**30
-_MIB = 2**20
 
 
 def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
@@ -60,7 +58,7 @@ def _activations(run: PlannedRun, rank: int) -> str:
     layout, part = run.layout, run.ranks[rank]
     live = live_on(run, rank)
     chunk = "" if layout.virtual_stages == 1 else f" / {layout.virtual_stages} chunks"
-    text = f"{live} live x {part.layers} layers{chunk} x {block_bytes(run) / _MIB:,.0f} MiB"
+    text = f"{live} live x {part.layers} layers{chunk} x {block_bytes(run) / MIB:,.0f} MiB"
     kept = {"none": "", "selective": ", attention recomputed", "full": ", inputs of the blocks alone"}
     return f"{text} ({layout.microbatch_size} x {run.seq_len} tokens{kept.get(layout.recompute, '')})"
 
@@ -86,4 +84,4 @@ def _buffers(run: PlannedRun, parameters: int) -> str:
 def _temporary(run: PlannedRun) -> str:
     if run.layout.recompute != "full":
         return "the optimizer's step, beyond what the loss has freed"
-    return f"a block of {whole_block_bytes(run) / _MIB:,.0f} MiB under recompute, beyond what the loss has freed"
+    return f"a block of {whole_block_bytes(run) / MIB:,.0f} MiB under recompute, beyond what the loss has freed"

@@ -10,6 +10,7 @@ from typing import Literal
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, rank_numel
 from parallel3d.planner.model.shapes import (
@@ -20,7 +21,6 @@ from parallel3d.planner.model.shapes import (
     stage_parameters,
 )
 from parallel3d.planner.model.training import Muon
-from parallel3d.planner.time.collectives import Group, axis_group
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 from parallel3d.schedules.builders import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from statistics import median
 
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
 from parallel3d.planner.model.shapes import total_parameters
 from parallel3d.planner.published.cases import Case, CaseFile, memory_kind
 from parallel3d.planner.time.step import step_cost
-
-_GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class Score:
 
     def to_json(self) -> dict[str, object]:
         """Plain data, floats rounded."""
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+        return {key: rounded(value) for key, value in asdict(self).items()}
 
 
 def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -> Score:
@@ -175,7 +174,7 @@ def predict_case(case: Case) -> Prediction:
         case,
         parameters=total_parameters(run.shape),
         fits=worst.total <= run.cluster.device.memory_bytes,
-        memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / _GIB,
+        memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
 
@@ -247,13 +246,3 @@ def _fit(group: Sequence[ScoredCase]) -> Fit:
         accuracy=100 * (sum(ran) + sum(failed)) / (len(ran) + len(failed)),
         balanced_accuracy=100 * sum(shares) / len(shares),
     )
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value

@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import chain
 
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
-from parallel3d.planner.report.json import hardware_tree, rounded
-from parallel3d.planner.report.page import Plan, header, how_sure, limits, run_text, searched_text, why_text
+from parallel3d.planner.report.json import hardware_tree
+from parallel3d.planner.report.page import Plan, header, how_sure, run_text, searched_text, why_text
+from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.svg import memory_figure, scatter_figure, time_figure
 from parallel3d.planner.report.text import MEMORY_KINDS, layout_text, memory_text, money, telling_ranks, time_text
 from parallel3d.planner.report.timeline import planned_timeline
-from parallel3d.planner.search.advice import reasons
 from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.ranking import at_size
 from parallel3d.timeline.svg import draw_svg
 
-_GIB = 2**30
 _MOST_ROWS = 20
 _MOST_RANKS = 32
 _STYLE = """\
@@ -101,8 +101,8 @@ def _memory(question: Question, best: Strategy) -> Iterator[str]:
 
 
 def _memory_table(ranks: Sequence[RankMemory]) -> str:
-    cells = ([memory.rank, *(f"{getattr(memory, kind) / _GIB:.2f}" for kind in MEMORY_KINDS)] for memory in ranks)
-    rows = ([*row, f"{memory.total / _GIB:.2f}"] for row, memory in zip(cells, ranks, strict=True))
+    cells = ([memory.rank, *(f"{getattr(memory, kind) / GIB:.2f}" for kind in MEMORY_KINDS)] for memory in ranks)
+    rows = ([*row, f"{memory.total / GIB:.2f}"] for row, memory in zip(cells, ranks, strict=True))
     return _table(["rank", *MEMORY_KINDS, "total"], rows)
 
 
@@ -130,7 +130,7 @@ def _strategies(plan: Plan) -> Iterator[str]:
     for number, each in enumerate(plan.answer.strategies[:_MOST_ROWS], 1):
         total, cost = each.memory.total, each.cost
         row: list[object] = [number, each.parallel.world_size, each.parallel.tp, each.parallel.pp]
-        row += [f"{total / _GIB:.1f}", f"{total / usable:.0%}", f"{cost.tokens_per_s_per_gpu:,.0f}", f"{cost.mfu:.1%}"]
+        row += [f"{total / GIB:.1f}", f"{total / usable:.0%}", f"{cost.tokens_per_s_per_gpu:,.0f}", f"{cost.mfu:.1%}"]
         row.append(f"{cost.step_time_s:.3g}")
         length = plan.length(each)
         row += [] if length is None else [f"{length.days:,.3g}", money(length.price)]
@@ -143,7 +143,7 @@ def _left_behind(plan: Plan) -> Iterator[str]:
     if plan.answer.rejected:
         yield _tag("h2", "Rejected")
         rejected = [
-            (f"{each.short_bytes / _GIB:.1f}", f"{layout_text(each.parallel)}: {each.reason}")
+            (f"{each.short_bytes / GIB:.1f}", f"{layout_text(each.parallel)}: {each.reason}")
             for each in plan.answer.rejected[:_MOST_ROWS]
         ]
         yield _table(["GiB short", "the leanest layout of a tp x pp"], rejected)
@@ -155,7 +155,7 @@ def _left_behind(plan: Plan) -> Iterator[str]:
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     nearest = plan.answer.rejected[0]
     usable = plan.question.usable_bytes
-    told = f"It needs {nearest.short_bytes / usable:.0%} more memory than the {usable / _GIB:.1f} GiB a device may use."
+    told = f"It needs {nearest.short_bytes / usable:.0%} more memory than the {usable / GIB:.1f} GiB a device may use."
     yield _tag("h2", "Nothing fits")
     yield _tag("p", told)
     yield from _list([
@@ -173,7 +173,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield from _list([
         ("how sure", how_sure(plan)),
         ("engine", program),
-        ("memory", f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / _GIB:.1f} GiB"),
+        ("memory", f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / GIB:.1f} GiB"),
         *(("note", note) for note in plan.notes),
     ])  # fmt: skip
     yield "<details><summary>the hardware's figures</summary>" + _table(["", ""], figures.items()) + "</details>"

@@ -8,17 +8,17 @@ from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.shapes import ModelShape, total_parameters
-from parallel3d.planner.report.page import Plan, limits
+from parallel3d.planner.report.page import Plan
+from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.advice import RunLength, reasons
 from parallel3d.planner.search.candidate import planned_shape
-from parallel3d.planner.search.question import Question, Rejected, Strategy
+from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
 from parallel3d.planner.search.ranking import Comparison, at_size
 
 SCHEMA = "parallel3d.plan/1"
-_GIB = 2**30
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def sharding_of(parallel: ParallelConfig) -> Any:
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
     """By kind in GiB; the kinds add up to the total."""
-    return {"total": memory.total / _GIB, **{kind: getattr(memory, kind) / _GIB for kind in MEMORY_KINDS}}
+    return {"total": memory.total / GIB, **{kind: getattr(memory, kind) / GIB for kind in MEMORY_KINDS}}
 
 
 def model_tree(shape: ModelShape) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
         "device_file": cluster.device_file,
         "device": device.name,
         "peak_tflops": {precision: flops / 1e12 for precision, flops in device.peak_flops.items()},
-        "memory_gib": device.memory_bytes / _GIB,
+        "memory_gib": device.memory_bytes / GIB,
         "memory_gb_per_s": device.memory_bandwidth / 1e9,
         "gpus_per_node": cluster.gpus_per_node,
         "node_gb_per_s": cluster.node.bandwidth / 1e9,
@@ -91,19 +91,9 @@ def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:
     return {
         "parallel": parallel_tree(rejected.parallel),
         "reason": rejected.reason,
-        "short_gib": rejected.short_bytes / _GIB,
+        "short_gib": rejected.short_bytes / GIB,
         "short_pct": 100 * rejected.short_bytes / question.usable_bytes,
     }
-
-
-def rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value
 
 
 def rounded_tree(tree: Mapping[str, object]) -> dict[str, Any]:
@@ -121,7 +111,7 @@ def question_tree(question: Question) -> dict[str, Any]:
         "global_batch_size": question.global_batch_size,
         "precision": question.precision,
         "memory_fraction": question.memory_fraction,
-        "usable_gib": question.usable_bytes / _GIB,
+        "usable_gib": question.usable_bytes / GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
         "schedules": list(question.schedules),
     }

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import (
     bar,
     days_column,
@@ -23,12 +25,10 @@ from parallel3d.planner.report.text import (
     time_text,
     wrapped,
 )
-from parallel3d.planner.search.advice import RunLength, reasons, run_length
-from parallel3d.planner.search.candidate import planned_shape, strategy
-from parallel3d.planner.search.question import Answer, Question, Strategy
+from parallel3d.planner.search.candidate import planned_shape
+from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy, run_length
 from parallel3d.planner.search.ranking import Comparison, Objective, at_size, slower_by
 
-_GIB = 2**30
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
 _RANKED = {
@@ -108,7 +108,7 @@ def header(q: Question) -> Iterator[str]:
 def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     sizes = _sizes_differ(plan)
     head = "  #" + " gpus" * sizes + "  tp  pp  vs  dp s x r  mb recompute"
-    head += f"{f'GiB of {plan.question.usable_bytes / _GIB:.1f}':>17}       tok/s/gpu    MFU" + " step s" * (not sizes)
+    head += f"{f'GiB of {plan.question.usable_bytes / GIB:.1f}':>17}       tok/s/gpu    MFU" + " step s" * (not sizes)
     if plan.tokens is not None:
         head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
     yield head
@@ -187,26 +187,10 @@ def run_text(plan: Plan, best: Strategy) -> str:
     return f"{text}; {si(plan.tokens)} tokens: {length.days:,.1f} days, {length.gpu_hours:,.0f} GPU-hours{price}"
 
 
-def limits(question: Question, best: Strategy) -> Iterator[str]:
-    """What breaks first: how much memory is left, and what twice as long or as many sequences would need."""
-    left = question.usable_bytes - best.memory.total
-    yield f"{left / _GIB:.1f} GiB are left under --mem-fraction {question.memory_fraction:g}"
-    longer = strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
-    yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
-    twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
-    if question.global_batch_size % (twice.dp * twice.microbatch_size) == 0:
-        more = strategy(question, twice).memory.total
-        yield f"microbatches of {twice.microbatch_size} {_fits(more - question.usable_bytes)}"
-
-
-def _fits(short: float) -> str:
-    return f"need {short / _GIB:.1f} GiB more" if short > 0 else "fit too"
-
-
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     q, rejected = plan.question, plan.answer.rejected
     nearest = rejected[0]
-    share, usable = nearest.short_bytes / q.usable_bytes, f"the {q.usable_bytes / _GIB:.1f} GiB that a device may use"
+    share, usable = nearest.short_bytes / q.usable_bytes, f"the {q.usable_bytes / GIB:.1f} GiB that a device may use"
     needs = f"{share:.0%} more memory than {usable}" if share < 10 else f"{1 + share:,.0f} times {usable}"
     yield f"nothing fits: needs {needs}"
     yield from wrapped("nearest", f"{layout_text(nearest.parallel)}: {nearest.reason}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.time.parts import TimeParts
 
-_GIB = 2**30
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 900, 90, 90, 24, 18
 _PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#cc79a7", "#d55e00", "#999999", "#5f5f5f")
 COLORS = dict(zip(MEMORY_KINDS, _PALETTE, strict=True))
@@ -32,12 +32,12 @@ def memory_figure(ranks: Sequence[RankMemory], usable: float, device: float) -> 
         for kind in MEMORY_KINDS:
             bytes_ = getattr(memory, kind)
             if bytes_:
-                told = f"rank {memory.rank}, {kind}: {bytes_ / _GIB:.2f} GiB"
+                told = f"rank {memory.rank}, {kind}: {bytes_ / GIB:.2f} GiB"
                 parts.append(_bar(x, y, bytes_ * scale, COLORS[kind], told))
                 x += bytes_ * scale
-        parts.append(_text(_WIDTH - 4, y + 13, f"{memory.total / _GIB:.1f} GiB", anchor="end"))
+        parts.append(_text(_WIDTH - 4, y + 13, f"{memory.total / GIB:.1f} GiB", anchor="end"))
     height = len(ranks) * _ROW
-    for bytes_, name in ((usable, f"usable {usable / _GIB:.1f} GiB"), (device, "")):
+    for bytes_, name in ((usable, f"usable {usable / GIB:.1f} GiB"), (device, "")):
         x = _LEFT + bytes_ * scale
         parts.append(f'<path class="limit" d="M{x:.1f} 0v{height}"/>')
         parts.append(_text(x - 4, height + 14, name, anchor="end") if name else "")
@@ -84,11 +84,11 @@ def scatter_figure(strategies: Sequence[Strategy], usable: float) -> str:
         _text(4, 26, "tokens/s"),
         _text(4, bottom, f"{low:,.0f}"),
         _text(_LEFT, height - 12, "0 GiB"),
-        _text(_LEFT + _SPAN, height - 12, f"{usable / _GIB:.1f} GiB usable", anchor="end"),
+        _text(_LEFT + _SPAN, height - 12, f"{usable / GIB:.1f} GiB usable", anchor="end"),
     ]
     for number, each in enumerate(strategies, 1):
         x, y = at(each)
-        told = f"{number}: {layout_text(each.parallel)}; {each.memory.total / _GIB:.1f} GiB, "
+        told = f"{number}: {layout_text(each.parallel)}; {each.memory.total / GIB:.1f} GiB, "
         told += f"{each.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device"
         drawn.append(f'<g><title>{escape(told)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#0072b2"/></g>')
         drawn.append(_text(x + 7, y + 4, str(number)))

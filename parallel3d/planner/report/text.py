@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.time.parts import TimeParts
 
@@ -15,7 +16,6 @@ WIDTH = 100
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name != "rank")
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
 _BAR = 8  # characters
-_GIB = 2**30
 _LEAST_SHOWN = 0.002  # of a step
 
 
@@ -50,14 +50,14 @@ def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
 
 def memory_text(memory: RankMemory) -> str:
     parts = sorted(((getattr(memory, kind), kind) for kind in MEMORY_KINDS), reverse=True)
-    least = 0.05 * _GIB if memory.total >= _GIB else 0.02 * memory.total
+    least = 0.05 * GIB if memory.total >= GIB else 0.02 * memory.total
     shown = ", ".join(f"{kind} {gib(bytes_, of=memory.total)}" for bytes_, kind in parts if bytes_ >= least)
     return f"{shown}; {gib(memory.total)} in all"
 
 
 def gib(bytes_: float, *, of: float | None = None) -> str:
     """74.7, and two digits of what is less than one (or a part of it), as of a small model on a CPU."""
-    return f"{bytes_ / _GIB:.1f}" if (of or bytes_) >= _GIB else f"{bytes_ / _GIB:.2g}"
+    return f"{bytes_ / GIB:.1f}" if (of or bytes_) >= GIB else f"{bytes_ / GIB:.2g}"
 
 
 def time_text(parts: TimeParts) -> str:

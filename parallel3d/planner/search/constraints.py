@@ -7,8 +7,9 @@ from math import prod
 from parallel3d.config.rules.suggestions import any_of, divisors_near, multiple_from, nearest
 from parallel3d.errors import ConfigError
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.space import divisors, tp_rule
+from parallel3d.planner.search.space import tp_rule
 from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.shards import divisors
 
 
 def check_fixed(question: Question) -> None:

@@ -10,12 +10,14 @@ from math import inf
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import worst_rank
 from parallel3d.planner.search.candidate import planned_run, strategy
 from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import divisors, families, tp_rule
+from parallel3d.planner.search.space import families, tp_rule
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
+from parallel3d.shards import divisors
 
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2
@@ -159,7 +161,7 @@ def _reject(question: Question, priced: Candidate) -> Rejected:
     )
     return Rejected(
         parallel=priced.parallel,
-        reason=f"needs {short / 2**30:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}",
+        reason=f"needs {short / GIB:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}",
         short_bytes=short,
     )
 

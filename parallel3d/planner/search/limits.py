@@ -6,7 +6,7 @@ few dozen such questions: by doubling, then between the last two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -16,7 +16,8 @@ from parallel3d.planner.model.shapes import ModelShape, total_parameters
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.fastest import one_that_fits
 from parallel3d.planner.search.question import Question, Strategy
-from parallel3d.planner.search.space import MOST_MICROBATCH, divisors
+from parallel3d.planner.search.space import MOST_MICROBATCH
+from parallel3d.shards import divisors
 
 _STEPS = 16  # between two doublings
 _MOST_NODES = 2**16
@@ -129,6 +130,22 @@ def grown(shape: ModelShape, heads: int) -> ModelShape:
         kv_heads=heads * shape.kv_heads // shape.heads,
         ffn_hidden=max(1, round(shape.ffn_hidden * hidden / shape.hidden / 256)) * 256,
     )
+
+
+def remedies(question: Question) -> Iterator[str]:
+    """Where nothing fits: what would, in words, each tried and not guessed."""
+    found = smallest_cluster(question)
+    if found is not None and found.question.gpus > question.gpus:
+        yield f"{found.question.gpus} devices instead of {question.gpus}"
+    length = question.seq_len // 2
+    while length >= 512:
+        if one_that_fits(replace(question, seq_len=length)) is not None:
+            yield f"sequences of {length} tokens instead of {question.seq_len}"
+            break
+        length //= 2
+    free = replace(question, fixed=type(question.fixed)())
+    if free != question and one_that_fits(free) is not None:
+        yield "leaving free what is fixed"
 
 
 def _least_devices(question: Question) -> float:

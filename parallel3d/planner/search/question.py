@@ -14,6 +14,8 @@ from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost
 from parallel3d.schedules.registry import ScheduleName
 
+_SECONDS_PER_DAY = 86_400
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
@@ -95,3 +97,20 @@ class Answer:
     considered: int
     checked: int
     fitting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """How long a token budget takes, and what it costs where the hardware file has a price."""
+
+    days: float
+    gpu_hours: float
+    price: float | None
+
+
+def run_length(question: Question, strategy: Strategy, tokens: float) -> RunLength:
+    seconds = tokens / (strategy.cost.tokens_per_s_per_gpu * question.gpus)
+    gpu_hours = seconds / 3600 * question.gpus
+    hourly = question.cluster.device.price_per_hour
+    price = None if hourly is None else gpu_hours * hourly
+    return RunLength(days=seconds / _SECONDS_PER_DAY, gpu_hours=gpu_hours, price=price)

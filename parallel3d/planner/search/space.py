@@ -18,6 +18,7 @@ from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+from parallel3d.shards import divisors
 
 MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
@@ -160,8 +161,3 @@ def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelC
 
 def _allowed(value: object, fixed: object) -> bool:
     return fixed is None or value == fixed
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.search.advice import RunLength, run_length
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, search
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.question import Question, RunLength, Strategy, run_length
 from parallel3d.planner.time.step import BlockTimeCache
 
 
@@ -57,7 +57,7 @@ def _at(question: Question, tokens: float | None, blocks: BlockTimeCache) -> Siz
     found = fastest(question, top=1, blocks=blocks)
     if not found:
         nearest = search(question, top=1).rejected[0]
-        short = f"{nearest.short_bytes / 2**30:.1f} GiB"
+        short = f"{nearest.short_bytes / GIB:.1f} GiB"
         return Size(question=question, none=f"does not fit: {short} are missing in the leanest layout")
     length = None if tokens is None else run_length(question, found[0], tokens)
     return Size(question=question, strategy=found[0], length=length)

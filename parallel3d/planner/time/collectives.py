@@ -7,34 +7,10 @@ with g ranks on a node has g ports (Thakur et al. 2005; NCCL's tuning model in s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, gcd, log2
+from math import ceil, log2
 
 from parallel3d.planner.hardware.cluster import Cluster
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The ranks of one axis: how many, how many of them share a node, and from how many nodes they are picked."""
-
-    size: int
-    per_node: int
-    span: int = 1
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.size // self.per_node)
-
-
-def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
-    """`size` ranks, `stride` apart, of `world`. Where a node is no multiple of such a group, some groups lie across two
-    nodes, and the slowest of them counts; unless all ranks are on one."""
-    node = cluster.gpus_per_node
-    if world <= node:
-        return Group(size=size, per_node=size)
-    span = size * stride
-    per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
-    return Group(size=size, per_node=max(1, per_node), span=-(-span // node))
+from parallel3d.planner.hardware.groups import Group
 
 
 def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
