@@ -1,38 +1,148 @@
-"""Names of torch that have no public counterpart, each with why it is needed; this is the one place that calls them.
+"""Every name of torch that has no public counterpart, each with why it is needed. No other module calls one.
 
-What `fully_shard` keeps to itself is in `sharding.fully_sharded`, and a storage's count of references in
-`pipeline.transport`.
+The names at the top are re-exported as they are. The functions below them say what is wanted, and hide what differs
+between torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,  # shapes without memory, for `parallel3d-plan verify`
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives  # what `torch.compile` can trace
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator that is called
+from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested arguments
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "functional_collectives", "tree_iter"]
+
+READ_A_VALUE = torch.ops.aten._local_scalar_dense.default  # the operator behind `Tensor.item` and `if tensor:`
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies each, in place, in few kernels. `torch.nn.utils.clip_grads_with_norm_` is public and never multiplies
-    by more than 1; a plain loop costs a GPU a launch for each tensor."""
+    """Multiplies each tensor by `factor`, in place, in few kernels. The public `torch.nn.utils.clip_grads_with_norm_`
+    never multiplies by more than 1, and a plain loop costs a GPU one launch for each tensor."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each, added up and given in `dtype`. `torch.nn.utils.get_total_norm` is public and rounds each to
-    the tensor's own dtype: eight bits of bf16."""
+    """Returns the 2-norm of each tensor, summed and returned in `dtype`. The public `torch.nn.utils.get_total_norm`
+    rounds each norm to its tensor's own dtype, which leaves eight bits of bf16."""
     return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is at work here: so a forward tells that activation recompute runs it again."""
+    """Returns whether autograd is at work in this thread. A forward that activation recompute runs again is told apart
+    by this."""
     return torch._C._current_graph_task_id() != -1
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole, by dim; also where several axes split one. It is what DCP asks a
-    tensor, to save its part. Raises ValueError where the rank has no part."""
+    """Returns where this rank's part begins in the global tensor, for each dim, also if several axes split one dim. It
+    is what DCP asks a tensor to save its part. Raises ValueError if the rank has no part."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes == tensor.to_local().shape
     return tuple(chunk.offsets)
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """Returns this rank's part without the operator that `to_local` would be, which a `TorchDispatchMode` must not call
+    from within itself."""
+    return tensor._local_tensor
+
+
+def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Returns how long a collective of a group waits for its peers."""
+    return math.ceil(group._get_backend(device).options._timeout.total_seconds()) * 1000
+
+
+def default_store() -> dist.Store:
+    """Returns the store at which the processes of the default group have met."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether `torch.compile(module)` has made this module or `module.compile()` was called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Returns a number that tells a storage from all others that are alive. `data_ptr` is 0 for a fake tensor."""
+    return int(storage._cdata)
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """Returns how many references there are to a storage. torch's own CUDA graph trees ask it in this way."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def collective_name(operator: Any) -> str | None:
+    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it is a collective of
+    torch.distributed or of its functional twin (which torch.compile and DTensor use); None for any other operator."""
+    return operator._overloadpacket.__name__ if operator.namespace in ("c10d", "_c10d_functional") else None
+
+
+def keep_delayed_gradients(root: FSDPModule) -> None:
+    """Adds the gradients that the second half of a split backward has made to those that `fully_shard` keeps. Until
+    torch 2.14 it keeps them apart, in the dtype of the reduction, and reduces one of the two; from 2.15 on the gradient
+    of a gathered parameter is that sum, and there is nothing to do."""
+    for parameter in (parameter for group in _groups(root) for parameter in group.fsdp_params):
+        if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_delayed_gradients(root: FSDPModule) -> None:
+    """Does what `fully_shard` does at the end of a backward: sums gradients over the data ranks and frees the gathered
+    parameters. `fully_shard` does it at the end of the first half of a split backward, without the gradients of the
+    second."""
+    for group in reversed(_groups(root)):
+        group.post_backward()
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def _groups(root: FSDPModule) -> list[Any]:
+    """Returns the groups of parameters that `fully_shard` gathers together, in the order of the model. A module has one
+    or none in torch 2.11 and a list of them from 2.13 on."""
+    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipeline does so too
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for of_module in groups for group in of_module if group is not None]
+
+
+@contextmanager
+def cutting_by(chunk: Any) -> Iterator[None]:
+    """Lets `fully_shard` cut its parameters by `chunk(tensor, chunks, dim=...)` for a block, in the place of a function
+    that makes a tensor for each of the ranks."""
+    eager = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = chunk
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = eager
+
+
+@contextmanager
+def world_of_none(size: int, rank: int) -> Iterator[None]:
+    """Holds a default process group of `size` ranks open for a block, of which this process is `rank` and the others do
+    not exist: nothing is sent. torch registers its backend in a module for its own tests alone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor would give tensors of the next world a mesh of this world's groups

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed import _functional_collectives as functional
 
 from parallel3d.layers.shared_memory import SLOT_BYTES, SharedExchange, shared_exchange
 from parallel3d.mesh import Axis
+from parallel3d.torch_private import functional_collectives as functional
 
 SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from parallel3d.layers.main_grad import accumulated_gradient, add_product
+from parallel3d.torch_private import is_compiled
 
 Work = Callable[[], object]
 
@@ -52,7 +53,7 @@ def delay_if_split(work: Work) -> bool:
 def make_linears_deferrable(module: nn.Module) -> None:
     """Lets the `nn.Linear`s below a module put off their weights' gradients. It changes no result and no name. What is
     compiled stays as it is: its backward is one piece, which is done in the first half."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if is_compiled(module):
         return
     if type(module) is nn.Linear and "forward" not in vars(module):
         module.forward = _Deferrable(module)  # type: ignore[assignment, method-assign]  # this instance's own

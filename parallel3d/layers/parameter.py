@@ -134,7 +134,8 @@ def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Te
         return like_parameter(parameter, local)
     total = accumulated_gradient(parameter)
     if total is None:
-        parameter.grad = like_parameter(parameter, local)
+        # From torch 2.15 on, `fully_shard` says by `grad_dtype` in what it adds gradients up; None takes any dtype.
+        parameter.grad = like_parameter(parameter, local.to(parameter.grad_dtype or local.dtype))
     else:
         total.add_(local)
     return None

@@ -11,7 +11,6 @@ so had finished k: nobody still reads the slot.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import shutil
@@ -24,6 +23,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel3d.torch_private import timeout_ms
 
 SLOT_BYTES = 2**20
 SLOTS = 4
@@ -80,7 +81,7 @@ class SharedExchange:
         dist.barrier(group)
         finalize(self, _close, [*self._hears.values(), *self._tells.values()])
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
-        self._timeout_ms = _timeout_s(group) * 1000
+        self._timeout_ms = timeout_ms(group, torch.device("cpu"))
         self._opened, self._finished = 0, 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
@@ -144,9 +145,3 @@ def _reserve(group: dist.ProcessGroup, folder: Path) -> bool:
     answers: list[bool] = [False] * size
     dist.all_gather_object(answers, made, group=group)
     return all(answers)
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    # torch has no public way to ask for a group's timeout.
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return math.ceil(timeout.total_seconds())

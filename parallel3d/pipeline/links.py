@@ -7,7 +7,6 @@ when the first message needs them: on one host without GPUs, none may.
 
 from __future__ import annotations
 
-import math
 import select
 import shutil
 import socket
@@ -25,6 +24,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.errors import RankError, ScheduleError
 from parallel3d.pipeline.shared_link import Header, Incoming, Outgoing, PeerLostError, prepare
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.torch_private import default_store, timeout_ms
 
 _MEMORY_FOLDER = Path("/dev/shm")
 
@@ -52,7 +52,7 @@ class Links:
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes its links' memory, tells all where it is, and both ends open it."""
-        self._timeout_ms = _timeout_s(pipeline, device) * 1000
+        self._timeout_ms = timeout_ms(pipeline, device)
         is_possible = device.type == "cpu" and _MEMORY_FOLDER.is_dir()
         folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=_MEMORY_FOLDER if is_possible else None))
         try:
@@ -133,7 +133,7 @@ class Links:
             return
         self._is_closed = True
         if self.size > 1 and self.failure_message() is None:
-            _store().set(self._failure_key, message)
+            default_store().set(self._failure_key, message)
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
         for group in self._groups.values():
@@ -142,9 +142,9 @@ class Links:
 
     def failure_message(self) -> str | None:
         """What the first rank that failed has said."""
-        if self.size == 1 or not _store().check([self._failure_key]):
+        if self.size == 1 or not default_store().check([self._failure_key]):
             return None
-        return str(_store().get(self._failure_key).decode())
+        return str(default_store().get(self._failure_key).decode())
 
 
 Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
@@ -190,15 +190,3 @@ def _make_links(folder: Path, ways: list[Way]) -> dict[Way, Path]:
             prepare(path)
             made[source, target] = path
     return made
-
-
-def _store() -> dist.Store:
-    # torch has no public way to ask for the store that its processes met at.
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    # Nor for a group's timeout.
-    timeout = group._get_backend(device).options._timeout
-    return math.ceil(timeout.total_seconds())

@@ -110,7 +110,7 @@ class Chain(nn.Sequential):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for part in path:
-                if part not in owner._modules:
+                if part not in dict(owner.named_children()):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.add_module(leaf, model.get_submodule(name))

@@ -18,6 +18,7 @@ from parallel3d.pipeline.links import Links
 from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, PeerLostError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
+from parallel3d.torch_private import storage_references
 
 
 class Buffers:
@@ -33,7 +34,7 @@ class Buffers:
         for _ in range(len(pool)):
             tensor, storage = pool[0]
             pool.rotate(-1)
-            if _uses(storage) == 2:  # the two in the pool
+            if storage_references(storage) == 2:  # the two in the pool
                 return tensor.detach()
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)  # type: ignore[arg-type]
         pool.append((tensor, tensor.untyped_storage()))
@@ -172,8 +173,3 @@ def _wait(work: dist.Work, peer: int) -> None:
         work.wait()
     except RuntimeError as error:
         raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
-
-
-def _uses(storage: torch.UntypedStorage) -> int:
-    """References to a storage. torch has no public way to ask; its own CUDA graph trees ask so."""
-    return torch._C._storage_Use_Count(storage._cdata)

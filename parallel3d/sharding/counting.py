@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel3d.torch_private import TorchDispatchMode, collective_name
 
 # An operator of c10d -> the kind, and which of its tensors is the larger (the whole).
 _KINDS = {
@@ -56,8 +57,9 @@ class CollectiveCounter(TorchDispatchMode):
         return sum(self.bytes[axis, kind] for axis in axes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):  # the second: those of torch.compile and of DTensor
-            self._count(func._overloadpacket.__name__, args)
+        name = collective_name(func)
+        if name is not None:
+            self._count(name, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: Any) -> None:

@@ -14,6 +14,7 @@ from parallel3d.sharding.bucket import DataAxes
 from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.parts import OptimizerPart, ShardedPart
 from parallel3d.sharding.units import CommunicationUnit
+from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
 
 
 class FullyShardedData:
@@ -82,19 +83,10 @@ class FullyShardedData:
         """Tells that the weights' half of a split backward is done, and whether it is the step's last. What
         `fully_shard` does at the end of a backward it did after the first half, without those gradients: here it is
         done with them."""
-        root = fully_shard.state(self._root)  # type: ignore[attr-defined]  # torch's own pipeline reaches its groups so
-        groups = [group for state in root._state_ctx.all_states for group in _parameter_groups(state)]
-        # In the last one, too: what the first half had gradients of is in the reduction's dtype already, and
-        # `fully_shard` reduces but one.
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-        if not last:
-            return
-        self._say(True)
-        for group in reversed(groups):
-            group.post_backward()
-        root._root_post_backward_final_callback()
+        keep_delayed_gradients(self._root)
+        if last:
+            self._say(True)
+            reduce_delayed_gradients(self._root)
 
     def finish_gradients(self) -> None:
         """`fully_shard` has waited for them at the end of the backward."""
@@ -167,10 +159,3 @@ def _sharded(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 def _parts_of(model: nn.Module) -> list[FSDPModule]:
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    """A module's, of which torch 2.11 has one or none and 2.13 a list."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

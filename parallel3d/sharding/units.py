@@ -56,10 +56,9 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     places: dict[int, list[ParameterUse]] = {}
     parents: dict[int, set[int]] = {}  # of each parameter, the units that hold it; -1: what is left
     for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
-                parents.setdefault(id(parameter), set()).add(owner[id(module)])
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
+            parents.setdefault(id(parameter), set()).add(owner[id(module)])
     together = _together(len(chosen), parents.values())
     units: dict[int, tuple[list[nn.Module], list[tuple[ParameterUse, ...]]]] = {-1: ([], [])}
     for index, module in enumerate(chosen):

@@ -6,23 +6,9 @@ tensor; of fake ones, each some 0.1 ms of Python, 16,384 ranks times a model's p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # where it cuts: no public name leads there
-
-
-@contextmanager
-def chunks_on_demand() -> Iterator[None]:
-    """While it lasts, `fully_shard` makes only the parts that it uses."""
-    eager = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = eager
 
 
 @dataclass(frozen=True)

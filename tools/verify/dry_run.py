@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils._pytree import tree_iter
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch
@@ -31,8 +28,9 @@ from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.tools.verify.chunks import chunks_on_demand
+from parallel3d.tools.verify.chunks import Chunks
 from parallel3d.tools.verify.ledger import Ledger, Snapshot
+from parallel3d.torch_private import READ_A_VALUE, FakeTensor, FakeTensorMode, cutting_by, tree_iter, world_of_none
 from parallel3d.training.trainer import Trainer
 
 
@@ -75,7 +73,7 @@ class ShapesOnly(FakeTensorMode):
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if tensors and all(type(tensor) is Tensor for tensor in tensors):
                 return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ_A_VALUE:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # Which tensor a fake one stands for is remembered, and a module does not give other memory (`to_empty`) to
@@ -121,11 +119,11 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
     GPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
-    with _world(recipe.parallel.world_size, rank), ExitStack() as modes:
+    with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
         mesh = build_mesh(recipe.parallel, "cpu")
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
-        modes.enter_context(chunks_on_demand())
+        modes.enter_context(cutting_by(Chunks))
         if fused_norm:
             modes.enter_context(gpu_kernels())
         trainer = Trainer(
@@ -188,17 +186,3 @@ def _batch(recipe: Recipe) -> Batch:
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
     ids = torch.zeros(shape, dtype=torch.int64)
     return Batch(inputs=ids, labels=torch.zeros_like(ids), samples=torch.zeros(shape[:2], dtype=torch.int64))
-
-
-@contextmanager
-def _world(size: int, rank: int) -> Iterator[None]:
-    """A default process group of so many ranks, of which this process is one and the others are nowhere."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # there is no public name
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no other place
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor would give the next world's tensors a mesh of this one's groups

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from parallel3d.torch_private import TorchDispatchMode, local_of, storage_id, tree_iter
 
 Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between"]
 
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):
     def mark(self, tensors: Iterable[Tensor], made: Made) -> None:
         """Says what some of what is alive is for."""
         for tensor in tensors:
-            piece = self._pieces[tensor.untyped_storage()._cdata]
+            piece = self._pieces[storage_id(tensor.untyped_storage())]
             self._made[piece.made] -= piece.nbytes
             self._made[made] += piece.nbytes
             piece.made = made
@@ -115,9 +115,9 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor  # to_local() would be an operator
+            tensor = local_of(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._pieces:
             return
         piece = _Piece(0, self._phase, self._action, weakref.ref(storage, lambda _: self._gone(key)))
@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         self._grow(piece, storage.nbytes())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        piece = self._pieces.get(storage._cdata)
+        piece = self._pieces.get(storage_id(storage))
         if piece is None:
             return
         if storage.nbytes() > piece.nbytes and piece.made != "gathered":
