@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from parallel3d.config.flops import peak_bf16_flops
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig
-from parallel3d.training.learning_rate import learning_rate
+from parallel3d.models import shape_cards
+from parallel3d.planner.model.flops import model_flops_per_token
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.tools.plan.devices import hardware_files
 from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
 from parallel3d.training.progress import Bar, clock, describe, open_progress
 from parallel3d.training.stopwatch import Stopwatch
+from parallel3d.training.update import learning_rate
 
 LINE = StepMetrics(
     step=20,
@@ -83,13 +89,18 @@ def test_a_norm_that_overflowed_is_null_because_json_has_no_infinity(tmp_path: P
 
 
 def test_flops_count_the_head_and_not_the_table() -> None:
-    """6 N + 12 L D S, N = 4 matrices of D x D, three of D x F, and the head."""
+    """6 N + 12 L D S, N = 4 matrices of D x D, three of D x F, and the head; norms are not multiplied."""
     model = ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=16, vocab=32)
-    blocks = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8)
-    parameters = blocks + 8 + 2 * 32 * 8
-    assert flops_per_token(model, parameters, seq_len=4) == 6 * (blocks + 8 + 32 * 8) + 12 * 2 * 8 * 4
-    tied = replace(model, tied_embeddings=True)
-    assert flops_per_token(tied, parameters - 32 * 8, seq_len=4) == flops_per_token(model, parameters, seq_len=4)
+    blocks = 2 * (4 * 8 * 8 + 3 * 8 * 16)
+    assert flops_per_token(model, seq_len=4) == 6 * (blocks + 32 * 8) + 12 * 2 * 8 * 4
+    assert flops_per_token(replace(model, tied_embeddings=True), seq_len=4) == flops_per_token(model, seq_len=4)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-xl", "qwen2.5-7b"])
+def test_the_trainer_and_the_planner_count_the_same_operations(name: str) -> None:
+    tree = yaml.safe_load(shape_cards()[name].read_text())
+    model = ModelConfig(**tree)
+    assert flops_per_token(model, seq_len=2048) == model_flops_per_token(from_config(model), 2048)
 
 
 def test_a_cpu_has_memory_and_no_known_peak() -> None:
@@ -100,10 +111,26 @@ def test_a_cpu_has_memory_and_no_known_peak() -> None:
 
 def test_peaks_are_found_by_the_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(torch.device("cuda"), "bf16") == 989e12
+    assert peak_flops(torch.device("cuda"), "bf16") == 989.4e12
     assert peak_flops(torch.device("cuda"), "fp32") is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert peak_flops(torch.device("cuda"), "bf16") == 756e12
+
+
+@pytest.mark.parametrize(
+    ("file", "cuda_name"),
+    [
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("h100-80gb", "NVIDIA H100 80GB HBM3"),
+        ("h100-pcie", "NVIDIA H100 PCIe"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+        ("gb200", "NVIDIA GB200"),
+    ],
+)
+def test_hardware_files_have_the_trainers_peaks(file: str, cuda_name: str) -> None:
+    tree = yaml.safe_load(hardware_files()[file].read_text())
+    assert tree["device"]["peak_tflops"]["bf16"] * 1e12 == peak_bf16_flops(cuda_name)
 
 
 def test_learning_rate_warms_up_and_comes_down() -> None:

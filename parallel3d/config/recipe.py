@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
+from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import (
     ABOVE_ONE,
     ABOVE_ZERO,
@@ -61,12 +62,19 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def block_weights(self) -> int:
+        """The weights of one block's matrices."""
+        return block_weights(
+            hidden=self.hidden,
+            kv_hidden=self.key_value_heads * self.head_dim,
+            ffn_hidden=self.ffn_hidden,
+            ffn_matrices=2 if self.architecture == "gpt" else 3,  # without a gate, and with one
+        )
+
     def part_costs(self, seq_len: int) -> PartCosts:
-        """What embedding, block and head cost, for cutting the model into pipeline stages."""
-        kv = self.key_value_heads * self.head_dim
-        mlp_matrices = 2 if self.architecture == "gpt" else 3  # without a gate, and with one
-        weights = 2 * self.hidden**2 + 2 * self.hidden * kv + mlp_matrices * self.hidden * self.ffn_hidden
-        return PartCosts.of(block_weights=weights, hidden=self.hidden, vocab=self.vocab, seq_len=seq_len)
+        """Returns what embedding, block and head cost, for cutting the model into pipeline stages."""
+        return PartCosts.of(block_weights=self.block_weights, hidden=self.hidden, vocab=self.vocab, seq_len=seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)

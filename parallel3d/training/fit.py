@@ -79,7 +79,7 @@ def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int,
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
     peak = peak_flops(trainer.device, recipe.train.precision)
-    flops = flops_per_token(recipe.model, trainer.parameter_count, recipe.train.seq_len)
+    flops = flops_per_token(recipe.model, recipe.train.seq_len)
     return StepMetrics(
         step=trainer.step,
         loss=result.loss,

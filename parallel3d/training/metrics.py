@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 
+from parallel3d.config.flops import peak_bf16_flops, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Precision
-
-# Dense peak FLOP/s of a device by the name that CUDA gives it, from the makers' data sheets (bf16, without sparsity).
-PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +47,23 @@ class MetricsFile:
             file.write(json.dumps({name: _valid(value) for name, value in asdict(metrics).items()}) + "\n")
 
 
-def flops_per_token(config: ModelConfig, parameters: int, seq_len: int) -> float:
-    """Forward and backward of one token: 6 N + 12 L D S (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), N
-    without the tables of tokens and positions, which are looked up and not multiplied."""
-    looked_up = 0 if config.tied_embeddings else config.vocab * config.hidden
-    looked_up += (config.max_positions or 0) * config.hidden
-    return 6.0 * (parameters - looked_up) + 12.0 * config.layers * config.hidden * seq_len
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
+    return training_flops_per_token(
+        layers=config.layers,
+        hidden=config.hidden,
+        weights_per_block=config.block_weights,
+        vocab=config.vocab,
+        seq_len=seq_len,
+    )
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Of one device at 16 bits; None where it is not known, and in float32, whose peak depends on what torch allows."""
+    """Returns the peak FLOP/s of one device at 16 bits. None where it is not known, and in float32, whose peak depends
+    on what torch allows."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for model, flops in PEAK_BF16_FLOPS.items() if model in name), None)
+    return peak_bf16_flops(torch.cuda.get_device_name(device))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

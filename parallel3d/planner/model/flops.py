@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
+from parallel3d.config.flops import training_flops_per_token
 from parallel3d.planner.model.shapes import ModelShape, layer_matrix_parameters, parameters_of_matmuls, total_parameters
 
 FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompute", "causal"]
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """6 per weight of a matrix plus 12 L h s for attention: forward and backward, recomputation not counted, causal
-    attention counted whole (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B). This is the `mfu` of a plan and of the trainer's metrics."""
-    return 6 * parameters_of_matmuls(shape) + 12 * shape.layers * shape.hidden * seq_len
+    """Returns the operations that the `mfu` of a plan and of the trainer's metrics counts."""
+    return training_flops_per_token(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        weights_per_block=layer_matrix_parameters(shape),
+        vocab=shape.vocab,
+        seq_len=seq_len,
+    )
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, share: float = 1.0) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
+from parallel3d.config.flops import block_weights
 from parallel3d.config.recipe import ModelConfig
 
 FeedForward = Literal["swiglu", "gelu", "relu2"]
@@ -94,8 +95,12 @@ def from_config(config: ModelConfig) -> ModelShape:
 
 def layer_matrix_parameters(shape: ModelShape) -> int:
     """Weights of one block's matrices: what a token is multiplied with."""
-    attention = 2 * shape.hidden**2 + 2 * shape.hidden * shape.kv_hidden
-    return attention + (shape.feed_forward_inputs + 1) * shape.hidden * shape.ffn_hidden
+    return block_weights(
+        hidden=shape.hidden,
+        kv_hidden=shape.kv_hidden,
+        ffn_hidden=shape.ffn_hidden,
+        ffn_matrices=shape.feed_forward_inputs + 1,
+    )
 
 
 def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
