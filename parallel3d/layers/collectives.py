@@ -8,7 +8,7 @@ which a compiler can put into its graph and overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,14 @@ def start_reduce_scatter_sequence(x: Tensor, axis: Axis) -> Pending:
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return start_all_reduce(x, axis).wait()
+
+
+def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
+    """Returns the sum of `x` over all ranks of `axes`, reduced axis by axis, because gloo is slow in a group of many
+    ranks."""
+    for axis in axes.values():
+        x = all_reduce(x, axis)
+    return x
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:

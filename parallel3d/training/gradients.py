@@ -1,6 +1,6 @@
-"""Gradients after the backward: what is still partial is summed, the global norm taken, the norm clipped.
+"""Gradients after the backward: partial ones are summed, and the global norm is taken.
 
-All of it works on plain tensors, this rank's part of each parameter, which are also what the optimizer steps.
+Everything here works on plain tensors, this rank's part of each parameter, which are also what the optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class GradientSync:
     def __init__(
         self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
     ) -> None:
-        """`tied`: the names of the parameters that the model uses twice; `ends`: the pipeline ranks that hold the first
-        and the last stage."""
+        """`tied` has the names of the parameters that the model uses twice, `ends` the pipeline ranks that hold the
+        first and the last stage."""
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
         self._ends = _pipeline_ends(mesh["pp"], ends) if tied else None
         self._tied = [p for p in parameters if p.name in tied] if self._ends else []
-        # Where both ends are one rank, as in a V, it has the weight twice; a single stage has it once.
+        # A rank that is both ends, as on a V, has the tied weight twice; a single stage has it once.
         is_one_rank = ends[0] == ends[1]
-        self._pairs = [pair for name in tied if len(pair := _named(parameters, name)) == 2] if is_one_rank else []
+        named = [[p for p in parameters if p.name == name] for name in tied] if is_one_rank else []
+        self._pairs = [pair for pair in named if len(pair) == 2]
 
     def complete(self) -> None:
-        """Sends one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each tied weight
-        between the first and the last pipeline rank."""
+        """Sums the gradients: one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each
+        tied weight between the first and the last pipeline rank."""
         if self._partial:
             gradients = [_gradient(p) for p in self._partial]
             summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
@@ -49,8 +50,8 @@ class GradientSync:
 
 
 def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
-    """This rank's share of the squared norm of the whole gradient, float64: summed over all ranks of the mesh it is the
-    squared norm, each parameter counted once."""
+    """Returns this rank's share of the squared norm of the whole gradient, a float64 scalar. The sum of the shares over
+    all ranks of the mesh is the squared norm, each parameter counted once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.is_copy:
@@ -59,15 +60,8 @@ def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis])
     return sum(shares, torch.zeros((), dtype=torch.float64))
 
 
-def sum_over_mesh(x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
-    """The sum of `x` over all ranks: axis by axis, because on gloo a group of many ranks is slow."""
-    for axis in axes.values():
-        x = all_reduce(x, axis)
-    return x
-
-
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    # In float32 at least: torch's own total norm would round to bf16 for such gradients.
+    # The norms are float32 at least, because torch's own total norm of bf16 gradients would be rounded to bf16.
     each = norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
     return torch.linalg.vector_norm(torch.stack(each)).double().square()
 
@@ -78,12 +72,8 @@ def _gradient(parameter: LocalParameter) -> Tensor:
     return gradient
 
 
-def _named(parameters: Sequence[LocalParameter], name: str) -> list[LocalParameter]:
-    return [parameter for parameter in parameters if parameter.name == name]
-
-
 def _pipeline_ends(pp: DeviceMesh, ends: tuple[int, int]) -> dist.ProcessGroup | None:
-    """The group of the ranks of this pipeline's ends, on those two; None elsewhere or where they are one."""
+    """Returns the group of this pipeline's two end ranks on these ranks, and None elsewhere or if they are one rank."""
     if ends[0] == ends[1] or pp.get_local_rank() not in ends:
         return None
     ranks = dist.get_process_group_ranks(pp.get_group())

@@ -1,4 +1,4 @@
-"""What the trainer differentiates: the loss of a microbatch, as its share of the mean over the global batch."""
+"""The loss that the trainer differentiates: a microbatch's share of the mean over the global batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from parallel3d.training.loss_chunks import tokens_at_a_time
 class MeanLoss:
     """(output of the last stage, labels) -> sum of the tokens' losses * scale / tokens.
 
-    `tokens` are nominal: those of the recipe's whole batch. How many labels of a step are real is known only when all
-    ranks have told, and the trainer then corrects loss and gradients by one factor. `scale` is that of `LossScaler`.
+    `tokens` is the nominal number of tokens of the recipe's whole batch. How many of them have a label is known only
+    when the ranks have summed their counts, and the trainer then corrects loss and gradients by one factor. `scale` is
+    the loss scale of float16 training, else 1.
 
-    Where the logits are large, or the recipe asks for it, `take_over` makes the model's head leave them to this: then
-    those of `chunk_tokens` tokens are all that exists of them at a time.
+    Where the logits are large, or the recipe asks for it, `defer_head` makes the model's head leave its product to the
+    loss, which then makes the logits of `chunk_tokens` tokens at a time.
     """
 
     def __init__(self, recipe: Recipe, tp: DeviceMesh) -> None:
@@ -41,9 +42,9 @@ class MeanLoss:
             )
         return losses.sum() / (self.tokens / self.scale)
 
-    def take_over(self, modules: Iterable[nn.Module]) -> None:
-        """The head's work, where chunks are wanted and one of this rank's stages has a head that can leave it. A head
-        of another kind makes its logits whole, and only what the loss makes of them comes in chunks."""
+    def defer_head(self, modules: Iterable[nn.Module]) -> None:
+        """Makes the head among `modules` leave its product to the loss, if chunks are wanted. A head with a bias, or
+        whose output is gathered, still makes whole logits, and only the loss's own tensors come in chunks."""
         if self.chunk_tokens is None:
             return
         for head in (part for module in modules for part in module.modules() if isinstance(part, VocabParallelHead)):
@@ -53,7 +54,7 @@ class MeanLoss:
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:
-        """Those of the last stage's output."""
+        """Returns the logits for the last stage's output."""
         return output if self._head is None else self._head.logits(output)
 
 

@@ -1,43 +1,42 @@
-"""What a step makes of its gradients: one step of the optimizer when all are complete, or one of each parameter in the
-backward, which keeps no gradient.
+"""How a step changes the parameters: the learning rate, then one step of the optimizer when all gradients are complete,
+or one of each parameter in the backward, which keeps no gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 
-from parallel3d.mesh import Axis
+from parallel3d.config.recipe import OptimizerConfig, Recipe
+from parallel3d.mesh import Axis, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.optimizers.stochastic_rounding import step_in_float32
+from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.parts import LocalParameter
 from parallel3d.torch_private import scale_
 from parallel3d.training.gradients import GradientSync, squared_norm
-from parallel3d.training.learning_rate import set_learning_rate
 
 Observe = Callable[[LocalParameter], None]
 Step = Callable[[torch.optim.Optimizer, Sequence[LocalParameter], int], None]
 
 
 class Update(Protocol):
-    """Called in this order in each step, `apply` only where loss and norm are finite."""
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether parameters have changed before `apply`. The gradients must then need no factor."""
-        ...
+    """What a training step makes of its gradients. The trainer calls these methods in this order in each step, and
+    `apply` only where loss and norm are finite."""
 
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        """Before the backward of `step`, counted from 0. `observe` gets each parameter with its complete gradient,
-        before anything is done with it."""
+        """Called before the backward of `step`, counted from 0. `observe` is called with each parameter when its
+        gradient is complete, before anything is done with it."""
         ...
 
     def complete(self) -> Tensor:
-        """After the backward, when gradients are summed over the data ranks: this rank's share of the squared norm."""
+        """Called when gradients are summed over the data ranks. Returns this rank's share of the squared norm."""
         ...
 
     def apply(self, factor: float) -> None:
@@ -46,9 +45,7 @@ class Update(Protocol):
 
 
 class UpdateAfterBackward:
-    """The usual way."""
-
-    is_in_backward = False
+    """Steps all parameters when the backward is done and the gradients are scaled and clipped."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class UpdateAfterBackward:
 
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
         self._number, self._observe = step, observe
-        set_learning_rate(self._optimizer, rate)
+        _set_learning_rate(self._optimizer, rate)
 
     def complete(self) -> Tensor:
         for parameter in self._parameters:
@@ -83,10 +80,9 @@ class UpdateAfterBackward:
 
 
 class UpdateInBackward:
-    """Each parameter is stepped when its gradient is complete, and the gradient dropped, so that only a few exist at a
-    time. There is one backward a step, whose gradients go through autograd, which also sums those over tp."""
-
-    is_in_backward = True
+    """Steps each parameter when its gradient is complete, and drops the gradient, so that only a few exist at a time.
+    There is one backward a step, whose gradients go through autograd, which also sums them over tp. The gradients must
+    need no factor: the loss is divided by the counted labels, and nothing is clipped."""
 
     def __init__(
         self, parameters: Sequence[LocalParameter], optimizer: LocalOptimizer, axes: Mapping[str, Axis], step: Step
@@ -101,7 +97,7 @@ class UpdateInBackward:
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
         self._number, self._observe = step, observe
         self._squares = []
-        set_learning_rate(self._optimizer, rate)
+        _set_learning_rate(self._optimizer, rate)
 
     def complete(self) -> Tensor:
         assert len(self._squares) == len(self._parameters), "a parameter has had no gradient, or two"
@@ -117,8 +113,12 @@ class UpdateInBackward:
         self._step(self._optimizer.part_of(parameter), [parameter], self._number)
 
 
-def step_with(seed: int | None) -> Step:
-    """How parameters are stepped: as the optimizer does it, or rounded stochastically with noise of `seed`."""
+def build_update(
+    parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh, ends: tuple[int, int]
+) -> Update:
+    """Builds the update that the recipe asks for. `ends` are the pipeline ranks that hold the first and the last stage.
+    With optimizer.stochastic_rounding a step's results are rounded with noise of train.seed."""
+    seed = recipe.train.seed if recipe.optimizer.stochastic_rounding else None
 
     def step(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], number: int) -> None:
         if seed is None:
@@ -126,4 +126,26 @@ def step_with(seed: int | None) -> Step:
         else:
             step_in_float32(optimizer, parameters, seed=seed, step=number)
 
-    return step
+    axes = axes_of(mesh)
+    if recipe.optimizer.step_in_backward:
+        return UpdateInBackward(parts.parameters, optimizer, axes, step)
+    gradients = GradientSync(parts.parameters, mesh, parts.tied, ends)
+    return UpdateAfterBackward(parts.parameters, optimizer, gradients, axes, step)
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Returns the rate of step 1, 2, ...: linear to the peak at `warmup_steps`, then a cosine down to `min_lr_ratio` of
+    the peak at `decay_steps` (default: `steps`, the length of the run), then flat."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    last = steps if config.decay_steps is None else config.decay_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of every group. A group with `lr_ratio` gets the rate times its ratio: Muon's matrices, where they
+    have a rate of their own."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_ratio", 1.0)

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from parallel3d.config.recipe import LocalSgdConfig
 from parallel3d.errors import NonFiniteError
-from parallel3d.layers.collectives import all_reduce
+from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
 from parallel3d.sharding.parts import LocalParameter
-from parallel3d.training.gradients import sum_over_mesh
 from parallel3d.training.local_sgd.schedule import SyncSchedule
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 
@@ -180,7 +179,7 @@ class LocalSgd:
         """Replicas have the same means, but ranks of one replica do not: one decision for all."""
         bad = sum(int(not torch.isfinite(mean).all()) for mean in means)
         device = self.parameters[0].value.device
-        if sum_over_mesh(torch.tensor(float(bad), dtype=torch.float64, device=device), self._axes).item():
+        if all_reduce_over(self._axes, torch.tensor(float(bad), dtype=torch.float64, device=device)).item():
             limit = " or is beyond 65504, float16's largest number" if self.config.transport == "fp16" else ""
             raise NonFiniteError(
                 f"step {step}: the mean difference of the replicas' parameters is not finite{limit}. "

@@ -1,0 +1,130 @@
+"""The features that hang on a training step, composed when the trainer is built: loss scaling, stepping in the backward
+and local SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import NonFiniteError
+from parallel3d.layers.collectives import all_reduce_over
+from parallel3d.mesh import Axis
+from parallel3d.training.local_sgd.replicas import LocalSgd
+from parallel3d.training.loss import MeanLoss
+from parallel3d.training.loss_scale import LossScaler
+from parallel3d.training.totals import StepTotals, count_labels, refuse_no_labels
+
+
+class StepHook:
+    """A feature that takes part in each training step. The trainer calls all of its hooks, in their order, at each of
+    these moments; a hook overrides the methods that it needs. `step` counts from 1."""
+
+    def before_forward(self, step: int, labels: Tensor) -> None:
+        """Called before the forward with this rank's labels."""
+
+    def combine(self, totals: StepTotals) -> StepTotals:
+        """Returns the totals of the whole run, given those of this rank's replica."""
+        return totals
+
+    def check(self, step: int, totals: StepTotals) -> None:
+        """Called before the optimizer steps, which it does where `totals` are finite. Raises NonFiniteError to end the
+        run."""
+
+    def after_step(self, step: int) -> None:
+        """Called when the optimizer has stepped, before the model computes with the new parameters."""
+
+    def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the parameters to evaluate. `publish` makes the model compute with
+        changed parameters."""
+        return nullcontext()
+
+
+class RefuseNonFinite(StepHook):
+    """Ends the run at the first loss or gradient that is not finite."""
+
+    def __init__(self, *, steps_in_backward: bool) -> None:
+        self._steps_in_backward = steps_in_backward
+
+    def check(self, step: int, totals: StepTotals) -> None:
+        if totals.is_finite:
+            return
+        if self._steps_in_backward:
+            left = "weights have been stepped with it (optimizer.step_in_backward); go on from the last checkpoint"
+            raise _non_finite(step, totals, left)
+        raise _non_finite(step, totals, f"weights are those of step {step - 1}")
+
+
+class LossScaling(StepHook):
+    """Multiplies the loss by the scaler's scale, and ends the run where a step is not finite at any scale."""
+
+    def __init__(self, loss: MeanLoss, scaler: LossScaler) -> None:
+        self._loss, self._scaler = loss, scaler
+
+    def before_forward(self, step: int, labels: Tensor) -> None:
+        self._loss.scale = self._scaler.scale
+
+    def check(self, step: int, totals: StepTotals) -> None:
+        self._scaler.update(is_finite=totals.is_finite)
+        if not totals.is_finite and self._scaler.has_failed:
+            scale = f" even at a loss scale of {self._loss.scale:g}"
+            raise _non_finite(step, totals, f"weights are those of step {step - 1}", scale)
+
+
+class CountLabelsFirst(StepHook):
+    """Divides the loss by the global batch's number of labels, counted before the backward, because a gradient that is
+    stepped with in the backward cannot be corrected after it."""
+
+    def __init__(
+        self, loss: MeanLoss, axes: Mapping[str, Axis], ignored_ids: Sequence[int], local_sgd: LocalSgd | None
+    ) -> None:
+        self._loss, self._ignored_ids, self._local_sgd = loss, ignored_ids, local_sgd
+        self._axes = {name: axes[name] for name in ("dp_replicate", "dp_shard")}
+
+    def before_forward(self, step: int, labels: Tensor) -> None:
+        tokens = round(all_reduce_over(self._axes, count_labels(labels)).item())
+        has_labels = torch.tensor(float(tokens > 0), device=labels.device)
+        share = has_labels if self._local_sgd is None else self._local_sgd.mean(has_labels)
+        # Where one replica has no label all of them stop, because the others would wait for it.
+        refuse_no_labels(step, tokens if share.item() == 1.0 else 0, self._ignored_ids)
+        self._loss.tokens = tokens
+
+
+class TrainApart(StepHook):
+    """Local SGD: each replica's totals are its own until they are combined, and replicas meet after the optimizer's
+    step. An evaluation is of the outer parameters, which are what the run leaves behind."""
+
+    def __init__(self, local_sgd: LocalSgd, device: torch.device) -> None:
+        self._local_sgd, self._device = local_sgd, device
+
+    def combine(self, totals: StepTotals) -> StepTotals:
+        """Returns the mean loss over all replicas' labels and the root of the mean square of their gradient norms.
+        `tokens` is 0 where any replica has no label."""
+        flags = float(totals.tokens == 0), float(totals.is_asked_to_stop)
+        known = (totals.loss * totals.tokens, totals.grad_norm**2, float(totals.tokens), *flags)
+        means = self._local_sgd.mean(torch.tensor(known, dtype=torch.float64, device=self._device))
+        loss, square, tokens, empty, votes = means.tolist()
+        return replace(
+            totals,
+            loss=loss / max(tokens, 1.0),
+            grad_norm=square**0.5,
+            tokens=0 if empty else round(tokens * self._local_sgd.replicas.size),
+            is_asked_to_stop=votes > 0,
+        )
+
+    def after_step(self, step: int) -> None:
+        self._local_sgd.after_step(step)
+
+    def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._local_sgd.outer_parameters(publish)
+
+
+def _non_finite(step: int, totals: StepTotals, left: str, at_scale: str = "") -> NonFiniteError:
+    """The error of a step that is not finite; `left` says in which state it leaves the weights."""
+    return NonFiniteError(
+        f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}{at_scale}; {left}. "
+        "A lower optimizer.lr or more optimizer.warmup_steps may do"
+    )
