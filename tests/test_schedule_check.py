@@ -11,7 +11,7 @@ from work import lines_run
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.builders import build_schedule
-from parallel3d.schedules.check import blocks, check_schedule, in_order, slots_needed
+from parallel3d.schedules.check import check_schedule, in_order
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 
@@ -85,32 +85,6 @@ def test_a_shuffled_schedule_is_refused_or_has_an_order_that_keeps_every_need(da
     for _, action in in_order(shuffled):
         assert done.issuperset(shuffled.needs(action))
         done.add(action)
-
-
-def test_blocking_sends_that_meet_stop_1f1b() -> None:
-    schedule = build_schedule("1f1b", pp=2, microbatches=3)
-    assert blocks(schedule) == "rank 0 sends what 0F1 made to rank 1; rank 1 sends what 1B0 made to rank 0"
-    assert blocks(schedule, slots=1) is None
-
-
-def test_blocking_sends_wait_for_the_receiver_to_want_them() -> None:
-    """Between two ranks, 3 more messages are sent than the receiver came to want."""
-    schedule = Schedule(
-        name="mine",
-        placement=(0, 1, 0),
-        microbatches=4,
-        ranks=(parse("0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3"), parse("1F0 1F1 1F2 1F3")),
-        trains=False,
-    )
-    assert blocks(schedule, slots=1) == ("rank 0 sends what 0F3 made to rank 1; rank 1 sends what 1F1 made to rank 0")
-    assert slots_needed(schedule) == 2
-
-
-@pytest.mark.parametrize(("name", "slots"), [("naive", 0), ("gpipe", 0), ("1f1b", 1), ("zb_h1", 1), ("looped_bfs", 8)])
-def test_slots_that_a_transport_needs(name: str, slots: int) -> None:
-    virtual_stages = 2 if name == "looped_bfs" else 1
-    schedule = build_schedule(name, pp=4, microbatches=32, virtual_stages=virtual_stages)  # type: ignore[arg-type]
-    assert slots_needed(schedule) == slots
 
 
 def test_a_proof_takes_work_in_proportion_to_the_actions() -> None:
