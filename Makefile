@@ -4,6 +4,9 @@
 VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 RUN := $(VENV)/bin
+CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints-cpu.txt)
+OLDEST_TORCH := 2.11.0
+NEWEST_TORCH := 2.15.0
 INSTALLED := $(VENV)/.parallel3d-installed
 INSTALLED_DEV := $(VENV)/.parallel3d-installed-dev
 
@@ -21,9 +24,16 @@ test: lint ## lint, then every test
 	@echo "==> pytest"
 	@$(RUN)/python -m pytest -n 2 --dist loadscope
 
-test-long: test ## the tests, then what takes long: each property with ten times the examples
+test-long: test ## the tests, then what takes long: each property with ten times the examples, and the oldest and the newest torch
 	@echo "==> pytest -m hypothesis, 1000 examples a property"
 	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest -n 2 --dist loadscope -m hypothesis
+	@$(MAKE) test-torch-$(OLDEST_TORCH) test-torch-$(NEWEST_TORCH)
+
+test-torch-%: # every test on another torch, such as test-torch-2.12.1, in an environment of its own (gigabytes)
+	@echo "==> pytest on torch $* in .venv-torch-$*"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@.venv-torch-$*/bin/python -m pip install --quiet --editable '.[dev]' torch==$*
+	@.venv-torch-$*/bin/python -m pytest -n 2 --dist loadscope
 
 docs: $(INSTALLED_DEV) ## compare what the pages name with what there is: paths, modules, recipe keys, links
 	@echo "==> pytest tests/test_docs.py"
@@ -44,12 +54,12 @@ $(RUN)/python:
 	@echo "==> making the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml | $(RUN)/python
+$(INSTALLED): pyproject.toml constraints-cpu.txt | $(RUN)/python
 	@echo "==> installing parallel3d into $(VENV)"
-	@$(RUN)/python -m pip install --quiet --editable .
+	@$(RUN)/python -m pip install --quiet $(CONSTRAINTS) --editable .
 	@touch $@
 
-$(INSTALLED_DEV): pyproject.toml | $(RUN)/python
+$(INSTALLED_DEV): pyproject.toml constraints-cpu.txt | $(RUN)/python
 	@echo "==> installing parallel3d and its development tools into $(VENV)"
-	@$(RUN)/python -m pip install --quiet --editable '.[dev]'
+	@$(RUN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@ $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -92,3 +93,16 @@ def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> No
     held = [name for name in wheel if ".dist-info/" not in name]
     assert sorted(held) == sorted(wanted)
     assert any(name.endswith("LICENSE") for name in wheel)
+
+
+def test_the_range_of_torch_is_what_is_tested() -> None:
+    (wanted,) = (each for each in PROJECT["project"]["dependencies"] if each.startswith("torch"))
+    makefile, constraint = ((ROOT / name).read_text() for name in ("Makefile", "constraints-cpu.txt"))
+    versions = re.search(r"OLDEST_TORCH := (\d+)\.(\d+)\S*\nNEWEST_TORCH := (\d+)\.(\d+)", makefile)
+    cpu = re.search(r"^torch==(\d+)\.(\d+)", constraint, flags=re.M)
+    assert versions is not None and cpu is not None
+    oldest, newest, default = [
+        (int(major), int(minor)) for major, minor in (versions.groups()[:2], versions.groups()[2:], cpu.groups())
+    ]
+    assert wanted == f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
+    assert oldest <= default <= newest
