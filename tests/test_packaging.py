@@ -15,6 +15,7 @@ import parallel3d
 
 ROOT = Path(__file__).parents[1]
 MAPPED = ("models", "recipes", "tools")
+PEERS = ROOT / "tools" / "bench" / "peers"  # other projects' planners, which only a checkout compares with
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -88,7 +89,7 @@ def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> No
         for top in (ROOT / "parallel3d", *(ROOT / name for name in MAPPED))
         for pattern in ("**/*.py", "**/*.yaml", "**/*.json", "**/py.typed")
         for path in top.glob(pattern)
-        if "peers" not in path.parts  # other planners, which only a checkout's benchmarks start
+        if not path.is_relative_to(PEERS)
     }
     held = [name for name in wheel if ".dist-info/" not in name]
     assert sorted(held) == sorted(wanted)
@@ -106,3 +107,8 @@ def test_the_range_of_torch_is_what_is_tested() -> None:
     ]
     assert wanted == f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     assert oldest <= default <= newest
+
+
+def test_the_benchmarks_peers_stay_out_of_the_wheel(wheel: list[str]) -> None:
+    assert list(PEERS.glob("*.py")) and not (PEERS / "__init__.py").exists()
+    assert not [name for name in wheel if "peers" in name]

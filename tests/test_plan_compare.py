@@ -16,7 +16,7 @@ from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.question import Question
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
-from parallel3d.tools.plan.devices import find_cluster
+from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.training.metrics import MetricsFile, StepMetrics
 
 Said = pytest.CaptureFixture[str]
@@ -60,7 +60,7 @@ def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: P
     assert found.figures["tokens_per_s_per_device"][1] == pytest.approx(16 * 1024 / 8 / 0.2)
     predicted, measured = found.figures["peak_allocated_gib"]
     assert measured == 1.0
-    assert predicted < worst_rank(found.job).total / 2**30 - 0.5  # CUDA's context is not the allocator's
+    assert predicted < worst_rank(found.run).total / 2**30 - 0.5  # CUDA's context is not the allocator's
 
 
 def test_steps_of_a_growing_batch_do_not_count(tmp_path: Path) -> None:

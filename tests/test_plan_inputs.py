@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.tools.arguments import bytes_per_s, dollars, fraction, memory_bytes, tokens
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.devices import device_files, file_of, find_cluster
-from parallel3d.tools.plan.question import read_layout, read_parallel
-from parallel3d.tools.plan.shape import read_model
-from parallel3d.tools.plan.units import bytes_per_s, dollars, fraction, memory_bytes, tokens
+from parallel3d.tools.plan.hardware import device_files, file_of, find_cluster
+from parallel3d.tools.plan.inputs import read_layout, read_parallel
+from parallel3d.tools.plan.models import read_model
+from parallel3d.tools.plan.score import HARDWARE
 
 Said = pytest.CaptureFixture[str]
 LLAMA = {
@@ -124,7 +125,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("cut.json").write_text(json.dumps(LLAMA)[:60])
     Path("list.json").write_text("[1]")
     Path("folder").mkdir()
-    cpu = device_files()["cpu"].read_text()
+    cpu = (HARDWARE / "cpu.yaml").read_text()
     Path("typo.yaml").write_text(cpu.replace("memory_gib: 4", "memory_gb: 4"))
     Path("word.yaml").write_text(cpu.replace("gb_per_s: 1 ", "gb_per_s: fast ", 1))
     Path("less.yaml").write_text(cpu.replace("  memory_gib: 4", "#"))

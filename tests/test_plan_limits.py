@@ -25,7 +25,7 @@ from parallel3d.planner.search.limits import (
 )
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.devices import find_cluster
+from parallel3d.tools.plan.hardware import find_cluster
 from tests.test_plan_recommend import docs_page
 
 Said = pytest.CaptureFixture[str]

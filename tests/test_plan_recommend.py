@@ -21,7 +21,6 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.report.page import Accuracy
 from parallel3d.planner.search.ranking import Objective
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.plan import answer as plan_answer
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import options as plan_options
 from parallel3d.tools.plan import recommend as plan_recommend
@@ -68,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         fit_accuracy=98.0,
         runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
     )
-    monkeypatch.setattr(plan_answer, "recorded_accuracy", lambda: accuracy)
+    monkeypatch.setattr(plan_recommend, "recorded_accuracy", lambda: accuracy)
 
 
 def run(arguments: str) -> int:
@@ -246,7 +245,7 @@ def test_it_answers_without_torch_or_numpy() -> None:
 
 
 def test_the_options_list_every_choice() -> None:
-    assert get_args(Objective) == plan_recommend.OBJECTIVES
+    assert get_args(Objective) == plan_options.OBJECTIVES
     assert tuple(get_args(ScheduleName)) == tuple(plan_options.SCHEDULES)
 
 

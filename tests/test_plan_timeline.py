@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan.reply import Reply
 
 Said = pytest.CaptureFixture[str]
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"
@@ -145,20 +147,27 @@ def test_nothing_that_fits_ends_with_the_status_of_its_error(monkeypatch: pytest
     class NothingFits(ConfigError):
         exit_status = 3
 
-    def main(arguments: list[str]) -> int:
-        raise NothingFits(" ".join(arguments))
+    def answer(options: argparse.Namespace) -> Reply:
+        raise NothingFits(f"--gpus {options.gpus}")
 
     module = ModuleType("parallel3d.tools.plan.other")
-    module.main = main  # type: ignore[attr-defined]
+    module.answer = answer  # type: ignore[attr-defined]
+    other = plan.Command(
+        module=module.__name__,
+        summary="does something else",
+        does="",
+        epilog="",
+        add_options=lambda parser: parser.add_argument("--gpus"),
+    )
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(plan.COMMANDS, "other", plan.Command(module.__name__, "does something else"))
+    monkeypatch.setitem(plan.COMMANDS, "other", other)
     assert run("other --gpus 1") == 3
     assert capsys.readouterr().err == "error: --gpus 1\n"
 
 
 @pytest.mark.parametrize("name", plan.COMMANDS)
 def test_every_command_is_there_and_has_its_own_help(name: str, capsys: Said) -> None:
-    assert callable(import_module(plan.COMMANDS[name].module).main)
+    assert callable(import_module(plan.COMMANDS[name].module).answer)
     with pytest.raises(SystemExit) as ended:
         run(f"{name} --help")
     assert ended.value.code == 0

@@ -13,6 +13,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.published.case_run import network_gb_per_s
 from parallel3d.planner.published.cases import Case, flops_definition, read_cases
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
+from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
 
 CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
@@ -193,5 +194,5 @@ def test_a_file_that_is_no_list_of_cases_is_a_config_error(tmp_path: Path) -> No
 
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(json.loads(CASES.read_text())[:3]))
-    assert plan_score.main([str(tmp_path / "cases.json"), "--json"]) == 0
+    assert plan.main(["score", str(tmp_path / "cases.json"), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cases"]) == 3

@@ -1,50 +1,44 @@
-"""What the commands' argument parsers share: one-line errors, recipes, and checked numbers. Imports next to nothing."""
+"""What the argument parsers of all commands share: errors of one line, recipes, and amounts as people write them.
+
+This module imports next to nothing, so that --help and a mistyped option answer at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from parallel3d.errors import ConfigError
 
 _MISSING = "the following arguments are required: "
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
+# The case of a rate's unit counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the options' names say.
+_RATES = {
+    **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
+    **{"Gbps": 1e9 / 8, "gbps": 1e9 / 8, "Gb/s": 1e9 / 8, "Gbit/s": 1e9 / 8, "Tbps": 1e12 / 8, "Tb/s": 1e12 / 8},
+}
+_NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are ConfigErrors: one line, which says where to read on."""
+    """A parser whose usage errors are ConfigErrors of one line, which says where to read on."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(_MISSING):
-            # Intermixed parsing takes those that may be left out, too, for required.
+            # Intermixed parsing reports optional positional arguments as required, too.
             missing = [name for name in message.removeprefix(_MISSING).split(", ") if "=" not in name]
-            example = self._example()
+            lines = (line.strip() for line in (self.epilog or "").splitlines())
+            example = next((line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)), None)
             message = f"{', '.join(missing)}: required" + (f"; try {example}" if example else "")
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
-    def _example(self) -> str | None:
-        """The first that --help shows."""
-        lines = (line.strip() for line in (self.epilog or "").splitlines())
-        return next((line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)), None)
-
-
-def plan_parser(command: str, *, takes: str, does: str, epilog: str) -> Parser:
-    """Of a command of parallel3d-plan, with --json: options in full, the epilog as it is written."""
-    parser = Parser(
-        prog=f"parallel3d-plan {command}",
-        usage=f"parallel3d-plan {command} {takes}",
-        description=does,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
-    return parser
-
 
 def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
-    """A recipe and what a command line changes of it, as `recipe` (None: not given) and `overrides`."""
+    """Adds a recipe and what the command line changes of it, as `recipe` (None where not given) and `overrides`."""
     names = ", ".join(shipped)
     parser.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {names}"
@@ -55,7 +49,7 @@ def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
 
 
 def whole(text: str) -> int:
-    """The type of an option that counts something, from one on."""
+    """Parses a count, a whole number from 1 on."""
     try:
         number = int(text)
     except ValueError:
@@ -66,7 +60,7 @@ def whole(text: str) -> int:
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
-    """The type of an option that measures something: finite, and not below zero."""
+    """Returns the parser of a finite number that is not below zero; `what` names the number in its error."""
 
     def parse(text: str) -> float:
         try:
@@ -79,3 +73,52 @@ def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
         return number
 
     return parse
+
+
+def tokens(text: str) -> float:
+    """Parses a number of tokens: 2T, 300B, 1e12."""
+    return _with_unit(text, _COUNTS, "a number of tokens, such as 300B, 2T or 1e12")
+
+
+def memory_bytes(text: str) -> float:
+    """Parses 80GB (powers of ten) or 80GiB (powers of two) to bytes."""
+    return _with_unit(text, _BYTES, "an amount of memory with its unit, such as 80GB or 75GiB")
+
+
+def bytes_per_s(text: str) -> float:
+    """Parses 50 or 50GB/s (bytes), 400Gbps or 400Gb/s (bits) to bytes per second."""
+    return _with_unit(text, _RATES, "GB/s, such as 50, 50GB/s or 400Gbps", any_case=False)
+
+
+def dollars(text: str) -> float:
+    """Parses a price in US dollars: 2.5, $2.5 or 2.5/gpu-h."""
+    bare = text.strip().removeprefix("$").lower()
+    for per in ("/gpu-hour", "/gpu-h", "/gpu/h", "/hour", "/h"):
+        bare = bare.removesuffix(per)
+    return _with_unit(bare, {"": 1.0}, "US dollars per GPU-hour, such as 2.5", said=text)
+
+
+def fraction(text: str) -> float:
+    """Parses a share above 0 and at most 1: 0.9 or 90%."""
+    found = _with_unit(text, {"": 1.0, "%": 0.01}, "a share above 0 and at most 1, such as 0.92")
+    if found > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a share above 0 and at most 1, such as 0.92")
+    return found
+
+
+def share(text: str) -> float:
+    """Parses a share from 0 to 1, both included: 0.04 or 4%."""
+    return 0.0 if text.strip() in ("0", "0.0", "0%") else fraction(text)
+
+
+def _with_unit(
+    text: str, units: dict[str, float], what: str, *, said: str | None = None, any_case: bool = True
+) -> float:
+    """Parses a positive number followed by one of `units`. `what` describes it, and `said` quotes it, in the error."""
+    found = _NUMBER.fullmatch(text.strip())
+    unit = found[2].strip() if found else ""
+    unit = unit.lower() if any_case else unit
+    number = float(re.sub("[_,]", "", found[1])) if found else math.nan
+    if unit not in units or not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")
+    return number * units[unit]

@@ -3,10 +3,9 @@ measured with, beside what the trainer takes for them on this machine, their ord
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.question import Question
+from parallel3d.tools.plan.reply import Reply
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
 SEQ_LEN, BATCH = 96, 16
@@ -55,7 +55,7 @@ class Compared:
         return 100 * (self.predicted_s / self.measured_s - 1)
 
 
-def check(text: str, *, device: Literal["auto", "cpu", "cuda"], as_json: bool) -> int:
+def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
     """Trains every layout, and prints the comparison of a hardware file's `text`."""
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
     if cluster.measured is None:
@@ -74,8 +74,7 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"], as_json: bool) -
         )
         for parallel, measured_s in zip(LAYOUTS, least_s, strict=True)
     ]
-    print(json.dumps(_tree(found)) if as_json else _page(found))
-    return 0
+    return Reply(page=lambda: _page(found), tree=lambda: _tree(found))
 
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
@@ -147,13 +146,10 @@ def _correlation(found: Sequence[Compared]) -> float:
     return rank_correlation([each.predicted_s for each in found], [each.measured_s for each in found])
 
 
-def _page(found: Sequence[Compared]) -> str:
-    lines = ["processes  predicted   measured    error  layout"]
-    lines += [
-        f"{each.processes:>9}{each.predicted_s * 1e3:>8.1f} ms{each.measured_s * 1e3:>8.1f} ms{each.error_pct:>+8.1f}%"
-        f"  {each.layout}"
-        for each in found
-    ]
+def _page(found: Sequence[Compared]) -> Iterator[str]:
+    yield "processes  predicted   measured    error  layout"
+    for each in found:
+        times = f"{each.predicted_s * 1e3:>8.1f} ms{each.measured_s * 1e3:>8.1f} ms"
+        yield f"{each.processes:>9}{times}{each.error_pct:>+8.1f}%  {each.layout}"
     worst = max(abs(each.error_pct) for each in found)
-    lines.append(f"worst error {worst:.0f}%, rank correlation (Spearman) {_correlation(found):.2f}")
-    return "\n".join(lines)
+    yield f"worst error {worst:.0f}%, rank correlation (Spearman) {_correlation(found):.2f}"

@@ -17,29 +17,15 @@ from typing import Any
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, RankError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.tools.arguments import Parser, whole
+from parallel3d.tools.plan.reply import Reply, write_output
 
-_EPILOG = """\
-examples:
-  parallel3d-plan calibrate -o mine.yaml
-  parallel3d-plan calibrate -o mine.yaml --check
-  torchrun --nproc-per-node 8 -m parallel3d.tools.plan calibrate -o node.yaml
-  parallel3d-plan --model my.yaml --hardware mine.yaml --gpus 4
-
-Products, attention and norms by size, collectives and messages by size and ranks, and short runs of the trainer itself:
-about three minutes on an idle machine. What other programs do meanwhile is in the figures. --check then trains eight
-layouts of another model and prints what the file predicts beside what they took.
-
-exit status: 0 done, 2 a bad input, 70 a worker failed
-docs/planner.md says what is measured and how a step is priced by it
-"""
 _PRELOAD = ("torch", "parallel3d.tools.calibrate.worker", "parallel3d.models.llama")
 _PATIENCE_S = 1800.0  # of a collective: under a launcher the others wait for rank 0
 _TARGET = "parallel3d.tools.calibrate.worker:worker"
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
+def answer(options: argparse.Namespace) -> Reply:
+    """Measures, writes the file, and checks it where that is asked. A rank other than 0 of a launcher says nothing."""
     if options.output is not None and options.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"-o {options.output}: must end in .yaml, by which --hardware tells a file; try mine.yaml")
     rendezvous = Rendezvous.from_environment()
@@ -51,47 +37,21 @@ def main(arguments: list[str]) -> int:
     else:
         measured = _under_launcher(rendezvous, options) if rendezvous else _started_here(options)
         if rendezvous is not None and rendezvous.rank > 0:
-            return 0
+            return Reply(page=list)
         from parallel3d.tools.calibrate.hardware_file import hardware_text
 
         text = hardware_text(measured, date=datetime.now(UTC).date().isoformat())
-        _write(options.output, text)
+        if options.output is None:
+            print(text, end="", flush=True)
+        else:
+            write_output("-o", options.output, text)
+            used = f"parallel3d-plan --hardware {options.output} --gpus N ..."
+            print(f"wrote {options.output}; use it: {used}", file=sys.stderr)
     if not options.check:
-        return 0
+        return Reply(page=list)
     from parallel3d.tools.calibrate.check import check
 
-    return check(text, device=options.device, as_json=options.json)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-plan calibrate",
-        description="Measures this very machine and writes it as a hardware file.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-o", "--output", metavar="FILE.yaml", type=Path, help="where to write it (standard output)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: half a minute, less exact")
-    parser.add_argument(
-        "--ranks", metavar="N", type=whole, nargs="+", help="workers to start (1, 2, 4; as many as there are GPUs)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: GPUs if there are)")
-    parser.add_argument("--check", action="store_true", help="then train eight layouts and compare; uses FILE if there")
-    parser.add_argument("--again", action="store_true", help="with --check: measure even if FILE is there")
-    parser.add_argument("--json", action="store_true", help="with --check: the comparison as one JSON object")
-    return parser
-
-
-def _write(output: Path | None, text: str) -> None:
-    if output is None:
-        print(text, end="")
-        return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"-o {output}: cannot be written ({error.strerror}); try another path") from error
-    print(f"wrote {output}; use it: parallel3d-plan --hardware {output} --gpus N ...", file=sys.stderr)
+    return check(text, device=options.device)
 
 
 def _started_here(options: argparse.Namespace) -> dict[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
-from parallel3d.tools.arguments import Parser, plan_parser
-from parallel3d.tools.plan.devices import find_cluster
+from parallel3d.tools.plan.hardware import find_cluster
+from parallel3d.tools.plan.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
 _LABELS = {
@@ -30,20 +31,12 @@ _LABELS = {
     "mfu": "MFU",
     "peak_allocated_gib": "peak allocated, GiB",
 }
-_EPILOG = """\
-examples:
-  parallel3d-plan compare runs/quickstart --hardware mine.yaml     # of parallel3d-plan calibrate -o mine.yaml
-  parallel3d-plan compare runs/llama3-8b --gpu h100
-
-measured: the median of the lines of metrics.jsonl but the first, which has the start in it, and those of a batch that
-still grows
-exit status: 0 done, 2 a bad input, 65 a run folder that cannot be read
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Of a run's lines: seconds of a step, and bytes of its fullest rank (the allocator's on CUDA)."""
+class RunMetrics:
+    """What metrics.jsonl says of a run: the median seconds of a step, and the peak bytes of its fullest rank (the
+    allocator's on CUDA)."""
 
     lines: int
     step_time_s: float
@@ -53,19 +46,19 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class RunComparison:
     """A run and its prediction."""
 
     recipe: Recipe
     run: PlannedRun
     cost: Cost
     memory: RankMemory
-    measured: Measured
+    measured: RunMetrics
 
     @property
     def figures(self) -> dict[str, tuple[float, float]]:
-        """Predicted and measured, by name. On a CPU what is measured of memory is the whole process, Python's too, and
-        is not compared."""
+        """Returns (predicted, measured) by name. A CPU's memory is not compared: its measured peak is that of the whole
+        process, with Python and torch."""
         found, step_s = self.measured, self.measured.step_time_s
         tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len / self.recipe.parallel.world_size
         figures = {
@@ -78,29 +71,30 @@ class Compared:
         return figures
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
+def answer(options: argparse.Namespace) -> Reply:
+    """Compares the run of a folder with the plan for the hardware that the user says it was on."""
     name = options.hardware or options.gpu
     if name is None or (options.hardware and options.gpu):
         raise ConfigError("--gpu, --hardware: what the run was on, one of the two; try --gpu h100")
     found = compare(options.run_dir, find_cluster(name))
-    print(json.dumps(_tree(found)) if options.json else "\n".join(_page(found, options.run_dir)))
-    return 0
+    return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
 
 
-def compare(run_dir: Path, cluster: Cluster) -> Compared:
-    """Raises ConfigError for a folder that is no run's, DataError for metrics that cannot be used."""
+def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
+    """Predicts the recipe of a run's folder and reads its metrics.
+
+    Raises ConfigError for a folder without a config.yaml, DataError for metrics that cannot be used."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
     recipe = load_recipe(path, cards=shape_cards())
     run = replace(run_of_recipe(recipe), cluster=cluster)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
-    return Compared(recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured)
+    return RunComparison(recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured)
 
 
-def read_measured(path: Path, recipe: Recipe) -> Measured:
-    """Of a metrics.jsonl; a last line that was cut off counts as none."""
+def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
+    """Returns what a metrics.jsonl says; a last line that was cut off is not counted."""
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text.split("\n")[:-1]]
@@ -116,25 +110,12 @@ def read_measured(path: Path, recipe: Recipe) -> Measured:
     if not times:
         raise DataError(f"{path}: has too few lines; the first has the start in it: train on, or lower logging.every")
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
-    return Measured(
+    return RunMetrics(
         lines=len(times), step_time_s=median(times), least_s=tenths[0], most_s=tenths[-1], peak_memory_bytes=peak
     )
 
 
-def _parser() -> Parser:
-    parser = plan_parser(
-        "compare",
-        takes="RUN_DIR (--gpu NAME | --hardware FILE) [--json]",
-        does="A run that was made, beside the plan of its recipe.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder: config.yaml and metrics.jsonl")
-    parser.add_argument("--gpu", metavar="NAME", help="the device it was on, such as h100")
-    parser.add_argument("--hardware", "--cluster", metavar="FILE", help="or your own file, or a cluster's name")
-    return parser
-
-
-def _page(found: Compared, run_dir: Path) -> Iterator[str]:
+def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     recipe, measured, run = found.recipe, found.measured, found.run
     name = recipe.model.name or recipe.model.architecture
     yield from wrapped("run", f"{run_dir}: {name}, {layout_text(recipe.parallel)}")
@@ -152,7 +133,7 @@ def _page(found: Compared, run_dir: Path) -> Iterator[str]:
         yield from wrapped("memory", "what a CPU's process holds is Python's and torch's too, and not compared")
 
 
-def _tree(found: Compared) -> object:
+def _tree(found: RunComparison) -> object:
     measured = found.measured
     figures: dict[str, Any] = {
         kind: {"predicted": predicted, "measured": real, "error_pct": 100 * (predicted / real - 1)}

@@ -22,8 +22,9 @@ from parallel3d.planner.report.json import sharding_of
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
-from parallel3d.tools.plan.question import ParsedQuestion
-from parallel3d.tools.plan.shape import Model
+from parallel3d.tools.plan.inputs import ParsedQuestion
+from parallel3d.tools.plan.models import Model
+from parallel3d.tools.plan.reply import write_output
 
 _PLANNED = ("global_batch_size", "seq_len", "precision")
 _TRIAL_STEPS = 100  # where no token budget is given
@@ -35,10 +36,7 @@ def emit_recipe(path: Path, asked: ParsedQuestion, plan: Plan) -> None:
     assert plan.best is not None
     recipe = recipe_of_plan(asked, plan, plan.best, run=path.stem)
     validate(recipe)
-    try:
-        path.write_text("".join(f"{line}\n" for line in _lines(recipe, asked, plan, plan.best)))
-    except OSError as error:
-        raise ConfigError(f"--emit-recipe {path}: cannot be written ({error.strerror}); try another path") from error
+    write_output("--emit-recipe", path, "".join(f"{line}\n" for line in _lines(recipe, asked, plan, plan.best)))
 
 
 def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:

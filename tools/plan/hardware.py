@@ -1,56 +1,122 @@
-"""`parallel3d-plan hardware`: the devices and clusters that the planner knows, and the figures and sources of one."""
+"""`parallel3d-plan hardware`, and the hardware file that a name means: a device in its usual nodes, or a cluster, whose
+file names its device's."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import hardware_tree
-from parallel3d.tools.arguments import plan_parser
-from parallel3d.tools.plan.accuracy import recorded_accuracy
-from parallel3d.tools.plan.devices import cluster_files, device_files, file_of, find_cluster, hardware_files
+from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.plan.score import HARDWARE, recorded_accuracy
 
-_EPILOG = """\
-examples:
-  parallel3d-plan hardware
-  parallel3d-plan hardware h100
-  parallel3d-plan hardware h100 > mine.yaml    # then --hardware mine.yaml
-  parallel3d-plan hardware meta-24k-roce       # a cluster: its network, and the name of its device
+_SHOWS = "parallel3d-plan hardware h100 shows usual figures"
+# A name that stands for several files means the one that most clusters have.
+_USUAL = {
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h100-sxm": "h100-80gb",
+    "v100": "v100-32gb",
+    "rtx-4090": "rtx4090",
+    "4090": "rtx4090",
+    "tpu": "tpu-v5p",
+}
 
-A device's file has its usual nodes and network; --gpus-per-node, --node-gb-per-s and --network-gb-per-s change those.
-docs/planner.md says what each key means.
-"""
 
-
-def main(arguments: list[str]) -> int:
-    parser = plan_parser(
-        "hardware",
-        takes="[NAME] [--json]",
-        does="Lists the devices and clusters that the planner knows, or shows one's file with its sources.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a device, a cluster, or the path of your own file")
-    options = parser.parse_args(arguments)
+def answer(options: argparse.Namespace) -> Reply:
+    """Lists what is shipped, or shows the file of one device or cluster."""
     if options.name is None:
-        print(json.dumps(rounded(_trees())) if options.json else "\n".join(_list()))
-        return 0
+        return Reply(
+            page=_list, tree=lambda: rounded({"hardware": [hardware_tree(find_cluster(each)) for each in _files()]})
+        )
     cluster = find_cluster(options.name)
-    if options.json:
-        print(json.dumps(rounded(hardware_tree(cluster))))
-        return 0
     name = file_of(options.name)
-    path = hardware_files().get(name, Path(name))
-    print(path.read_text(), end="")
-    return 0
+    path = _files().get(name, Path(name))
+    return Reply(page=lambda: path.read_text().splitlines(), tree=lambda: rounded(hardware_tree(cluster)))
 
 
-def _trees() -> dict[str, object]:
-    return {"hardware": [hardware_tree(find_cluster(name)) for name in hardware_files()]}
+def device_files() -> list[str]:
+    """Returns the names of the shipped files that describe a device."""
+    return [name for name in _files() if find_cluster(name).device_file == name]
+
+
+def cluster_files() -> list[str]:
+    """Returns the names of the shipped files that describe a cluster and name a device's file."""
+    return [name for name in _files() if find_cluster(name).device_file != name]
+
+
+def file_of(name: str) -> str:
+    """Returns the name of the file that a person's name for a device stands for; a path stays as it is."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return name
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    return _USUAL.get(plain, plain)
+
+
+def find_cluster(name: str) -> Cluster:
+    """Returns the cluster of a shipped name or of a file. Raises ConfigError with the nearest names."""
+    found = file_of(name)
+    if found == name and Path(name).suffix in (".yaml", ".yml") and not Path(name).is_file():
+        raise ConfigError(f"hardware {name}: no such file; shipped are {', '.join(_files())}")
+    cluster = load_cluster(found, [HARDWARE])
+    _check(cluster, name)
+    return cluster
+
+
+def larger_devices(needed_bytes: float) -> list[str]:
+    """Returns the shipped devices whose memory holds `needed_bytes`, the smallest first."""
+    sizes = {name: find_cluster(name).device.memory_bytes for name in device_files() if name != "cpu"}
+    return sorted((name for name, size in sizes.items() if size >= needed_bytes), key=lambda name: sizes[name])
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(HARDWARE.glob("*.yaml"))}
+
+
+def _check(cluster: Cluster, name: str) -> None:
+    """Raises ConfigError for a figure that a user's own file has wrong and that would give nonsense and no error."""
+    device, node, network = cluster.device, cluster.node, cluster.network
+    figures = {  # in the file's units
+        "device.memory_gib": device.memory_bytes / GIB,
+        "device.memory_gb_per_s": device.memory_bandwidth / 1e9,
+        "device.processors": device.processors,
+        "node.gpus": cluster.gpus_per_node,
+        "network.oversubscription": cluster.oversubscription,
+        "network.whole_nodes": cluster.whole_nodes,
+        "node.gb_per_s": node.bandwidth / 1e9,
+        "network.gb_per_s": network.bandwidth / 1e9,
+        **{f"device.peak_tflops.{precision}": flops / 1e12 for precision, flops in device.peak_flops.items()},
+        **{f"device.attention_tflops.{way}": flops / 1e12 for way, flops in device.attention_flops.items()},
+    }
+    if device.price_per_hour is not None:
+        figures["device.price_per_hour"] = device.price_per_hour
+    latencies = {"node.latency_us": node.latency_s * 1e6, "network.latency_us": network.latency_s * 1e6}
+    shares = {
+        "device.matmul_efficiency": device.matmul_efficiency,
+        "device.memory_efficiency": device.memory_efficiency,
+        "node.efficiency": node.efficiency,
+        "network.efficiency": network.efficiency,
+    }
+    rules = [
+        *((key, value, 0 < value < math.inf, f"above 0 and finite; {_SHOWS}") for key, value in figures.items()),
+        *((key, value, 0 <= value < math.inf, "at least 0 and finite; try 3") for key, value in latencies.items()),
+        *((key, value, 0 < value <= 1, "a share above 0 and at most 1; try 0.8") for key, value in shares.items()),
+    ]
+    for key, value, is_kept, rule in rules:
+        if not is_kept:
+            raise ConfigError(f"hardware {name}: {key} = {value:g}: must be {rule}")
+    if "bf16" not in device.peak_flops:
+        raise ConfigError(f"hardware {name}: device.peak_tflops must have bf16, the precision that others fall back to")
 
 
 def _list() -> Iterator[str]:
+    """Yields the table of devices and the table of clusters."""
     runs = recorded_accuracy().runs_by_hardware
     yield "name               bf16 TFLOP/s    GiB  memory GB/s  node  node GB/s  network GB/s  scored runs"
     for name in device_files():

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from parallel3d.errors import ConfigError
-
-if TYPE_CHECKING:  # the launchers are listed by --help, which need not wait for the planner
-    from parallel3d.planner.search.question import Question, Strategy
 
 _SIGNAL_LEAD_S = 120  # before SLURM's time limit
 _PORT = 29500
@@ -95,7 +90,7 @@ spec:
     job-name: $name
 ---
 apiVersion: batch/v1
-kind: PlannedRun
+kind: Job
 metadata:
   name: $name
 spec:
@@ -144,44 +139,31 @@ spec:
 
 
 @dataclass(frozen=True)
-class _Launcher:
+class Launcher:
+    """A kind of launch script: its text, its usual file name, and the command that starts it."""
+
     template: Template
     file: str
-    start: str  # what to type
+    start: str
 
 
 LAUNCHERS = {
-    "torchrun": _Launcher(_TORCHRUN, "launch.sh", "bash $file"),
-    "slurm": _Launcher(_SLURM, "job.sbatch", "sbatch $file"),
-    "torchx": _Launcher(_TORCHX, "torchx.sh", "SCHEDULER=slurm bash $file"),
-    "k8s": _Launcher(_K8S, "job.yaml", "kubectl apply -f $file"),
+    "torchrun": Launcher(_TORCHRUN, "launch.sh", "bash $file"),
+    "slurm": Launcher(_SLURM, "job.sbatch", "sbatch $file"),
+    "torchx": Launcher(_TORCHX, "torchx.sh", "SCHEDULER=slurm bash $file"),
+    "k8s": Launcher(_K8S, "job.yaml", "kubectl apply -f $file"),
 }
 
 
-def launch_file(kind: str, recipe: Path, said: Sequence[str]) -> Path:
-    """Where a launcher is written: as the user said, or beside the recipe."""
-    return Path(said[0]) if said else recipe.with_name(LAUNCHERS[kind].file)
-
-
-def emit_launch(kind: str, path: Path, recipe: Path, question: Question, best: Strategy) -> Path:
-    """Writes the script and returns its path."""
-    text = launch_text(kind, path.name, recipe, question, best)
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--emit-launch {path}: cannot be written ({error.strerror}); try another path") from error
-    return path
-
-
-def launch_text(kind: str, file: str, recipe: Path, question: Question, best: Strategy) -> str:
-    gpus, node = best.parallel.world_size, question.cluster.gpus_per_node
-    per_node = min(gpus, node)
+def launch_text(kind: str, file: str, recipe: Path, *, gpus: int, gpus_per_node: int) -> str:
+    """Returns the script, named `file`, that starts a recipe on so many devices. Raises ConfigError where the devices
+    are not whole nodes."""
+    per_node = min(gpus, gpus_per_node)
     if gpus % per_node:
-        raise ConfigError(
-            f"--emit-launch: {gpus} GPUs are not whole nodes of {node}; try --gpus {-(-gpus // node) * node}"
-        )
+        fitting = -(-gpus // gpus_per_node) * gpus_per_node
+        raise ConfigError(f"--emit-launch: {gpus} GPUs are not whole nodes of {gpus_per_node}; try --gpus {fitting}")
     nodes = gpus // per_node
-    # A name that SLURM, DNS and a shell all take as it is.
+    # SLURM, DNS and a shell all take such a name as it is.
     name = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40] or "parallel3d"
     name = name if name[0].isalpha() else f"p3d-{name}"
     many = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{_PORT}" --rdzv-id {name}'
@@ -199,10 +181,10 @@ def launch_text(kind: str, file: str, recipe: Path, question: Question, best: St
     )
 
 
-def start_command(kind: str, written: Path, recipe: Path, question: Question, best: Strategy) -> str:
-    """What to type to start it."""
+def start_command(kind: str, written: Path, recipe: Path, *, several_nodes: bool) -> str:
+    """Returns what to type to start the script that was written."""
     command = Template(LAUNCHERS[kind].start).substitute(file=shlex.quote(str(written)))
-    if kind == "torchrun" and best.parallel.world_size > question.cluster.gpus_per_node:
+    if kind == "torchrun" and several_nodes:
         return f"HEAD=NAME_OF_ONE_NODE {command}    # on every node"
     if kind == "k8s":
         return f"{command}    # after the configmap of {recipe} (see the file)"

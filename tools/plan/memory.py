@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,50 +14,36 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.shapes import total_parameters
-from parallel3d.planner.report.json import (
-    hardware_tree,
-    memory_tree,
-    model_tree,
-    parallel_tree,
-    rounded_tree,
-)
+from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree, rounded_tree
 from parallel3d.planner.report.reasons import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
 from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
-from parallel3d.planner.search.question import Question
-from parallel3d.tools.arguments import Parser, plan_parser
-from parallel3d.tools.plan.options import add_options
-from parallel3d.tools.plan.question import note_lines, read_parallel, read_question
+from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.tools.plan.inputs import read_parallel, read_question
+from parallel3d.tools.plan.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
-_EPILOG = """\
-examples:
-  parallel3d-plan memory --model llama3-70b --gpu h100 --layout tp=8,pp=4,dp_shard=16 --seq-len 8192 --global-batch 1024
-  parallel3d-plan memory --model my.yaml --gpu a100 --explain
-
-GiB on each device at its peak. recompute=, microbatch_size=, virtual_stages= and schedule= are keys of --layout too.
-exit status: 0 it fits, 2 a bad input, 3 it does not fit
-"""
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
+def answer(options: argparse.Namespace) -> Reply:
+    """Answers for --layout, or for the layout of the recipe."""
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
     parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
     question = replace(asked.question, gpus=parallel.world_size)
     _validate(question, parallel)
-    fits = strategy(question, parallel).memory.total <= question.usable_bytes
-    if options.json:
-        print(json.dumps({**_tree(question, parallel, fits), "notes": asked.model.notes}))
-    else:
-        print("\n".join([*_page(question, parallel, whole=options.explain), *note_lines(asked)]))
-    return 0 if fits else 3
+    found = strategy(question, parallel)
+    fits = found.memory.total <= question.usable_bytes
+    return Reply(
+        page=lambda: [*_page(question, found, whole=options.explain), *asked.note_lines()],
+        tree=lambda: {**_tree(question, parallel, fits), "notes": asked.model.notes},
+        status=0 if fits else NOTHING_FITS,
+    )
 
 
 def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
-    """A line for each pipeline rank; `whole`: then every kind of the fullest, with the product that it is."""
+    """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory follows, explained."""
     run = planned_run(question, parallel)
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
@@ -82,7 +68,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
 
 
 def _columns() -> tuple[str, ...]:
-    """The kinds that a column is worth; the others are in --explain and in the total."""
+    """Returns the kinds that have a column; the others are in --explain and in the total."""
     return tuple(kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context"))
 
 
@@ -92,21 +78,8 @@ def _cell(bytes_: float) -> str:
     return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
 
 
-def _parser() -> Parser:
-    parser = plan_parser(
-        "memory",
-        takes="--model X --gpu NAME [--layout tp=8,pp=2] --seq-len N --global-batch N [options]",
-        does="The memory of one layout: every pipeline rank, by kind.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("--layout", metavar="KEY=VALUE", nargs="+", help="the axes: tp=8,pp=2 (a recipe's by default)")
-    parser.add_argument("--explain", action="store_true", help="how each figure of the fullest rank comes about")
-    add_options(parser, gpus=False)
-    return parser
-
-
 def _validate(question: Question, parallel: ParallelConfig) -> None:
-    """Refuses what the trainer would, in its words."""
+    """Raises ConfigError for what the trainer refuses, in its words."""
     shape = planned_shape(question, parallel.tp)
     model = ModelConfig(
         layers=shape.layers,
@@ -120,9 +93,8 @@ def _validate(question: Question, parallel: ParallelConfig) -> None:
     validate(Recipe(model=model, train=train, parallel=parallel, data=DataConfig(), run_dir="runs/plan"))
 
 
-def _page(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
-    shape, device = question.shape, question.cluster.device
-    found = strategy(question, parallel)
+def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
+    shape, device, parallel = question.shape, question.cluster.device, found.parallel
     yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
     yield f"layout    {layout_text(parallel)}"
     yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each"

@@ -1,52 +1,146 @@
-"""`parallel3d-plan models`: the shapes that the planner knows by name, and one of them in numbers."""
+"""`parallel3d-plan models`, and the model that the options mean: a name, a Hugging Face `config.json`, a recipe, or
+numbers by hand."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
 
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
 from parallel3d.planner.model.flops import model_flops_per_token
-from parallel3d.planner.model.named import named_shape, shape_names
+from parallel3d.planner.model.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
 from parallel3d.planner.model.shapes import (
     ModelShape,
     embedding_parameters,
+    from_config,
     head_parameters,
     layer_parameters,
     total_parameters,
 )
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
-from parallel3d.tools.arguments import plan_parser
-from parallel3d.tools.plan.shape import read_model
+from parallel3d.recipes import shipped_recipes
+from parallel3d.tools.plan.reply import Reply
 
-_EPILOG = """\
-examples:
-  parallel3d-plan models
-  parallel3d-plan models llama3-70b
-  parallel3d-plan models path/to/config.json
-"""
+_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+_REQUIRED = ("layers", "hidden", "heads", "vocab")
 
 
-def main(arguments: list[str]) -> int:
-    parser = plan_parser(
-        "models",
-        takes="[MODEL] [--json]",
-        does="Lists the models that --model knows by name, or counts the parameters of one.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("name", metavar="MODEL", nargs="?", help="a name, a config.json, or a recipe")
-    options = parser.parse_args(arguments)
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A shape, and what it was read from: `said` is the user's word for it, `path` the file of a config.json or a
+    recipe, `recipe` the recipe that was read, `longest` the longest sequence by a config.json, and `notes` what a file
+    says and a plan does not count."""
+
+    shape: ModelShape
+    source: Literal["name", "config.json", "recipe", "numbers"]
+    said: str = ""
+    path: Path | None = None
+    recipe: Recipe | None = None
+    longest: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def answer(options: argparse.Namespace) -> Reply:
+    """Lists the models with a name, or counts the parameters of one."""
     if options.name is not None:
         shape = read_model(options.name).shape
-        print(json.dumps(rounded(model_tree(shape))) if options.json else "\n".join(_show(shape)))
-        return 0
+        return Reply(page=lambda: _show(shape), tree=lambda: rounded(model_tree(shape)))
+    shapes = sorted(all_named(), key=lambda shape: (shape.name.rstrip("0123456789.bm"), total_parameters(shape)))
+    return Reply(page=lambda: _list(shapes), tree=lambda: {"models": [model_tree(each) for each in shapes]})
+
+
+def all_named() -> list[ModelShape]:
+    """Returns the shapes of all models with a name."""
     cards = shape_cards()
-    shapes = [named_shape(name, cards) for name in shape_names(cards)]
-    shapes.sort(key=lambda shape: (shape.name.rstrip("0123456789.bm"), total_parameters(shape)))
-    print(json.dumps({"models": [model_tree(each) for each in shapes]}) if options.json else "\n".join(_list(shapes)))
-    return 0
+    return [named_shape(name, cards) for name in shape_names(cards)]
+
+
+def find_model(options: argparse.Namespace) -> Model:
+    """Returns the model that the options name or number. Raises ConfigError for none, for a name and numbers at once,
+    and for an unknown name (with the nearest)."""
+    by_hand = [name for name in (*_NUMBERS, "kind") if getattr(options, name) is not None]
+    if options.model is None:
+        if not by_hand:
+            raise ConfigError(
+                "--model: required; try --model llama3-8b, a config.json, or --layers 32 --hidden 4096 ..."
+            )
+        return Model(shape=_from_numbers(options), source="numbers")
+    if by_hand:
+        option = by_hand[0].replace("_", "-")
+        raise ConfigError(f"--{option}: does not go with --model {options.model}; give one of the two")
+    return read_model(options.model)
+
+
+def read_model(text: str) -> Model:
+    """Returns the model of a name or a path. Raises ConfigError where there is none."""
+    path = Path(text)
+    if (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.is_dir():
+        raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
+    if path.suffix == ".json":
+        shape = from_hugging_face(path)
+        config = json.loads(path.read_text())
+        return Model(
+            shape=shape,
+            source="config.json",
+            said=text,
+            path=path,
+            notes=tuple(notes_on(config)),
+            longest=config.get("max_position_embeddings"),
+        )
+    recipes, cards = shipped_recipes(), shape_cards()
+    if path.suffix in (".yaml", ".yml") or text in recipes:
+        path = recipes.get(text, path)
+        recipe = load_recipe(path, cards=cards)
+        return Model(shape=from_config(recipe.model), source="recipe", said=text, path=path, recipe=recipe)
+    names = shape_names(cards)
+    plain = text.strip().lower().replace("_", "-")
+    known = text if text in names else plain
+    if known not in names:
+        near = get_close_matches(plain, [*names, *recipes], n=3, cutoff=0.5)
+        advice = f"did you mean {' or '.join(near)}?" if near else "see parallel3d-plan models"
+        raise ConfigError(f"--model {text}: unknown; {advice}")
+    return Model(shape=named_shape(known, cards), source="name", said=text)
+
+
+def _from_numbers(options: argparse.Namespace) -> ModelShape:
+    """Returns the shape of --layers, --hidden and the other numbers, a Llama's or a GPT's in what they leave open."""
+    missing = [f"--{name}" for name in _REQUIRED if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: required where there is no --model; "
+            "try --layers 32 --hidden 4096 --heads 32 --vocab 32000"
+        )
+    gpt = options.kind == "gpt"
+    usual = 4 * options.hidden if gpt else -(-8 * options.hidden // 3 // 256) * 256
+    shape = ModelShape(
+        name="model by hand",
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        ffn_hidden=options.ffn_hidden or usual,
+        vocab=options.vocab,
+        feed_forward="gelu" if gpt else "swiglu",
+        positions="learned" if gpt else "rope",
+        position_rows=options.seq_len or 0 if gpt else 0,
+        tied_embeddings=gpt,
+        biases=gpt,
+        layer_norm=gpt,
+    )
+    check_shape(shape, "model by hand")
+    return shape
 
 
 def _list(shapes: list[ModelShape]) -> Iterator[str]:

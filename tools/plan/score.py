@@ -1,100 +1,88 @@
-"""`parallel3d-plan score`: the planner's predictions of published runs, and how far off they are, as a page or JSON."""
+"""`parallel3d-plan score`: predictions of published runs and how far off they are, and the last such figures recorded,
+which every plan quotes."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.score import Errors, Score, score
-from parallel3d.tools.arguments import Parser
-from parallel3d.tools.plan.accuracy import accuracy_of, record
+from parallel3d.planner.report.page import Accuracy
+from parallel3d.tools.plan.reply import Reply, write_output
 
 HARDWARE = Path(__file__).parents[1] / "hardware"
-_HELP = "Predicts measured runs (the format of tools/cases/README.md) and prints how far off that is."
-_EPILOG = """\
-examples:
-  parallel3d-plan score tools/cases/published.json
-  parallel3d-plan score mine.json --hardware my-clusters/ --json
-
-exit status: 0 done, 2 a file that is none
-docs/planner.md says how each figure is predicted, docs/plan.md lists the keys of --json
-"""
+RECORDED = Path(__file__).with_name("accuracy.json")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(
-        prog="parallel3d-plan score",
-        description=_HELP,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("cases", metavar="CASES.json", type=Path, help="a file of measured runs")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, every case in it")
-    parser.add_argument("--hardware", metavar="FOLDER", type=Path, help="of hardware files beside the shipped ones")
-    parser.add_argument(
-        "--record", metavar="F", type=Path, help="write the figures that plans quote (tools/plan/accuracy.json)"
-    )
-    asked = parser.parse_args(arguments)
-    if asked.hardware is not None and not asked.hardware.is_dir():
-        raise ConfigError(f"--hardware {asked.hardware}: must be a folder of hardware files")
-    file = read_cases(asked.cases, _folders(asked.hardware))
+def answer(options: argparse.Namespace) -> Reply:
+    """Scores the cases of a file, and records the result where that is asked."""
+    if options.hardware is not None and not options.hardware.is_dir():
+        raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
+    file = read_cases(options.cases, [HARDWARE, *([options.hardware] if options.hardware else [])])
     result = score(file)
-    if asked.record is not None:
-        record(accuracy_of(result, file), asked.record)
-    print(json.dumps(result.to_json()) if asked.json else page(result))
-    return 0
+    if options.record is not None:
+        write_output("--record", options.record, json.dumps(asdict(accuracy_of(result, file)), indent=2) + "\n")
+    return Reply(page=lambda: page(result), tree=result.to_json)
 
 
-def _folders(hardware: Path | None) -> list[Path]:
-    return [HARDWARE, *([hardware] if hardware else [])]
+def score_file(cases: Path) -> Score:
+    """Returns the score of a file of cases on the shipped hardware."""
+    return score(read_cases(cases, [HARDWARE]))
 
 
-def score_file(cases: Path, hardware: Path | None = None) -> Score:
-    """The score of a file of cases."""
-    return score(read_cases(cases, _folders(hardware)))
+def recorded_accuracy() -> Accuracy:
+    """Returns the planner's accuracy as it was last recorded in accuracy.json."""
+    return Accuracy(**json.loads(RECORDED.read_text()))
 
 
-def page(result: Score) -> str:
-    """The totals, then a line for each source."""
-    lines = [
-        f"throughput  {_line(result.throughput)}",
-        f"memory      {_line(result.memory)}",
-        f"fits or out of memory  {_percent(result.fit.accuracy)} right, balanced "
-        f"{_percent(result.fit.balanced_accuracy)}  ({result.fit.cases} runs)",
-        "",
-        *_table("source", result.by_source),
-        "",
-        *_table("reported apart", result.apart),
-    ]
-    if result.skipped:
-        lines += ["", *(f"skipped {name}: {why}" for name, why in result.skipped)]
-    return "\n".join(lines)
-
-
-def _table(title: str, groups: Mapping[str, Mapping[str, Errors]]) -> list[str]:
-    header = f"{title:24}  throughput: runs  median     p90   memory: runs  median     p90"
-    return [header, *(f"{name:24}{_cells(e['throughput'], 18)}{_cells(e['memory'], 15)}" for name, e in groups.items())]
-
-
-def _cells(errors: Errors, width: int) -> str:
-    return f"{errors.cases or '-':>{width}}{_percent(errors.median):>8}{_percent(errors.p90):>8}"
-
-
-def _line(errors: Errors) -> str:
-    return (
-        f"median error {_percent(errors.median)}, 90th percentile {_percent(errors.p90)}, worst "
-        f"{_percent(errors.worst)}  ({errors.cases} runs)"
+def accuracy_of(result: Score, file: CaseFile) -> Accuracy:
+    """Returns the figures that a plan quotes, dated today."""
+    counted = {case.id for case in result.cases if not case.apart and case.errors_pct}
+    by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
+    return Accuracy(
+        date=datetime.now(UTC).date().isoformat(),
+        throughput_runs=result.throughput.cases,
+        throughput_median=round(result.throughput.median or 0.0, 2),
+        throughput_p90=round(result.throughput.p90 or 0.0, 2),
+        memory_runs=result.memory.cases,
+        memory_median=round(result.memory.median or 0.0, 2),
+        memory_p90=round(result.memory.p90 or 0.0, 2),
+        fit_accuracy=round(result.fit.accuracy or 0.0, 2),
+        runs_by_hardware=dict(sorted(by_hardware.items())),
     )
+
+
+def page(result: Score) -> Iterator[str]:
+    """Yields the totals, then a line for each source."""
+    for name, errors in (("throughput", result.throughput), ("memory", result.memory)):
+        yield (
+            f"{name:<12}median error {_percent(errors.median)}, 90th percentile {_percent(errors.p90)}, worst "
+            f"{_percent(errors.worst)}  ({errors.cases} runs)"
+        )
+    right, balanced = _percent(result.fit.accuracy), _percent(result.fit.balanced_accuracy)
+    yield f"fits or out of memory  {right} right, balanced {balanced}  ({result.fit.cases} runs)"
+    for title, groups in (("source", result.by_source), ("reported apart", result.apart)):
+        yield from ("", *_table(title, groups))
+    if result.skipped:
+        yield from ("", *(f"skipped {name}: {why}" for name, why in result.skipped))
+
+
+def _table(title: str, groups: Mapping[str, Mapping[str, Errors]]) -> Iterator[str]:
+    yield f"{title:24}  throughput: runs  median     p90   memory: runs  median     p90"
+    for name, errors in groups.items():
+        cells = (
+            f"{each.cases or '-':>{width}}{_percent(each.median):>8}{_percent(each.p90):>8}"
+            for each, width in ((errors["throughput"], 18), (errors["memory"], 15))
+        )
+        yield f"{name:24}{''.join(cells)}"
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}%"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

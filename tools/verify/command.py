@@ -4,7 +4,6 @@ beside what the memory model says."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,23 +25,11 @@ from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.arguments import Parser, plan_parser
-from parallel3d.tools.plan.devices import FOLDER
+from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.plan.score import HARDWARE
 
 if TYPE_CHECKING:
     from parallel3d.tools.verify.dry_run import DryRun
-
-_EPILOG = """\
-examples:
-  parallel3d-plan verify quickstart
-  parallel3d-plan verify my.yaml parallel.pp=16 parallel.dp_shard=64 --pipeline-rank 15
-  parallel3d-plan verify my.yaml --rank 4097 --json
-
-Without --rank the pipeline rank that the memory model finds fullest is run. train.device = cpu: the CPU's operators;
-else a GPU's. What a GPU takes beyond tensors (CUDA, NCCL, kernels' own workspaces, the allocator's fragmentation) is
-in neither column. docs/verify.md says how it is done.
-exit status: 0 done, 2 a bad input
-"""
 
 
 @dataclass(frozen=True)
@@ -72,15 +59,13 @@ class Verified:
         yield "activations, at work", model.activations + model.logits + model.temporary, at_work
 
 
-def main(arguments: list[str]) -> int:
-    options = _parser().parse_intermixed_args(arguments)
+def answer(options: argparse.Namespace) -> Reply:
+    """Verifies the rank that is asked for."""
     if options.measure:
         raise ConfigError("--measure: needs a CUDA device, and this version runs dry alone; leave it out")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    rank = _rank(recipe, options)
-    found = verify(recipe, rank)
-    print(json.dumps(_tree(found)) if options.json else "\n".join(_page(found)))
-    return 0
+    found = verify(recipe, _rank(recipe, options))
+    return Reply(page=lambda: _page(found), tree=lambda: _tree(found))
 
 
 def verify(recipe: Recipe, rank: int) -> Verified:
@@ -104,7 +89,7 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
         raise ConfigError(f"{vain.setting}: {vain.known}; try {vain.instead}")
     question = Question(
         shape=from_config(recipe.model),
-        cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [FOLDER]),
+        cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
         gpus=recipe.parallel.world_size,
         seq_len=recipe.train.seq_len,
         global_batch_size=recipe.train.global_batch_size,
@@ -173,18 +158,3 @@ def _tree(found: Verified) -> object:
     }
     counts = tree.pop("parameters")  # exact
     return {**rounded_tree(tree), "parameters": counts}
-
-
-def _parser() -> Parser:
-    parser = plan_parser(
-        "verify",
-        takes="RECIPE [key=value ...] [--rank R | --pipeline-rank P] [--json]",
-        does="One rank of a recipe, trained dry: its memory beside the memory model's.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
-    parser.add_argument("--rank", type=int, metavar="R", help="the rank of the whole job that is run")
-    parser.add_argument("--pipeline-rank", type=int, metavar="P", help="or the first rank of this pipeline rank")
-    parser.add_argument("--measure", action="store_true", help="refused: measures on a CUDA device")
-    return parser

@@ -1,4 +1,4 @@
-"""From the options of the plan commands to a `Question`."""
+"""From the options of a subcommand to a question for the planner, and to layouts written as key=value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.plan.devices import find_cluster
-from parallel3d.tools.plan.shape import Model, find_model
+from parallel3d.tools.plan.hardware import find_cluster
+from parallel3d.tools.plan.models import Model, find_model
 
-# Recompute of every n-th block is a recipe's to choose: no plan says how often.
+# `recompute` every n-th block is left to a recipe: no plan says how often.
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
     "recompute": get_args(BlockRecompute),
@@ -55,10 +55,15 @@ class ParsedQuestion:
     question: Question
     model: Model
 
+    def note_lines(self) -> list[str]:
+        """Returns what the model's file says and a plan does not count, as lines of a page."""
+        return [line for note in self.model.notes for line in wrapped("note", note)]
+
 
 def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> ParsedQuestion:
-    """The question without what is fixed; `asks` says how the devices are given. Raises ConfigError for what is missing
-    or contradicts itself."""
+    """Returns the question of the options with nothing fixed. `asks` is how an error says that devices are given.
+
+    Raises ConfigError for options that are missing or contradict each other."""
     model = find_model(options)
     train = model.recipe.train if model.recipe else None
     devices = gpus or (model.recipe.parallel.world_size if model.recipe else None)
@@ -84,28 +89,22 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
         memory_fraction=options.mem_fraction,
     )
-    if model.recipe is not None:
-        model = replace(model, notes=(*model.notes, *notes(model.recipe)))
+    more = list(notes(model.recipe)) if model.recipe is not None else []
     if model.longest is not None and seq_len > model.longest:
-        note = f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json"
-        model = replace(model, notes=(*model.notes, note))
-    return ParsedQuestion(question=question, model=model)
-
-
-def note_lines(asked: ParsedQuestion) -> list[str]:
-    """On what the model's file says and a plan does not count, as lines of a page."""
-    return [line for note in asked.model.notes for line in wrapped("note", note)]
+        more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
+    return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
 
 
 def with_fixed(question: Question, fixed: Fixed) -> Question:
-    """The question with this fixed. Raises ConfigError with the rule that a value breaks, and values that would do."""
+    """Returns the question with `fixed`. Raises ConfigError with the rule that a value breaks and values that would
+    do."""
     fixed_question = replace(question, fixed=fixed)
     check_fixed(fixed_question)
     return fixed_question
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:
-    """Of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError where two of them contradict each other."""
+    """Returns what --fix, --max-tp, --max-pp and --schedule fix. Raises ConfigError where two contradict each other."""
     said = read_layout(options.fix, "--fix")
     schedule = said.pop("schedule", options.schedule)
     if options.schedule not in (None, schedule):
@@ -114,9 +113,10 @@ def read_fixed(options: argparse.Namespace) -> Fixed:
 
 
 def read_layout(texts: list[str], option: str) -> dict[str, Any]:
-    """`tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values."""
+    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names the source in
+    errors."""
     found: dict[str, Any] = {}
-    for text in (part.strip() for whole_text in texts for part in whole_text.split(",")):
+    for text in (part.strip() for words in texts for part in words.split(",")):
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_").lower()
         name = _ALIASES.get(key, key)
@@ -129,7 +129,8 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
 
 
 def read_parallel(texts: list[str], option: str) -> ParallelConfig:
-    """A whole layout, the rest at its default; virtual stages imply interleaving, tp its sequence parallelism."""
+    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism, and whatever else is
+    not said has its default."""
     said = read_layout(texts, option)
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}
@@ -147,7 +148,7 @@ def _value(option: str, name: str, text: str) -> object:
 
 
 def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> TrainingProgram:
-    """The program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
+    """Returns the program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
     program = in_precision(named_program(options.engine), precision)
     said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
     if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
@@ -160,15 +161,15 @@ def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> T
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
+    """Returns the hardware of --gpu or --hardware, with what the other options change of it."""
     if options.gpu and options.hardware:
         raise ConfigError("--gpu and --hardware: give one of the two")
     name = options.hardware or options.gpu
     if name is None:
         raise ConfigError("--gpu: required, or --hardware FILE; try --gpu h100")
-    cluster = find_cluster(name)
     network, node = options.network_gb_per_s, options.node_gb_per_s
     cluster = with_links(
-        cluster,
+        find_cluster(name),
         network_gb_per_s=None if network is None else network / 1e9,
         node_gb_per_s=None if node is None else node / 1e9,
         gpus_per_node=options.gpus_per_node,
