@@ -15,7 +15,7 @@ from parallel3d.config.recipe import ModelConfig, OptimizerConfig
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.tools.plan.devices import hardware_files
+from parallel3d.tools.plan.score import HARDWARE
 from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
 from parallel3d.training.progress import Bar, clock, describe, open_progress
 from parallel3d.training.stopwatch import Stopwatch
@@ -129,7 +129,7 @@ def test_peaks_are_found_by_the_device_name(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_hardware_files_have_the_trainers_peaks(file: str, cuda_name: str) -> None:
-    tree = yaml.safe_load(hardware_files()[file].read_text())
+    tree = yaml.safe_load((HARDWARE / f"{file}.yaml").read_text())
     assert tree["device"]["peak_tflops"]["bf16"] * 1e12 == peak_bf16_flops(cuda_name)
 
 

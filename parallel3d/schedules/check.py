@@ -1,7 +1,7 @@
 """The proof that a schedule can be carried out: every action comes once, on its rank, and no rank waits for ever.
 
-All lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions are proved in about a
-second.
+All lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions are proved in some
+seconds.
 """
 
 from __future__ import annotations
