@@ -1,5 +1,5 @@
-"""What the models here have in common: a decoder of pre-norm blocks, one after the other, between an embedding and a
-head. A model says what these are (`parts`); how they follow each other is here.
+"""What the models of this folder have in common: a decoder of pre-norm blocks, one after the other, between an
+embedding and a head. A model says what it is made of (`Decoder.parts`); how the parts are put together is here.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S, D], or [B, S / n, D]
 with sequence parallelism. A pipeline stage is a Decoder without some of its parts (`pipeline.stage.cut`).
@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
-from parallel3d.layers.parameter import Initializer
+from parallel3d.layers.mlp import Activation, ParallelMLP
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.recompute import Recomputed
-
-
-class Placed(TypedDict):
-    """Where a layer is: what all of a model's layers are given alike."""
-
-    tp: DeviceMesh | None
-    sequence_parallel: bool
-    device: torch.device | str | None
+from parallel3d.layers.rotary import RotaryEmbedding
 
 
 class Block(nn.Module):
-    """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each on the norm of x and added to x. What is
-    added passes through dropout, whose key [B] comes with x. `recompute`: only x is kept for the backward."""
+    """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed from the norm of x and added to x
+    through a dropout, whose key [B] comes with x. With `recompute` only x is kept for the backward."""
 
     def __init__(
         self,
@@ -65,18 +59,21 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a decoder is made of, beside its head."""
+    """What a decoder is made of, beside its head and the sizes that its config gives."""
 
     embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
-    token_weight: nn.Parameter  # [V / n, D], of `embed`: what a tied head has, too
-    block: Callable[[int, BlockRecompute], Block]  # of an index in the whole model
-    norm: nn.Module  # of what the last block gives
+    token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
+    norm: Callable[[], nn.Module]  # makes one of the norms: two in each block, one after the last block
+    attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
+    activation: Activation
+    rotary: RotaryEmbedding | None = None
+    mlp_bias: bool = False
 
 
 class Decoder(nn.Module):
-    """ids [B, S] -> logits [B, S, V / n]; a stage without `embed` takes, without `head` gives, activations. `key` [B],
-    of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). Of `recompute_every` blocks one is
-    recomputed as `recompute` says, the others not at all."""
+    """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage without `head` gives them.
+    `key` [B], of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). One block in
+    `recompute_every` is recomputed as `recompute` says, the others are not recomputed."""
 
     def __init__(
         self,
@@ -89,24 +86,26 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        placed = Placed(tp=tp, sequence_parallel=sequence_parallel, device=device)
-        parts = self.parts(config, placed)
-        head = VocabParallelHead(config.hidden, config.vocab, init=normal(config.init_std), **placed)
+        placement = Placement(tp, sequence_parallel, device)
+        parts = self.parts(config, placement)
+        head = VocabParallelHead(config.hidden, config.vocab, tp=placement, init=normal(config.init_std))
         if config.tied_embeddings:
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
-        self.dropout = residual_dropout(config, "embed", placed)
+        self.dropout = residual_dropout(config, "embed", placement)
         self.layers = nn.ModuleDict(
             {
-                str(index): parts.block(index, recompute if index % recompute_every == 0 else "none")
+                str(index): make_block(
+                    config, placement, parts, index, recompute if index % recompute_every == 0 else "none"
+                )
                 for index in range(config.layers)
             }
         )
-        self.norm: nn.Module | None = parts.norm
+        self.norm: nn.Module | None = parts.norm()
         self.head: nn.Module | None = head
 
-    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
-        """What each model says of itself."""
+    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+        """Returns the parts that make this model what it is. Every model has its own."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
@@ -119,12 +118,40 @@ class Decoder(nn.Module):
         return x
 
 
-def residual_dropout(config: ModelConfig, name: str, placed: Placed) -> Dropout:
-    """Of activations between the layers, which sequence parallelism splits."""
-    split_dim = 1 if placed["sequence_parallel"] else None
-    return Dropout(config.dropout, name=name, tp=placed["tp"], split_dim=split_dim)
+def make_block(config: ModelConfig, placement: Placement, parts: Parts, index: int, recompute: BlockRecompute) -> Block:
+    """Builds block `index` of the whole model."""
+    D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
+    # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
+    output_init = normal(config.init_std / math.sqrt(2 * config.layers))
+    return Block(
+        attention_norm=parts.norm(),
+        attention=ParallelAttention(
+            D,
+            config.heads,
+            config.key_value_heads,
+            rotary=parts.rotary,
+            tp=placement,
+            options=replace(parts.attention, name=f"{name}.attention", recompute=recompute == "selective"),
+            init=init,
+            output_init=output_init,
+        ),
+        attention_dropout=residual_dropout(config, f"{name}.attention.output", placement),
+        mlp_norm=parts.norm(),
+        mlp=ParallelMLP(
+            D,
+            config.ffn_hidden,
+            activation=parts.activation,
+            bias=parts.mlp_bias,
+            tp=placement,
+            init=init,
+            output_init=output_init,
+        ),
+        mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placement),
+        recompute=recompute == "full",
+    )
 
 
-def output_init(config: ModelConfig) -> Initializer:
-    """What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3)."""
-    return normal(config.init_std / math.sqrt(2 * config.layers))
+def residual_dropout(config: ModelConfig, name: str, placement: Placement) -> Dropout:
+    """A dropout of activations between the layers, which sequence parallelism splits along the sequence."""
+    split_dim = 1 if placement.sequence_parallel else None
+    return Dropout(config.dropout, name=name, tp=placement.tp, split_dim=split_dim)

@@ -1,77 +1,56 @@
 """GPT-2 and GPT-3 (Radford et al. 2019; Brown et al. 2020, arXiv 2005.14165, without its sparse layers), written with
-the layers: learned positions, LayerNorm, GELU, and biases on every linear layer but the head."""
+the layers: learned positions, LayerNorm, GELU, and biases on every linear layer but the head.
+
+Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary, n = tp.
+
+    embed               ids [B, S] -> [B, S, D]                  tokens [V / n, D], positions [longest, D]
+    layers.i.attention  [B, S, D] -> [B, S, D]                   q [H K / n, D], k and v [G K / n, D], o [D, H K / n]
+    layers.i.mlp        [B, S, D] -> [B, S, F / n] -> [B, S, D]  up [F / n, D], down [D, F / n]
+    norm, head          [B, S, D] -> logits [B, S, V / n]        [D], [V / n, D]
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import BlockRecompute, ModelConfig
-from parallel3d.layers.attention import ParallelAttention
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.layers.attention import AttentionOptions
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import normal
-from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import LayerNorm
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.positions import LearnedPositions
-from parallel3d.models.decoder import Block, Decoder, Parts, Placed, output_init, residual_dropout
+from parallel3d.models.decoder import Decoder, Parts
 
 
 class GPT(Decoder):
-    """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, as GPT-2's own)."""
+    """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, which GPT-2 uses)."""
 
-    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
-        embed = TokensAndPositions(config, placed)
+    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+        """Returns the parts of a GPT."""
+        embed = TokensAndPositions(config, placement)
         return Parts(
             embed=embed,
             token_weight=embed.tokens.weight,
-            block=lambda index, recompute: gpt_block(config, index, placed, recompute),
-            norm=LayerNorm(config.hidden, eps=config.norm_eps, **placed),
+            norm=partial(LayerNorm, config.hidden, eps=config.norm_eps, tp=placement),
+            attention=AttentionOptions(bias=True, output_bias=True, dropout=config.attention_dropout),
+            activation="gelu_tanh",
+            mlp_bias=True,
         )
 
 
 class TokensAndPositions(nn.Module):
     """ids [B, S] -> [B, S, D] (or [B, S / n, D]): the sum of a token's and its position's embedding."""
 
-    def __init__(self, config: ModelConfig, placed: Placed) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         assert config.max_positions is not None, "validation asks for it"
         init = normal(config.init_std)
-        self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, init=init, **placed)
-        self.positions = LearnedPositions(config.max_positions, config.hidden, init=init, **placed)
+        self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, tp=placement, init=init)
+        self.positions = LearnedPositions(config.max_positions, config.hidden, tp=placement, init=init)
 
     def forward(self, ids: Tensor) -> Tensor:
         y: Tensor = self.positions(self.tokens(ids))
         return y
-
-
-def gpt_block(config: ModelConfig, index: int, placed: Placed, recompute: BlockRecompute) -> Block:
-    """Block `index` of the whole model."""
-    D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
-    return Block(
-        attention_norm=LayerNorm(D, eps=config.norm_eps, **placed),
-        attention=ParallelAttention(
-            D,
-            config.heads,
-            config.key_value_heads,
-            bias=True,
-            output_bias=True,
-            dropout=config.attention_dropout,
-            name=f"{name}.attention",
-            recompute=recompute == "selective",
-            init=init,
-            output_init=output_init(config),
-            **placed,
-        ),
-        attention_dropout=residual_dropout(config, f"{name}.attention.output", placed),
-        mlp_norm=LayerNorm(D, eps=config.norm_eps, **placed),
-        mlp=ParallelMLP(
-            D,
-            config.ffn_hidden,
-            activation="gelu_tanh",
-            bias=True,
-            init=init,
-            output_init=output_init(config),
-            **placed,
-        ),
-        mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placed),
-        recompute=recompute == "full",
-    )

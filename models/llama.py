@@ -1,59 +1,45 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3), written with the layers.
-With `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral."""
+With `qkv_bias` it is Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral.
+
+Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary, n = tp.
+
+    embed               ids [B, S] -> [B, S, D]                  weight [V / n, D]
+    layers.i.attention  [B, S, D] -> [B, S, D]                   q [H K / n, D], k and v [G K / n, D], o [D, H K / n]
+    layers.i.mlp        [B, S, D] -> [B, S, F / n] -> [B, S, D]  gate and up [F / n, D], down [D, F / n]
+    norm, head          [B, S, D] -> logits [B, S, V / n]        [D], [V / n, D]
+"""
 
 from __future__ import annotations
 
-from parallel3d.config.recipe import BlockRecompute, ModelConfig
-from parallel3d.layers.attention import ParallelAttention
+from functools import partial
+
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.layers.attention import AttentionOptions
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import normal
-from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.models.decoder import Block, Decoder, Parts, Placed, output_init, residual_dropout
+from parallel3d.models.decoder import Decoder, Parts
 
 
 class Llama(Decoder):
     """A decoder with rotary positions, RMSNorm and SwiGLU."""
 
-    def parts(self, config: ModelConfig, placed: Placed) -> Parts:
-        D, V = config.hidden, config.vocab
-        embed = VocabParallelEmbedding(V, D, init=normal(config.init_std), **placed)
-        rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
+    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+        """Returns the parts of a Llama; all blocks share one table of rotary angles."""
+        embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=placement, init=normal(config.init_std))
         return Parts(
             embed=embed,
             token_weight=embed.weight,
-            block=lambda index, recompute: llama_block(config, index, rotary, placed, recompute),
-            norm=RMSNorm(D, eps=config.norm_eps, **placed),
+            norm=partial(RMSNorm, config.hidden, eps=config.norm_eps, tp=placement),
+            rotary=RotaryEmbedding(config.head_dim, theta=config.rope_theta),
+            attention=AttentionOptions(
+                bias=config.qkv_bias,
+                qk_norm=config.qk_norm,
+                norm_eps=config.norm_eps,
+                window=config.window,
+                dropout=config.attention_dropout,
+            ),
+            activation="swiglu",
         )
-
-
-def llama_block(
-    config: ModelConfig, index: int, rotary: RotaryEmbedding, placed: Placed, recompute: BlockRecompute
-) -> Block:
-    """Block `index` of the whole model; the model's blocks share one `rotary`."""
-    D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
-    return Block(
-        attention_norm=RMSNorm(D, eps=config.norm_eps, **placed),
-        attention=ParallelAttention(
-            D,
-            config.heads,
-            config.key_value_heads,
-            rotary=rotary,
-            bias=config.qkv_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            window=config.window,
-            dropout=config.attention_dropout,
-            name=f"{name}.attention",
-            recompute=recompute == "selective",
-            init=init,
-            output_init=output_init(config),
-            **placed,
-        ),
-        attention_dropout=residual_dropout(config, f"{name}.attention.output", placed),
-        mlp_norm=RMSNorm(D, eps=config.norm_eps, **placed),
-        mlp=ParallelMLP(D, config.ffn_hidden, init=init, output_init=output_init(config), **placed),
-        mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placed),
-        recompute=recompute == "full",
-    )

@@ -12,6 +12,7 @@ from parallel3d.layers.init import initial_weights
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import set_fused_gradients
+from parallel3d.layers.placement import Placement
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_llama import PlainLlama
 
@@ -52,7 +53,8 @@ def test_unfused_gradients_go_through_autograd() -> None:
 
 
 def test_column_layers_that_share_an_input_are_as_many_alone() -> None:
-    layers = [ColumnParallelLinear(4, 6, dtype=torch.float64), ColumnParallelLinear(4, 2, dtype=torch.float64)]
+    float64 = Placement(dtype=torch.float64)
+    layers = [ColumnParallelLinear(4, 6, tp=float64), ColumnParallelLinear(4, 2, tp=float64)]
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     together = torch.cat(column_parallel(x, layers), dim=-1)
     apart = torch.cat([F.linear(x, layer.weight) for layer in layers], dim=-1)
@@ -66,7 +68,7 @@ def test_column_layers_that_share_an_input_are_as_many_alone() -> None:
 
 
 def test_linear_gradients_are_right_to_second_order_of_finite_differences() -> None:
-    layer = RowParallelLinear(3, 2, dtype=torch.float64)
+    layer = RowParallelLinear(3, 2, tp=Placement(dtype=torch.float64))
     x = torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value: layer(value), (x,))
 

@@ -78,7 +78,7 @@ def test_a_window_that_hides_nothing_takes_the_kernel_without_a_mask(monkeypatch
     outputs = []
     for window in (None, 6, 5):
         torch.manual_seed(0)
-        layer = attention.ParallelAttention(8, 2, 2, window=window)
+        layer = attention.ParallelAttention(8, 2, 2, options=attention.AttentionOptions(window=window))
         for weights in layer.parameters():
             torch.nn.init.normal_(weights)
         outputs.append(layer(x))

@@ -7,12 +7,12 @@ K head dim, n = tp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules.model import divides_key_value_heads
@@ -22,8 +22,31 @@ from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, co
 from parallel3d.layers.mask import own_mask
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Initializer, ParallelModule
+from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.rotary import RotaryEmbedding
 from parallel3d.layers.scores import attend, attend_with_dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What a model chooses of its attention, beside the numbers of heads. The defaults are those of Llama."""
+
+    head_dim: int | None = None  # K; hidden / heads where it is None
+    context_hidden: int | None = None  # features of the context in cross-attention; hidden where it is None
+    bias: bool = False  # q, k and v have biases
+    output_bias: bool = False
+    bias_init: Initializer = zeros
+    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, before rotary (Qwen 3)
+    norm_eps: float = 1e-5
+    causal: bool = True
+    window: int | None = None  # keys that a query sees at most (`mask.own_mask`)
+    scale: float | None = None  # of the scores; 1 / sqrt(K) where it is None
+    dropout: float = 0.0  # of the probabilities
+    dropout_mode: DropoutMode = "exact"
+    name: str = "attention"  # the layer's global name, which its dropout depends on
+    # The attention's own intermediate results are computed again in the backward instead of kept. Under torch.compile
+    # they are not: it fails on a checkpoint among DTensor parameters (2.13).
+    recompute: bool = False
 
 
 class ParallelAttention(ParallelModule):
@@ -36,10 +59,8 @@ class ParallelAttention(ParallelModule):
     one row-parallel linear send, for cross-attention (a `context` of `context_hidden` features in `forward`) two
     column-parallel ones.
 
-    `rotary`, `qk_norm` (RMSNorm of each head's queries and keys, before rotary: Qwen 3), `bias` of q, k and v,
-    `output_bias`, `causal`, `window` (`mask.own_mask`), `scale` (default 1 / sqrt(K)) are of the model. `dropout` is of
-    the probabilities and needs a `name`. `recompute`: the attention's own intermediate results are computed again in
-    the backward instead of kept; not under torch.compile, which fails on a checkpoint among DTensor parameters (2.13).
+    `rotary` turns queries and keys by their positions. `options` are what else a model chooses. The weights of q, k and
+    v start by `init`, that of the output by `output_init` or else by `init`.
 
     Raises ValueError where the heads cannot be spread over tp.
     """
@@ -51,72 +72,44 @@ class ParallelAttention(ParallelModule):
         kv_heads: int,
         *,
         rotary: RotaryEmbedding | None = None,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
-        recompute: bool = False,
+        tp: LayerTp = None,
+        options: AttentionOptions = AttentionOptions(),
         init: Initializer = normal(0.02),
         output_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
-        head_dim: int | None = None,
-        context_hidden: int | None = None,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
-        norm_eps: float = 1e-5,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        dropout_mode: DropoutMode = "exact",
-        name: str = "attention",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
-        self.head_dim = head_dim or hidden // heads
-        self.recompute = recompute
+        self.options = options
+        self.head_dim = options.head_dim or hidden // heads
         self.rotary = rotary
-        self.causal, self.window, self.scale = causal, window, scale
         self._check_heads(heads, kv_heads)
 
-        def column(in_features: int, of_heads: int, copies: int) -> ColumnParallelLinear:
+        def column(in_features: int, heads: int, copies: int) -> ColumnParallelLinear:
+            bias, start, features = options.bias, options.bias_init, heads * self.head_dim
             return ColumnParallelLinear(
-                in_features,
-                of_heads * self.head_dim,
-                bias=bias,
-                copies=copies,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                init=init,
-                bias_init=bias_init,
-                device=device,
-                dtype=dtype,
+                in_features, features, tp=tp, init=init, bias=bias, bias_init=start, copies=copies
             )
 
         copies = max(self.axis.size // kv_heads, 1)
         self.q = column(hidden, heads, 1)
-        self.k = column(context_hidden or hidden, kv_heads, copies)
-        self.v = column(context_hidden or hidden, kv_heads, copies)
+        self.k = column(options.context_hidden or hidden, kv_heads, copies)
+        self.v = column(options.context_hidden or hidden, kv_heads, copies)
         self.o = RowParallelLinear(
             heads * self.head_dim,
             hidden,
-            bias=output_bias,
             tp=tp,
-            sequence_parallel=sequence_parallel,
             init=output_init or init,
-            bias_init=bias_init,
-            device=device,
-            dtype=dtype,
+            bias=options.output_bias,
+            bias_init=options.bias_init,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps=norm_eps, tp=tp, over_heads=True, device=device, dtype=dtype)
-                for _ in range(2)
-            )
-        # Of [batch, heads, queries, keys].
-        self.dropout = Dropout(dropout, name=name, tp=tp, split_dim=1, mode=dropout_mode) if dropout else None
+        if options.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
+            self.k_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
+        self.dropout: Dropout | None = None
+        if options.dropout:  # of probabilities [batch, heads, queries, keys], whose heads are split
+            mode = options.dropout_mode
+            self.dropout = Dropout(options.dropout, name=options.name, tp=self.tp, split_dim=1, mode=mode)
 
     def forward(
         self,
@@ -146,7 +139,7 @@ class ParallelAttention(ParallelModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        if self.recompute and torch.is_grad_enabled() and not is_compiling():
+        if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             keep_generator = self.dropout is not None and key is None
             y = checkpoint(
                 self._attend_all, q, k, v, mask, lengths, key, use_reentrant=False, preserve_rng_state=keep_generator
@@ -175,18 +168,19 @@ class ParallelAttention(ParallelModule):
     ) -> Tensor:
         queries, keys = q_BSHK.shape[1], k_BTGK.shape[1]
         q, k, v = (part.transpose(1, 2) for part in (q_BSHK, k_BTGK, v_BTGK))
+        causal, window, scale = self.options.causal, self.options.window, self.options.scale
         dropping = self.dropout is not None and self.training
-        is_whole = self.window is None or self.window >= keys  # a window that hides nothing costs no mask
-        if mask is None and is_whole and not dropping and (queries == keys or not self.causal):
-            return attend(q, k, v, None, causal=self.causal, scale=self.scale).transpose(1, 2)
-        own = own_mask(queries, keys, causal=self.causal, window=self.window, device=q.device)
+        sees_all = window is None or window >= keys  # a window that hides nothing costs no mask
+        if mask is None and sees_all and not dropping and (queries == keys or not causal):
+            return attend(q, k, v, None, causal=causal, scale=scale).transpose(1, 2)
+        own = own_mask(queries, keys, causal=causal, window=window, device=q.device)
         if own is not None:
             mask = own if mask is None else mask & own
         if dropping:
             assert self.dropout is not None
-            y_BHSK = attend_with_dropout(q, k, v, mask, scale=self.scale, dropout=self.dropout, key=key)
+            y_BHSK = attend_with_dropout(q, k, v, mask, scale=scale, dropout=self.dropout, key=key)
         else:
-            y_BHSK = attend(q, k, v, mask, causal=False, scale=self.scale)
+            y_BHSK = attend(q, k, v, mask, causal=False, scale=scale)
         return y_BHSK.transpose(1, 2)
 
     def _check_lengths(
@@ -194,7 +188,7 @@ class ParallelAttention(ParallelModule):
     ) -> None:
         if mask is not None or context is not None or (self.dropout is not None and self.training):
             raise ValueError("ParallelAttention: lengths go with no mask, context or dropout; try mask.same_document")
-        seq = x_BSD.shape[1] * (self.axis.size if self.q.sequence_parallel else 1)
+        seq = x_BSD.shape[1] * (self.axis.size if self.sequence_parallel else 1)
         ends = set(accumulate(lengths))
         if not {seq * (i + 1) for i in range(x_BSD.shape[0])} <= ends or max(ends) != seq * x_BSD.shape[0]:
             raise ValueError(

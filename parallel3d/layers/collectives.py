@@ -50,7 +50,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return Pending(lambda: _after(work, x))
 
 
-def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
+def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
     """[..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1) times x per rank."""
     if axis.size == 1:
         return Pending(lambda: x)
@@ -66,7 +66,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     return Pending(lambda: _joined(_after(work, parts), axis, dim))
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
     """[..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n of x per
     rank."""
     if axis.size == 1:
@@ -82,17 +82,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     return Pending(lambda: _after(work, out, stacked))
 
 
-def start_gather_sequence(x: Tensor, axis: Axis) -> Pending:
-    """[batch, seq / n, hidden] -> [batch, seq, hidden]."""
-    return start_gather(x, axis, SEQUENCE_DIM)
-
-
-def start_reduce_scatter_sequence(x: Tensor, axis: Axis) -> Pending:
-    """[batch, seq, hidden] -> this rank's [batch, seq / n, hidden] of the sum."""
-    return start_reduce_scatter(x, axis, SEQUENCE_DIM)
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis; `x` may be overwritten."""
     return start_all_reduce(x, axis).wait()
 
 
@@ -102,14 +93,6 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
     for axis in axes.values():
         x = all_reduce(x, axis)
     return x
-
-
-def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    return start_gather_sequence(x, axis).wait()
-
-
-def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    return start_reduce_scatter_sequence(x, axis).wait()
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:

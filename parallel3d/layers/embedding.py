@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.collectives import all_reduce, gather_sequence, reduce_scatter_sequence
+from parallel3d.layers.collectives import all_reduce, start_gather, start_reduce_scatter
 from parallel3d.layers.init import normal
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.main_grad import accumulated_gradient
@@ -28,8 +27,10 @@ from parallel3d.layers.parameter import (
     local_tensor,
     traced,
 )
+from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
 from parallel3d.mesh import Axis
+from parallel3d.shards import shard_rows
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -49,17 +50,12 @@ class VocabParallelEmbedding(ParallelModule):
         vocab: int,
         hidden: int,
         *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
-        self.sequence_parallel = sequence_parallel
-        self.first_row = self.axis.rank * -(-vocab // self.axis.size)
-        spec = ParameterSpec((vocab, hidden), 0, init, uneven=True)
-        self.add_parameter("weight", spec, device=device, dtype=dtype)
+        self.first_row = shard_rows(vocab, self.axis.rank, self.axis.size).start
+        self.add_parameter("weight", ParameterSpec((vocab, hidden), 0, init, uneven=True))
 
     def forward(self, ids: Tensor) -> Tensor:
         if is_compiling():
@@ -100,13 +96,13 @@ class _VocabParallelEmbedding(Function):
         own, ctx.elsewhere = _own_rows(ids, first, rows.shape[0])
         ctx.save_for_backward(own)
         y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
-        return reduce_scatter_sequence(y, axis) if sequence_parallel else all_reduce(y, axis)
+        return start_reduce_scatter(y, axis).wait() if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
         if ctx.sequence_parallel:
-            grad = gather_sequence(grad, ctx.axis)
+            grad = start_gather(grad, ctx.axis).wait()
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         return None, _accumulate_or_return_looked_up(weight, ids, grad, fused=ctx.fused), None, None, None, None

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.init import normal
-from parallel3d.layers.linear import ColumnParallelLinear, column_parallel
-from parallel3d.layers.linear_autograd import padded_product
+from parallel3d.layers.linear import ColumnParallelLinear, column_parallel, padded_product
 from parallel3d.layers.loss import IGNORED, TokenLoss, chunks, wide_dtype
 from parallel3d.layers.main_grad import accumulated_gradient, add_product
 from parallel3d.layers.parameter import Initializer, accumulate_or_return, local_tensor, traced
+from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
+from parallel3d.shards import largest_shard
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -49,28 +49,16 @@ class VocabParallelHead(ColumnParallelLinear):
         out_features: int,
         *,
         pad_to_multiple_of: int = 1,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
         gather_output: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            init=init,
-            gather_output=gather_output,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, tp=tp, init=init, gather_output=gather_output)
         if pad_to_multiple_of < 1:
             raise ValueError(
                 f"VocabParallelHead: pad_to_multiple_of = {pad_to_multiple_of}: must be at least 1; try 64"
             )
-        self.rows_each = -(-out_features // self.axis.size)
+        self.rows_each = largest_shard(out_features, self.axis.size)
         self.padded_width = -(-self.rows_each // pad_to_multiple_of) * pad_to_multiple_of
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,14 +95,13 @@ def head_cross_entropy(
     """
     if head.bias is not None or head.gather_output:
         raise ValueError("head_cross_entropy: needs a head without bias whose output is not gathered")
-    axis, vocab = head.axis, head.out_features
+    axis = head.axis
     x = all_gather_to_region(x, axis) if head.sequence_parallel else copy_to_region(x, axis)
-    first = axis.rank * -(-vocab // axis.size)
-    how = TokenLoss(axis, vocab, first, ignore_index, label_smoothing, z_loss)
+    token_loss = TokenLoss(axis, head.out_features, ignore_index, label_smoothing, z_loss)
     compiling = is_compiling()
     weight = traced(head.weight, head, "weight") if compiling else head.weight
     fused = head.fused_gradients and not compiling
-    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, how, chunk_tokens, fused, head.padded_width)
+    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, token_loss, chunk_tokens, fused, head.padded_width)
     return losses
 
 
@@ -125,15 +112,21 @@ class _HeadCrossEntropy(Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        how: TokenLoss,
+        token_loss: TokenLoss,
         chunk_tokens: int,
         fused: bool,
         width: int | None,
     ) -> Tensor:
-        ctx.weight, ctx.how, ctx.chunk_tokens, ctx.fused, ctx.width = weight, how, chunk_tokens, fused, width
+        ctx.weight, ctx.token_loss, ctx.chunk_tokens, ctx.fused, ctx.width = (
+            weight,
+            token_loss,
+            chunk_tokens,
+            fused,
+            width,
+        )
         rows = local_tensor(weight)
         parts = [
-            how.forward(padded_product(part, rows, width), own_labels, overwrite=True)
+            token_loss.forward(padded_product(part, rows, width), own_labels, overwrite=True)
             for part, own_labels in chunks(chunk_tokens, x.flatten(0, -2), labels.flatten())
         ]
         losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -149,7 +142,7 @@ class _HeadCrossEntropy(Function):
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in chunks(ctx.chunk_tokens, *flat):
             logits = padded_product(part, rows, ctx.width)
-            grad_logits = ctx.how.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
+            grad_logits = ctx.token_loss.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
             grad_logits = grad_logits[:, : rows.shape[0]]
             torch.mm(grad_logits, rows, out=out)
             add_product(grad_weight, grad_logits, part)

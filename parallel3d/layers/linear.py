@@ -24,16 +24,34 @@ once, after the sum; under sequence parallelism each rank then sees other tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
+from parallel3d.layers.collectives import (
+    Pending,
+    all_reduce,
+    start_all_reduce,
+    start_gather,
+    start_reduce_scatter,
+)
 from parallel3d.layers.init import normal, zeros
-from parallel3d.layers.linear_autograd import ColumnParallelProduct, RowParallelProduct
-from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated, traced
+from parallel3d.layers.parameter import (
+    Initializer,
+    ParallelModule,
+    ParameterSpec,
+    accumulate_or_return,
+    accumulate_or_return_product,
+    accumulate_or_return_rows,
+    local_tensor,
+    replicated,
+    traced,
+)
+from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -42,6 +60,7 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
+from parallel3d.mesh import Axis
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
@@ -56,7 +75,6 @@ class ColumnParallelLinear(ParallelModule):
 
     `copies` neighbouring ranks compute the same output features, out_features * copies / tp of them (keys and values
     of fewer heads than ranks). The weight is then whole on every rank, once in a checkpoint, and its gradient partial.
-    `async_tp` (the all-gather taken apart and hidden behind the product) is refused: see `refuse_async_tp`.
 
     Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
     """
@@ -64,39 +82,29 @@ class ColumnParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     uneven = False  # whether the last rank may have fewer output features
-    padded_width: int | None = None  # of the output, where it is filled up with -inf
+    padded_width: int | None = None  # the width of the output, where it is filled up with -inf
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
         bias: bool = False,
         bias_init: Initializer = zeros,
         gather_output: bool = False,
         copies: int = 1,
-        async_tp: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
-        refuse_async_tp(async_tp)
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
         self.rows = self._rows_of_copies(copies) if copies > 1 else None
         dim = 0 if self.rows is None else None
-        partial = self.rows is not None
-        spec = ParameterSpec((out_features, in_features), dim, init, partial_gradient=partial, uneven=self.uneven)
-        self.add_parameter("weight", spec, device=device, dtype=dtype)
-        if bias:
-            spec = ParameterSpec((out_features,), dim, bias_init, partial_gradient=partial, uneven=self.uneven)
-            self.add_parameter("bias", spec, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        is_copied = self.rows is not None
+        self.add_parameter("weight", ParameterSpec((out_features, in_features), dim, init, is_copied, self.uneven))
+        bias_spec = ParameterSpec((out_features,), dim, bias_init, is_copied, self.uneven)
+        self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         (y,) = column_parallel(x, (self,))
@@ -133,27 +141,18 @@ class RowParallelLinear(ParallelModule):
         in_features: int,
         out_features: int,
         *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
         bias: bool = False,
         bias_init: Initializer = zeros,
         input_is_parallel: bool = True,
-        async_tp: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
-        refuse_async_tp(async_tp)
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel = sequence_parallel
         self.input_is_parallel = input_is_parallel
-        self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init), device=device, dtype=dtype)
-        if bias:
-            spec = ParameterSpec((out_features,), None, bias_init, partial_gradient=sequence_parallel)
-            self.add_parameter("bias", spec, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
+        bias_spec = ParameterSpec((out_features,), None, bias_init, partial_gradient=self.sequence_parallel)
+        self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -168,19 +167,9 @@ class RowParallelLinear(ParallelModule):
         return y if self.bias is None else y + replicated(self.bias, self, "bias")
 
 
-def refuse_async_tp(wanted: bool) -> None:
-    """Raises ValueError: overlap inside one product needs memory that all GPUs of the axis can write to."""
-    if wanted:
-        raise ValueError(
-            "async_tp = True: taking a collective apart and hiding it behind its product needs CUDA's symmetric "
-            "memory, which this version does not use; leave it False. The input gradient's collective overlaps the "
-            "weight gradient's product without it"
-        )
-
-
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """What each layer makes of the same x, for the collectives of one: q, k and v of an attention, gate and up of an
-    MLP. The weights stay apart, because two packed along the split dimension could not be resharded."""
+    """Returns the output of each layer for the same x, and sends what one layer sends: for q, k and v of an attention,
+    or gate and up of an MLP. The weights stay apart, because two packed along the split dim could not be resharded."""
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
     if is_compiling():
@@ -191,10 +180,10 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
 
 
 def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether torch's own linear does as well: nothing is split, and the weight is so small that the copy of its
+    """Whether torch's own linear computes the layer: nothing is split, and the weight is so small that the copy of its
     gradient, which fusing would save, costs less than a function in Python."""
-    alone = layer.axis.size == 1
-    return alone and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling())
+    is_whole = layer.axis.size == 1
+    return is_whole and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling())
 
 
 def _column_parallel_traced(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -208,3 +197,99 @@ def _column_parallel_traced(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
             weight, bias = weight[layer.rows], None if bias is None else bias[layer.rows]
         outputs.append(F.linear(x, weight, bias))
     return tuple(outputs)
+
+
+def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
+    """x [..., I] times weight [O, I] -> [..., width], filled up with -inf. The product is written into the wider rows,
+    so that nothing is copied. `width` None: [..., O]."""
+    features = weight.shape[0]
+    if width is None or features == width:
+        return F.linear(x, weight)
+    if is_compiling():
+        return F.pad(F.linear(x, weight), (0, width - features), value=float("-inf"))
+    y = x.new_empty(*x.shape[:-1], width)
+    flat = y.view(-1, width)
+    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=flat[:, :features])
+    flat[:, features:] = float("-inf")
+    return y
+
+
+class ColumnParallelProduct(Function):
+    """The products of column-parallel layers that share their input, with the collectives around them. `parameters` are
+    every layer's weight, then the biases of those that have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Sequence[ColumnParallelLinear], *parameters: Tensor) -> tuple[Tensor, ...]:
+        first = layers[0]
+        ctx.axis, ctx.sequence_parallel, ctx.fused = first.axis, first.sequence_parallel, first.fused_gradients
+        ctx.save_for_backward(x)
+        # Not saved: activation recompute would hand back copies, whose .grad nobody reads.
+        ctx.weights = parameters[: len(layers)]
+        given_biases = iter(parameters[len(layers) :])
+        ctx.biases = [None if layer.bias is None else next(given_biases) for layer in layers]
+        ctx.rows = [layer.rows for layer in layers]
+        if ctx.sequence_parallel:
+            x = start_gather(x, ctx.axis).wait()
+        weights = _used_parts(ctx.weights, ctx.rows)
+        if first.padded_width not in (None, len(weights[0])) and len(layers) == 1 and first.bias is None:
+            return (padded_product(x, weights[0], first.padded_width),)
+        biases = _used_parts(ctx.biases, ctx.rows)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        # The input is gathered again while its gradient is computed, and that travels while the weights' are.
+        gathered = start_gather(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
+        weights = _used_parts(ctx.weights, ctx.rows)
+        # [tokens, O / n], without the columns that the output was filled up with.
+        flat = [grad.flatten(0, -2)[:, : weight.shape[0]] for grad, weight in zip(grads, weights, strict=True)]
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        travelling = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
+        del grad_x  # what travels is a copy, unless the batch is one sequence; memory is freed here
+        x = gathered.wait().flatten(0, -2)
+        del gathered  # its memory is freed here as well
+        # Copied parts send their gradients below, and of two collectives under way the first has to end first.
+        arrived = travelling.wait() if any(ctx.rows) else None
+        given = []
+        for weight, rows, grad in zip(ctx.weights, ctx.rows, flat, strict=True):
+            if rows is None:
+                given.append(accumulate_or_return_product(weight, grad, x, fused=ctx.fused))
+            else:
+                given.append(accumulate_or_return_rows(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
+        for bias, rows, grad in zip(ctx.biases, ctx.rows, flat, strict=True):
+            if bias is not None and rows is None:
+                given.append(accumulate_or_return(bias, grad.sum(dim=0), fused=ctx.fused))
+            elif bias is not None:
+                given.append(accumulate_or_return_rows(bias, rows, grad.sum(dim=0), ctx.axis, fused=ctx.fused))
+        return travelling.wait() if arrived is None else arrived, None, *given
+
+
+def _used_parts(parameters: Sequence[Tensor | None], rows: Sequence[slice | None]) -> list[Any]:
+    """The plain tensors that this rank computes with: the local part of each parameter, or some rows of it."""
+    local = [None if parameter is None else local_tensor(parameter) for parameter in parameters]
+    return [part if part is None or used is None else part[used] for part, used in zip(local, rows, strict=True)]
+
+
+class RowParallelProduct(Function):
+    """The product of a row-parallel layer and the sum over tp after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        y = F.linear(x, local_tensor(weight))
+        return start_reduce_scatter(y, axis).wait() if sequence_parallel else all_reduce(y, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if ctx.sequence_parallel:
+            grad = start_gather(grad, ctx.axis).wait()
+        grad_x = grad @ local_tensor(weight)
+        grad_weight = accumulate_or_return_product(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
+        return grad_x, grad_weight, None, None, None

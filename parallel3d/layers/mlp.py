@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.parameter import Initializer, ParallelModule
+from parallel3d.layers.placement import LayerTp
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 
@@ -37,13 +36,10 @@ class ParallelMLP(ParallelModule):
         *,
         activation: Activation = "swiglu",
         bias: bool = False,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
         output_init: Initializer | None = None,
         bias_init: Initializer = zeros,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
         if activation not in GATED and activation not in UNGATED:
@@ -51,30 +47,12 @@ class ParallelMLP(ParallelModule):
         self.activation = GATED.get(activation) or UNGATED[activation]
 
         def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden,
-                ffn_hidden,
-                bias=bias,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                init=init,
-                bias_init=bias_init,
-                device=device,
-                dtype=dtype,
-            )
+            return ColumnParallelLinear(hidden, ffn_hidden, tp=tp, init=init, bias=bias, bias_init=bias_init)
 
         self.gate = column() if activation in GATED else None
         self.up = column()
         self.down = RowParallelLinear(
-            ffn_hidden,
-            hidden,
-            bias=bias,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            init=output_init or init,
-            bias_init=bias_init,
-            device=device,
-            dtype=dtype,
+            ffn_hidden, hidden, tp=tp, init=output_init or init, bias=bias, bias_init=bias_init
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ other heads [..., heads / tp, head_dim] (q/k norm). Nothing else is sent.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.init import ones, zeros
 from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated
+from parallel3d.layers.placement import LayerTp
 
 
 class RMSNorm(ParallelModule):
@@ -26,17 +25,14 @@ class RMSNorm(ParallelModule):
         hidden: int,
         *,
         eps: float = 1e-5,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         over_heads: bool = False,
         init: Initializer = ones,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
         self.eps = eps
-        spec = ParameterSpec((hidden,), None, init, partial_gradient=sequence_parallel or over_heads)
-        self.add_parameter("weight", spec, device=device, dtype=dtype)
+        partial = self.sequence_parallel or over_heads
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated(self.weight, self, "weight")
@@ -55,24 +51,17 @@ class LayerNorm(ParallelModule):
         *,
         eps: float = 1e-5,
         bias: bool = True,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         over_heads: bool = False,
         init: Initializer = ones,
         bias_init: Initializer = zeros,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
         self.eps = eps
-        partial = sequence_parallel or over_heads
-        spec = ParameterSpec((hidden,), None, init, partial_gradient=partial)
-        self.add_parameter("weight", spec, device=device, dtype=dtype)
-        if bias:
-            spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
-            self.add_parameter("bias", spec, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        partial = self.sequence_parallel or over_heads
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
+        bias_spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
+        self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated(self.weight, self, "weight")

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.deferral import delay_if_split
 from parallel3d.layers.main_grad import accumulated_gradient, add_product
+from parallel3d.layers.placement import LayerTp, Placement
 from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
+from parallel3d.shards import shard_rows
 
 Initializer = Callable[[Tensor, torch.Generator | None], object]
 
@@ -45,39 +46,50 @@ class ParameterSpec:
     partial_gradient: bool = False  # each tp rank computes a summand of the gradient (norms under sequence parallelism)
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
-    @property
-    def placement(self) -> Placement:
-        return Replicate() if self.dim is None else Shard(self.dim)
-
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """This tp rank's part of the global tensor: as DTensor's `Shard`, each ceil(size / n) but for the last."""
-        return full if self.dim is None else full.chunk(axis.size, dim=self.dim)[axis.rank]
+        """This tp rank's part of the global tensor, a view: the rows of `shards.shard_rows`."""
+        if self.dim is None:
+            return full
+        rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
+        return full.narrow(self.dim, rows.start, len(rows))
 
     def divides(self, n: int) -> bool:
         """Whether every one of n ranks gets a part."""
         if self.dim is None:
             return True
         size = self.shape[self.dim]
-        return (n - 1) * -(-size // n) < size if self.uneven else size % n == 0
+        return len(shard_rows(size, n - 1, n)) > 0 if self.uneven else size % n == 0
 
 
 class ParallelModule(nn.Module):
-    """Base of the layers. `tp` is the tensor-parallel axis; None means one device and no communication."""
+    """Base of the layers. `tp` is the tensor-parallel axis, or a `Placement` that says more than the axis; None means
+    one device and no communication."""
 
-    def __init__(self, tp: DeviceMesh | None) -> None:
+    def __init__(self, tp: LayerTp) -> None:
         super().__init__()
-        self.tp = tp
-        self.axis = Axis.of(tp)
+        self.placement = Placement.of(tp)
+        self.tp, self.sequence_parallel = self.placement.tp, self.placement.sequence_parallel
+        self.axis = Axis.of(self.tp)
         self.fused_gradients = False
         self.specs: dict[str, ParameterSpec] = {}
 
-    def add_parameter(
-        self, name: str, spec: ParameterSpec, *, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
         """Registers a parameter with its initial values, drawn whole from the default generator and then cut: equal
-        seeds on all ranks give the same global tensor for any tp. On the meta device nothing is drawn."""
-        self._check_divisible(name, spec)
-        full = torch.empty(spec.shape, device=device, dtype=dtype)
+        seeds on all ranks give the same global tensor for any tp. On the meta device nothing is drawn. Without a spec
+        the name is registered as None, as torch does for a bias that a layer does not have.
+
+        Raises ValueError where tp does not divide the dim that is split.
+        """
+        if spec is None:
+            self.register_parameter(name, None)
+            return
+        n = self.axis.size
+        if spec.dim is not None and not spec.divides(n):
+            raise ValueError(
+                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
+                f"cannot be split over tp = {n}; a multiple of {n} would do"
+            )
+        full = torch.empty(spec.shape, device=self.placement.device, dtype=self.placement.dtype)
         if not full.is_meta:
             with torch.no_grad():
                 spec.init(full, None)
@@ -90,15 +102,8 @@ class ParallelModule(nn.Module):
         if self.tp is None or self.tp.size() == 1:
             return local
         shape, stride = full.shape, full.stride()
-        return DTensor.from_local(local, self.tp, [spec.placement], run_check=False, shape=shape, stride=stride)
-
-    def _check_divisible(self, name: str, spec: ParameterSpec) -> None:
-        n = self.axis.size
-        if spec.dim is not None and not spec.divides(n):
-            raise ValueError(
-                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
-                f"cannot be split over tp = {n}; a multiple of {n} would do"
-            )
+        placements = [Replicate() if spec.dim is None else Shard(spec.dim)]
+        return DTensor.from_local(local, self.tp, placements, run_check=False, shape=shape, stride=stride)
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.init import normal
 from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated
+from parallel3d.layers.placement import LayerTp
 
 
 class LearnedPositions(ParallelModule):
@@ -31,17 +31,14 @@ class LearnedPositions(ParallelModule):
         longest: int,
         hidden: int,
         *,
-        tp: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        tp: LayerTp = None,
         init: Initializer = normal(0.02),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(tp)
         self.longest = longest
-        self.sequence_parallel = sequence_parallel
-        spec = ParameterSpec((longest, hidden), None, init, partial_gradient=sequence_parallel)
-        self.add_parameter("weight", spec, device=device, dtype=dtype)
+        self.add_parameter(
+            "weight", ParameterSpec((longest, hidden), None, init, partial_gradient=self.sequence_parallel)
+        )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         own = x.shape[1]

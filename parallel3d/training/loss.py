@@ -10,7 +10,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
-from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.layers.loss import TokenLoss, token_losses
+from parallel3d.mesh import Axis
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
@@ -29,7 +30,7 @@ class MeanLoss:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.chunk_tokens = chunk_tokens(recipe)
-        self._tp = tp
+        self._tp = Axis.of(tp)
         self._head: VocabParallelHead | None = None
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -37,9 +38,8 @@ class MeanLoss:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(output, labels, self._head, chunk_tokens=self.chunk_tokens)
         else:
-            losses = vocab_parallel_cross_entropy(
-                output, labels, self._tp, chunk_tokens=self.chunk_tokens, overwrite_logits=True
-            )
+            token_loss = TokenLoss(self._tp, output.shape[-1] * self._tp.size)
+            losses = token_losses(output, labels, token_loss, chunk_tokens=self.chunk_tokens, overwrite_logits=True)
         return losses.sum() / (self.tokens / self.scale)
 
     def defer_head(self, modules: Iterable[nn.Module]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.layers.parameter import ParameterSpec, local_tensor, named_specs, set_fused_gradients
+from parallel3d.layers.placement import Placement
 from parallel3d.mesh import Axis
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -31,10 +32,10 @@ BY_SEQUENCE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`build(tp, sequence_parallel, dtype)` must compute `reference(weights, *inputs)`."""
+    """`build(placement)` must compute `reference(weights, *inputs)`."""
 
     name: str
-    build: Callable[[DeviceMesh | None, bool, torch.dtype], nn.Module]
+    build: Callable[[Placement], nn.Module]
     reference: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the module's forward beside the inputs
@@ -95,7 +96,7 @@ def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> T
 def check(case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused: bool, wrap: str = "") -> None:
     """Two backwards, so that gradients add up. `wrap`: "checkpoint", or a backend of torch.compile."""
     axis = Axis.of(tp)
-    module = case.build(tp, sp, dtype)
+    module = case.build(Placement(tp, sp, dtype=dtype))
     set_fused_gradients(module, fused)
     weights = draw_weights(module, case.weight_std, dtype)
     load(module, weights)

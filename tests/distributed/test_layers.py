@@ -15,8 +15,8 @@ from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.collectives import (
     all_reduce,
     all_reduce_max,
-    gather_sequence,
-    reduce_scatter_sequence,
+    start_gather,
+    start_reduce_scatter,
 )
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -24,6 +24,7 @@ from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import RotaryEmbedding
 from parallel3d.layers.shared_memory import SLOT_BYTES
 from parallel3d.mesh import Axis
@@ -35,15 +36,15 @@ Build = Callable[[DeviceMesh | None, bool], ParallelModule]
 
 
 def attention(tp: DeviceMesh | None, sp: bool) -> ParallelModule:
-    return ParallelAttention(D, 8, 4, rotary=RotaryEmbedding(2), tp=tp, sequence_parallel=sp, dtype=F64)
+    return ParallelAttention(D, 8, 4, rotary=RotaryEmbedding(2), tp=Placement(tp, sp, dtype=F64))
 
 
 def mlp(tp: DeviceMesh | None, sp: bool) -> ParallelModule:
-    return ParallelMLP(D, 24, tp=tp, sequence_parallel=sp, dtype=F64)
+    return ParallelMLP(D, 24, tp=Placement(tp, sp, dtype=F64))
 
 
 def norm(tp: DeviceMesh | None, sp: bool) -> ParallelModule:
-    return RMSNorm(D, tp=tp, sequence_parallel=sp, dtype=F64)
+    return RMSNorm(D, tp=Placement(tp, sp, dtype=F64))
 
 
 BUILD: dict[str, Build] = {"attention": attention, "mlp": mlp, "norm": norm}
@@ -84,10 +85,13 @@ def compare_vocabulary(sp: bool) -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     vocab = 12
     torch.manual_seed(0)
-    embed, head = VocabParallelEmbedding(vocab, D, dtype=F64), ColumnParallelLinear(D, vocab, dtype=F64)
+    embed, head = (
+        VocabParallelEmbedding(vocab, D, tp=Placement(dtype=F64)),
+        ColumnParallelLinear(D, vocab, tp=Placement(dtype=F64)),
+    )
     torch.manual_seed(0)
-    p_embed = VocabParallelEmbedding(vocab, D, tp=tp, sequence_parallel=sp, dtype=F64)
-    p_head = ColumnParallelLinear(D, vocab, tp=tp, sequence_parallel=sp, dtype=F64)
+    p_embed = VocabParallelEmbedding(vocab, D, tp=Placement(tp, sp, dtype=F64))
+    p_head = ColumnParallelLinear(D, vocab, tp=Placement(tp, sp, dtype=F64))
     ids, labels = torch.randint(0, vocab, (2, B, S))
     weights = torch.rand(B, S)
     losses = vocab_parallel_cross_entropy(head(embed(ids)), labels)
@@ -109,8 +113,8 @@ def compare_sequence_collectives() -> None:
         for features in (2, SLOT_BYTES // 8):  # through shared memory, and by the backend
             whole = torch.arange(float(batch * S)).view(batch, S, 1).expand(batch, S, features)
             part, total = whole.chunk(n, dim=1)[rank], n * (n + 1) / 2
-            assert torch.equal(gather_sequence(part, axis), whole)
-            assert torch.equal(reduce_scatter_sequence(whole * (rank + 1), axis), part * total)
+            assert torch.equal(start_gather(part, axis).wait(), whole)
+            assert torch.equal(start_reduce_scatter(whole * (rank + 1), axis).wait(), part * total)
             assert torch.equal(all_reduce(part * 1.0, axis), sum(whole.chunk(n, dim=1)))
             assert torch.equal(all_reduce_max(part * 1.0, axis), whole.chunk(n, dim=1)[-1])
 

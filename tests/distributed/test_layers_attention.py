@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.mask import lengths_of_documents, same_document
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
 from parallel3d.layers.rotary import RotaryEmbedding
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
@@ -39,9 +39,9 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
     causal, window = options.get("causal", True), options.get("window")
     positions = positions_in_documents(DOCUMENTS) if packed else torch.arange(S).expand(B, S)
 
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+    def build(placement: Placement) -> nn.Module:
         return ParallelAttention(
-            D, H, kv_heads, head_dim=K, rotary=rotary, tp=tp, sequence_parallel=sp, dtype=dtype, **options
+            D, H, kv_heads, rotary=rotary, tp=placement, options=AttentionOptions(head_dim=K, **options)
         )
 
     def reference(w: Weights, x: Tensor, context: Tensor | None = None) -> Tensor:

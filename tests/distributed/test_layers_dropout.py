@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed import DeviceMesh, get_rank, get_world_size
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout, dropout_key
+from parallel3d.layers.placement import Placement
 from tests.distributed.layer_cases import F64, draw_weights, load, tp_mesh
 
 B, S, D = 3, 8, 16
@@ -37,7 +38,11 @@ def check_masks() -> None:
 
 def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
     module = ParallelAttention(
-        D, 8, 2, tp=tp, sequence_parallel=sp, dropout=0.4, recompute=recompute, name="layers.3", dtype=F64
+        D,
+        8,
+        2,
+        tp=Placement(tp, sp, dtype=F64),
+        options=AttentionOptions(dropout=0.4, recompute=recompute, name="layers.3"),
     )
     load(module, draw_weights(module, 0.3, F64))
     return module

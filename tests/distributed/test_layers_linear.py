@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.mlp import GATED, UNGATED, Activation, ParallelMLP
 from parallel3d.layers.norm import LayerNorm, RMSNorm
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.positions import LearnedPositions
 from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
 
@@ -26,8 +26,8 @@ def linear(weights: Weights, x: Tensor) -> Tensor:
 
 
 def column(bias: bool, gather: bool) -> Case:
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
-        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=tp, sequence_parallel=sp, dtype=dtype)
+    def build(placement: Placement) -> nn.Module:
+        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=placement)
 
     split = None if gather else -1
     name = f"column bias={bias} gather={gather}"
@@ -35,10 +35,8 @@ def column(bias: bool, gather: bool) -> Case:
 
 
 def row(bias: bool, parallel: bool) -> Case:
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
-        return RowParallelLinear(
-            D, OUT, bias=bias, input_is_parallel=parallel, tp=tp, sequence_parallel=sp, dtype=dtype
-        )
+    def build(placement: Placement) -> nn.Module:
+        return RowParallelLinear(D, OUT, bias=bias, input_is_parallel=parallel, tp=placement)
 
     split = -1 if parallel else None
     name = f"row bias={bias} input_is_parallel={parallel}"
@@ -46,8 +44,8 @@ def row(bias: bool, parallel: bool) -> Case:
 
 
 def mlp(activation: Activation, bias: bool) -> Case:
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
-        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=tp, sequence_parallel=sp, dtype=dtype)
+    def build(placement: Placement) -> nn.Module:
+        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=placement)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         up = F.linear(x, w["up.weight"], w.get("up.bias"))
@@ -61,10 +59,10 @@ def mlp(activation: Activation, bias: bool) -> Case:
 
 
 def norm(kind: str) -> Case:
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
+    def build(placement: Placement) -> nn.Module:
         if kind == "rms":
-            return RMSNorm(D, tp=tp, sequence_parallel=sp, dtype=dtype)
-        return LayerNorm(D, bias=kind == "layer", tp=tp, sequence_parallel=sp, dtype=dtype)
+            return RMSNorm(D, tp=placement)
+        return LayerNorm(D, bias=kind == "layer", tp=placement)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         if kind == "rms":
@@ -77,8 +75,8 @@ def norm(kind: str) -> Case:
 def positions(given: bool) -> Case:
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1, 2, 3]])
 
-    def build(tp: DeviceMesh | None, sp: bool, dtype: torch.dtype) -> nn.Module:
-        return LearnedPositions(S + 3, D, tp=tp, sequence_parallel=sp, dtype=dtype)
+    def build(placement: Placement) -> nn.Module:
+        return LearnedPositions(S + 3, D, tp=placement)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         return x + (F.embedding(places, w["weight"]) if given else w["weight"][:S])
@@ -107,8 +105,6 @@ def compiled() -> None:
 
 def refusals() -> None:
     tp = tp_mesh()
-    with pytest.raises(ValueError, match="async_tp"):
-        ColumnParallelLinear(4, 4, tp=tp, async_tp=True)
     with pytest.raises(ValueError, match="copies must divide tp"):
         ColumnParallelLinear(4, 4, tp=tp, copies=3)
     with pytest.raises(ValueError, match="cannot be split over tp = 2"):

@@ -23,6 +23,7 @@ from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.init import initial_weights
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
+from parallel3d.layers.placement import Placement
 from parallel3d.mesh import Axis
 from tests.distributed.layer_cases import BF16, F32, F64, assert_near, global_gradient, load, tp_mesh
 
@@ -37,8 +38,8 @@ class Ends(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab = vocab
-        self.embed = VocabParallelEmbedding(vocab, D, tp=tp, sequence_parallel=sp, dtype=dtype)
-        self.head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=tp, sequence_parallel=sp, dtype=dtype)
+        self.embed = VocabParallelEmbedding(vocab, D, tp=Placement(tp, sp, dtype=dtype))
+        self.head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=Placement(tp, sp, dtype=dtype))
         if tied:
             self.head.weight = self.embed.weight
 
@@ -116,7 +117,7 @@ def compare_all(vocab: int) -> None:
 def gathered_logits(vocab: int, multiple: int) -> None:
     """Nothing of the padding is in the gathered logits; a padded one is -inf."""
     tp = tp_mesh()
-    head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=tp, gather_output=True, dtype=F64)
+    head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=Placement(tp, dtype=F64), gather_output=True)
     weight = torch.randn(vocab, D, dtype=F64, generator=torch.Generator().manual_seed(0))
     load(head, {"weight": weight})
     x = torch.randn(B, S, D, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -42,9 +42,9 @@ def watched_logits() -> Iterator[list[int]]:
     """The tokens of each piece of logits that a loss is computed of."""
     forward, seen = TokenLoss.forward, []
 
-    def watched(how: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool) -> object:
+    def watched(token_loss: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool) -> object:
         seen.append(logits.shape[0])
-        return forward(how, logits, labels, **kwargs)
+        return forward(token_loss, logits, labels, **kwargs)
 
     with patch.object(TokenLoss, "forward", watched):
         yield seen

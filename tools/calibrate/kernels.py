@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.norm import RMSNorm
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.scores import attend
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -117,7 +118,7 @@ def _attention(device: torch.device, precision: str, keys: Sequence[int], depths
 def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
     """[bytes, seconds] of a norm, which reads and writes."""
     features = 256
-    norm = RMSNorm(features, device=device)
+    norm = RMSNorm(features, tp=Placement(device=device))
     norm.weight.fill_(1.0)
 
     def seconds(rows: int, _: int) -> float:
