@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.case_run import network_gb_per_s
-from parallel3d.planner.published.cases import Case, flops_definition, read_cases
+from parallel3d.planner.published.cases import Case, read_cases
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
+from parallel3d.planner.published.words import flops_definition, network_gb_per_s
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,32 +12,31 @@ from parallel3d.planner.model.planned_run import PlannedRun, RecomputeKind, RunL
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.programs import NEMO, in_precision, program_of
-
-_DEVICES = (  # of `hardware.gpu`, the first that is part of it in lower case -> hardware file
-    ("h100-96", "h100-96gb-hbm2e"),
-    ("h100-80gb-pcie", "h100-pcie"),
-    ("h100", "h100-80gb"),
-    ("h800", "h100-80gb"),
-    ("h200", "h200"),
-    ("gb200", "gb200"),
-    ("b200", "b200"),
-    ("a800", "a800-80gb"),
-    ("a100-40", "a100-40gb"),
-    ("a100", "a100-80gb"),
-    ("v100", "v100-32gb"),
-    ("mi300", "mi300x"),
-    ("mi250", "mi250x"),
+from parallel3d.planner.published.words import (
+    RunOption,
+    dropout_of,
+    hardware_file,
+    network_gb_per_s,
+    node_gb_per_s,
+    precision_of,
+    run_options,
+    schedule_of,
+    year_of,
 )
+
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
-_NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
-_OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
-_SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}  # others are taken as 1F1B
+_NEW_DEVICES = ("H100", "H200", "H800", "B200")
 
 
 def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> PlannedRun:
-    """The run of a case. `clusters`: those already read, by hardware file."""
-    program = _program(fields)
+    """The run of a case. `clusters` has the clusters that were read before, by hardware file, and gets those read now.
+
+    Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
+    gpu = str(fields.stated("hardware", "gpu"))
+    options = run_options(fields.section("options"), fields.text("notes"))
+    precision = precision_of(fields.section("train"), gpu)
+    program = _program(fields, options, gpu, precision)
     shape = _shape(fields)
     layout = _layout(fields, shape, program)
     return PlannedRun(
@@ -46,51 +45,36 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
         layout=layout,
         program=program,
         seq_len=fields.number("model", "seq_len", 2048),
-        precision=_precision(fields),
-        stage_layers=_stage_layers(fields, shape, layout),
+        precision=precision,
+        stage_layers=_light_ends(shape.layers, layout.stages) if "light_ends" in options else (),
     )
 
 
-def _program(f: Fields) -> TrainingProgram:
-    gpu = str(f.stated("hardware", "gpu")).upper()
-    new_device = any(name in gpu for name in ("H100", "H200", "H800", "B200"))
+def _program(f: Fields, options: frozenset[RunOption], gpu: str, precision: str) -> TrainingProgram:
+    """The program that a case's framework is, with what its options change of it."""
+    framework = f.text("framework")
     # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
-    notes, framework = f.text("notes"), f.text("framework")
-    core = "transformer-impl" in notes or "core" in framework.lower()
-    early = not new_device and not core
-    year = max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))), default=0)
-    program = program_of(
-        framework, compiled=bool(f.stated("train", "compile")), early=early, year=year, fsdp=_is_plain_fsdp(f)
-    )
-    if "deterministic-mode" in notes:  # attention's backward without atomics, gradients added by kernels of their own
-        program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
-    if "attention backend unfused" in notes or "transformer-impl local" in notes:
-        program = replace(program, attention="softmax")
-    if re.search(r"async[ -]?tp(?: on\b|;)", notes.lower()):  # in pieces beside the matmuls, as NeMo's userbuffers
-        program = replace(program, tp_hidden=max(program.tp_hidden, NEMO.tp_hidden))
-    dropout = re.search(r"dropout (\d*\.\d+)", notes)
-    if dropout:
-        program = replace(program, dropout=float(dropout.group(1)) > 0)
-    program = in_precision(program, _precision(f))
-    if "flash_attention2'" in notes:  # the norm as the framework's own operators (Hagemann et al. 2023, section 4)
-        program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
-    return program
-
-
-def _is_plain_fsdp(f: Fields) -> bool:
+    is_core = "names_transformer_impl" in options or "core" in framework.lower()
+    is_new_device = any(name in gpu.upper() for name in _NEW_DEVICES)
     is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
-    return is_sharded and f.number("parallel", "pp", 1) == 1
-
-
-def is_float8(f: Fields) -> bool:
-    return bool(f.stated("train", "fp8")) or "fp8" in str(f.stated("train", "precision") or "").lower()
-
-
-def _precision(f: Fields) -> str:
-    if is_float8(f):
-        return "fp8"
-    text = str(f.stated("train", "precision") or "").lower()
-    return "fp16" if "fp16" in text and "bf16" not in text or "V100" in str(f.stated("hardware", "gpu")) else "bf16"
+    program = program_of(
+        framework,
+        compiled=bool(f.stated("train", "compile")),
+        early=not is_new_device and not is_core,
+        year=year_of(f.text("source")),
+        fsdp=is_sharded and f.number("parallel", "pp", 1) == 1,
+    )
+    if "deterministic" in options:
+        program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
+    if "softmax_attention" in options:
+        program = replace(program, attention="softmax")
+    if "async_tp" in options:  # as NeMo's userbuffers
+        program = replace(program, tp_hidden=max(program.tp_hidden, NEMO.tp_hidden))
+    if (dropout := dropout_of(f.text("notes"))) is not None:
+        program = replace(program, dropout=dropout > 0)
+    if "framework_norms" in options:
+        program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
+    return in_precision(program, precision)
 
 
 def _shape(f: Fields) -> ModelShape:
@@ -101,16 +85,9 @@ def _shape(f: Fields) -> ModelShape:
     if hidden < heads:
         raise ValueError(f"model.heads = {heads}: must not exceed model.hidden = {hidden}")
     position = str(f.get("model", "positional", "learned" if feed_forward == "gelu" else "rope")).lower()
-    positions: Positions = (
-        "learned"
-        if "learned" in position
-        else "alibi"
-        if "alibi" in position
-        else "rope"
-        if "ro" in position
-        else "none"
-    )
-    gpt = feed_forward == "gelu"
+    names: Mapping[str, Positions] = {"learned": "learned", "alibi": "alibi", "ro": "rope"}  # rope, rotary
+    positions: Positions = next((each for part, each in names.items() if part in position), "none")
+    is_gpt = feed_forward == "gelu"
     return ModelShape(
         name=str(f.stated("model", "name") or "unnamed"),
         layers=f.number("model", "layers"),
@@ -122,50 +99,52 @@ def _shape(f: Fields) -> ModelShape:
         feed_forward=feed_forward,
         positions=positions,
         position_rows=f.number("model", "seq_len", 2048) if positions == "learned" else 0,
-        tied_embeddings=f.flag("model", "tied_embeddings", gpt),
-        biases=gpt,
+        tied_embeddings=f.flag("model", "tied_embeddings", is_gpt),
+        biases=is_gpt,
         layer_norm=feed_forward != "swiglu",
         embedding_norm=positions == "alibi",
     )
 
 
 def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
-    tp, pp, cp, dp = _ways(f, shape)
+    tp, pp, cp, dp = _axes(f, shape)
     microbatch = f.number("train", "micro_batch", 1)
     batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
     shards = f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
-    sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
-    zero = f.number("parallel", "zero_stage", 3 if sharded else 1, least=0)
-    everyone = dp * cp
+    is_sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
+    zero = f.number("parallel", "zero_stage", 3 if is_sharded else 1, least=0)
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
-    spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else everyone
-    optimizer = min(everyone, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
+    spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else dp * cp
+    optimizer = min(dp * cp, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
     schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
-    interleaved = schedule.startswith("interleaved")
-    virtual = max(1, f.number("parallel", "vpp", _virtual_stages(shape.layers, pp) if interleaved else 1, least=0))
+    usual_virtual = _virtual_stages(shape.layers, pp) if schedule.startswith("interleaved") else 1
+    virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
+    sequence_parallel = f.flag("parallel", "sequence_parallel", program.default_sequence_parallel)
+    recompute = str(f.get("train", "activation_recompute", program.default_recompute)).lower()
+    kinds: tuple[RecomputeKind, ...] = ("selective", "op", "layer", "full")
     return RunLayout(
         pp=pp,
         dp=dp,
         tp=tp,
         cp=cp,
         virtual_stages=virtual,
-        schedule="interleaved_1f1b" if virtual > 1 else _SCHEDULES.get(schedule, "1f1b"),
+        schedule="interleaved_1f1b" if virtual > 1 else schedule_of(schedule),
         microbatch_size=microbatch,
         microbatches=max(1, round(batch / (dp * microbatch))),
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,
-        sequence_parallel=f.flag("parallel", "sequence_parallel", program.default_sequence_parallel),
-        recompute=_recompute(f, program),
+        sequence_parallel=sequence_parallel,
+        recompute=next((kind for kind in kinds if recompute.startswith(kind)), "none"),
         recompute_share=0.5,
     )
 
 
-def _ways(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
-    """tp, pp, cp and dp, whose product is the number of GPUs: where a case's dp is not what the others leave, what they
-    leave is taken, and noted."""
+def _axes(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
+    """The sizes tp, pp, cp and dp, whose product is the number of GPUs. A case's dp that differs from what the other
+    axes leave of the GPUs is replaced by that, and noted."""
     tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
     if pp > shape.layers:
         raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
@@ -180,68 +159,34 @@ def _ways(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def _virtual_stages(layers: int, pp: int) -> int:
-    """Where a run interleaves and does not say how finely: as finely as divides the layers, at most 8 times."""
+    """The virtual stages of a run that interleaves and does not say how finely: as many as divide the layers, at most
+    8."""
     if pp == 1:
         return 1
     even = [v for v in range(1, 9) if layers % (pp * v) == 0]
     return even[-1] if even else 2 if layers >= 2 * pp else 1
 
 
-def _recompute(f: Fields, program: TrainingProgram) -> RecomputeKind:
-    text = str(f.get("train", "activation_recompute", program.default_recompute)).lower()
-    kinds: tuple[RecomputeKind, ...] = ("selective", "op", "layer", "full")
-    for kind in kinds:
-        if text.startswith(kind):
-            return kind
-    return "none"
-
-
-def _stage_layers(f: Fields, shape: ModelShape, layout: RunLayout) -> tuple[int, ...]:
-    """Where the notes say so: the first and the last stage one layer less, two of every stage's share in all."""
-    if "one layer less" not in f.text("notes") or layout.stages < 2 or (shape.layers + 2) % layout.stages:
+def _light_ends(layers: int, stages: int) -> tuple[int, ...]:
+    """The layers of each stage where embedding and head stand for a layer each; empty where that is uneven."""
+    if stages < 2 or (layers + 2) % stages:
         return ()
-    each = (shape.layers + 2) // layout.stages
-    return (each - 1, *[each] * (layout.stages - 2), each - 1)
+    each = (layers + 2) // stages
+    return (each - 1, *[each] * (stages - 2), each - 1)
 
 
 def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    name = next((file for part, file in _DEVICES if part in gpu), None)
-    if name is None:
-        own = {path.stem for folder in hardware for path in folder.glob("*.yaml")}
-        if gpu not in own:
-            raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
-        name = gpu
+    known = hardware_file(gpu)
+    if known is None and gpu not in {path.stem for folder in hardware for path in folder.glob("*.yaml")}:
+        raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
+    name = known or gpu
     if name not in clusters:
         clusters[name] = load_cluster(name, hardware)
     per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
-    stated = network_gb_per_s(str(f.stated("hardware", "inter_bw") or ""), per_node)
-    links = re.search(r"(\d+) inter-gpu connects", str(f.stated("hardware", "intra_bw") or "").lower())
     return with_links(
         clusters[name],
-        network_gb_per_s=stated,
-        node_gb_per_s=int(links.group(1)) * _NVLINK_GB_PER_S if links else None,
+        network_gb_per_s=network_gb_per_s(str(f.stated("hardware", "inter_bw") or ""), per_node),
+        node_gb_per_s=node_gb_per_s(str(f.stated("hardware", "intra_bw") or "")),
         gpus_per_node=per_node,
     )
-
-
-def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
-    """GB/s per device and direction from a source's own words, None where they state no figure."""
-    words = text.lower()
-    omni = re.search(r"(\d+|eight|four)\s*(?:x\s*)?opa links", words)
-    if omni:
-        return _count(omni.group(1)) * _OMNI_PATH_GBIT / 8 / gpus_per_node
-    found = re.search(
-        r"(?:\b(\d+|eight|four)(?:\s*x\s*|\s+)(?:[a-z]+\s+)?)?\b(\d{2,4})\s*(?:gbps|gb/s|gb\b|gbit)", words
-    )
-    if not found:
-        return None
-    ports, gbit = _count(found.group(1)), float(found.group(2))
-    per_device = "per gpu" in words
-    return ports * gbit / 8 / (1 if per_device else gpus_per_node)
-
-
-def _count(text: str | None) -> int:
-    if text is None:
-        return 1
-    return {"eight": 8, "four": 4}[text] if text in ("eight", "four") else int(text)

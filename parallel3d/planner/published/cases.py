@@ -7,19 +7,18 @@ from the defaults in `case_run`; `filled` says which were.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.flops import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.published.case_run import is_float8, run_of_case
+from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields
+from parallel3d.planner.published.words import MeasuredMemory, flops_definition, measured_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,8 @@ class Case:
     tier: str
     tags: tuple[str, ...]
     apart: str
-    definition: FlopsDefinition  # of its TFLOP/s and MFU
+    definition: FlopsDefinition  # what its TFLOP/s and MFU count
+    memory: MeasuredMemory  # what its memory figure is
     filled: tuple[str, ...]
     stated_parameters_b: float | None
 
@@ -102,6 +102,7 @@ def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: di
         measured=measured,
         tier=fields.text("tier") or "A",
         tags=tuple(str(tag) for tag in tree.get("tags") or ()),
+        memory=measured_memory(str(measured.get("memory_note") or ""), moments_at_start=run.program.moments_at_start),
         definition=flops_definition(str(measured.get("tflops_definition") or "")),
         apart=_apart(fields, run),
         filled=tuple(dict.fromkeys(fields.filled)),
@@ -110,38 +111,11 @@ def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: di
 
 
 def _apart(fields: Fields, run: PlannedRun) -> str:
-    if is_float8(fields):
+    """Why a case is reported apart from the totals, or nothing."""
+    if run.precision == "fp8":
         return "float8"
     if run.layout.cp > 1:
         return "context parallel"
     if fields.number("parallel", "ep", 1) > 1:
         return "expert parallel"
     return "one layer" if run.shape.layers == 1 else ""
-
-
-def flops_definition(text: str) -> FlopsDefinition:
-    """What a source's TFLOP/s or MFU counts, from its own words; the plan's own definition where they say nothing."""
-    words = text.lower()
-    if "8 x 12" in words:
-        return "blocks_recompute"
-    if "6 n s" in words or "6n" in words:
-        return "palm"
-    if "96 b s l h^2" in words or ("recompute" in words or "recomputation" in words) and "no recompute" not in words:
-        return "megatron_recompute"
-    return "causal" if "causal attention once" in words else "model"
-
-
-def memory_kind(case: Case) -> tuple[MemoryKind, Literal["worst", "first", "last"]]:
-    """The kind of memory that a case's figure is, by its own note, and the pipeline rank that it is of. Where the
-    note names no kind it is taken as what is reserved."""
-    note = str(case.measured.get("memory_note") or "").lower()
-    rank: Literal["worst", "first", "last"] = (
-        "last" if "last rank" in note else "first" if "rank 0" in note else "worst"
-    )
-    if "nvidia-smi" in note:
-        return "device", rank
-    allocated, reserved = note.find("allocated"), note.find("reserved")
-    if allocated >= 0 and (reserved < 0 or allocated < reserved) and "which of the two" not in note:
-        is_first = re.search(r"after 1 iteration\b", note) and not case.run.program.moments_at_start
-        return "allocated in the first step" if is_first else "allocated", rank
-    return "reserved", rank

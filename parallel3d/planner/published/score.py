@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
 from parallel3d.planner.model.shapes import total_parameters
-from parallel3d.planner.published.cases import Case, CaseFile, memory_kind
+from parallel3d.planner.published.cases import Case, CaseFile
 from parallel3d.planner.time.step import step_cost
 
 
@@ -167,14 +167,13 @@ def predict_case(case: Case) -> Prediction:
     run = case.run
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
-    kind, which = memory_kind(case)
-    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which]
+    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[case.memory.rank]
     has_memory = case.measured.get("peak_memory_gib") is not None
     return prediction(
         case,
         parameters=total_parameters(run.shape),
         fits=worst.total <= run.cluster.device.memory_bytes,
-        memory_gib=(measured_rank.of_kind(kind) if has_memory else worst.total) / GIB,
+        memory_gib=(measured_rank.of_kind(case.memory.kind) if has_memory else worst.total) / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
 
@@ -215,7 +214,7 @@ def _measured(case: Case) -> Measurement:
         status=said["status"],
         metric=metric,
         memory_gib=memory if said["status"] == "ok" else None,
-        memory_kind=memory_kind(case)[0] if memory is not None else None,
+        memory_kind=case.memory.kind if memory is not None else None,
         **figures,
     )
 

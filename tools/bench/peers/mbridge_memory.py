@@ -23,7 +23,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.published.cases import Case, memory_kind
+from parallel3d.planner.published.cases import Case
 from parallel3d.planner.published.score import Prediction, prediction
 from parallel3d.tools.bench.peers.megatron_memory import ANY_S, keeps_scores, shards_why_not
 
@@ -70,7 +70,7 @@ class MbridgeMemory:
             case,
             parameters=round(sum(float(rank["parameters_b"]) for rank in ranks) * 1e9) * job.layout.tp,
             fits=max(gib) * 2**30 <= job.cluster.device.memory_bytes,
-            memory_gib={"worst": max(gib), "first": gib[0], "last": gib[-1]}[memory_kind(case)[1]],
+            memory_gib={"worst": max(gib), "first": gib[0], "last": gib[-1]}[case.memory.rank],
             step_time_s=ANY_S,
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.published.cases import Case, memory_kind
+from parallel3d.planner.published.cases import Case
 from parallel3d.planner.published.score import Prediction, prediction
 from parallel3d.tools.bench.peers.megatron_memory import ANY_S
 
@@ -48,7 +48,7 @@ class PrimusMemory:
         """What it says of the memory of a case that it can express."""
         run, config = case.run, self._training(case.run)
         ranks = [self._bytes(run, config, rank) for rank in range(run.layout.pp)]
-        which = {"worst": max(ranks), "first": ranks[0], "last": ranks[-1]}[memory_kind(case)[1]]
+        which = {"worst": max(ranks), "first": ranks[0], "last": ranks[-1]}[case.memory.rank]
         with _on_rank(run, 0):
             parameters = self._profiler(config).estimated_num_params(rank=None)
         return prediction(
