@@ -13,12 +13,8 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
-from parallel3d.layers.init import initial_weights
-from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_stack import PlainStack, token_loss
-from tests.distributed.layouts import make_loader
-
-Curve = list[tuple[float, float]]
+from tests.distributed.training_cases import make_loader, plain_stack
 
 
 class PlainDiloco:
@@ -26,8 +22,7 @@ class PlainDiloco:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.local = recipe, recipe.local_sgd
-        weights = initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed)
-        self.replicas = [PlainStack(recipe, weights) for _ in range(recipe.parallel.dp_replicate)]
+        self.replicas = [plain_stack(recipe) for _ in range(recipe.parallel.dp_replicate)]
         self.outer = {name: p.detach().clone() for name, p in self.replicas[0].model.named_parameters()}
         self.velocity = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.sent: dict[tuple[int, str], Tensor] = {}  # (step, name) -> mean pseudo-gradient

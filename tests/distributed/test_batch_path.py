@@ -9,8 +9,8 @@ from types import FrameType
 
 from parallel3d.config.load import load_recipe
 from parallel3d.recipes import find_recipe
-from tests.conftest import World
-from tests.distributed.layouts import make_loader, make_trainer
+from tests.distributed.training_cases import make_loader, make_trainer
+from tests.distributed.world import World
 from tests.house import ROOT
 from tests.house_lines import BATCH_PATH
 

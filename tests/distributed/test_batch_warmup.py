@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,21 @@ from einops import rearrange
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.init import initial_weights
-from parallel3d.models.llama import Llama
 from parallel3d.schedules.builders import build_schedule
-from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import DEEP_TIED, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    Curve,
+    assert_follows,
+    make_recipe,
+    make_trainer,
+    plain_curve,
+    train,
+    whole_batch,
+)
 
 STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
 RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
-Curve = list[tuple[float, float]]
 
 LAYOUTS = {
     1: [ParallelConfig(microbatch_size=2)],
@@ -49,30 +53,21 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
 
 
 def whole(recipe: Recipe, step: int) -> Batch:
-    """The global batch as a single microbatch."""
+    """Returns the global batch as a single microbatch."""
     batch = whole_batch(recipe, step)
     return Batch(*(rearrange(x, "m b ... -> 1 (m b) ...") for x in (batch.inputs, batch.labels, batch.samples)))
 
 
-@cache
-def referee_curve() -> Curve:
-    recipe = ramp_recipe(ParallelConfig())
-    referee = PlainStack(recipe, initial_weights(Llama(DEEP_TIED, device="meta"), recipe.train.seed))
-    return [referee.train_step(whole(recipe, step)) for step in range(STEPS)]
-
-
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_every_layout_trains_through_the_rise_as_plain_torch_does(world: Callable, size: int) -> None:
-    expected = referee_curve()
+    expected = plain_curve(ramp_recipe(ParallelConfig()), STEPS, whole)
     for curve, tokens in world(size).run(train_each, LAYOUTS[size])[0]:
-        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-        assert curve[-1][1] == pytest.approx(expected[-1][1], rel=1e-4)
+        assert_follows(curve, expected)
         assert tokens == 24 * (2 + 2 + 4 + 4 + 6 + 6 + 8 + 8)
 
 
 def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, str]:
-    """The steps after the third without a stop and after a resume, and the refusal of another warm-up."""
+    """Returns the steps after the third without a stop and after a resume, and the refusal of another warm-up."""
     trainer, resumed = make_trainer(ramp_recipe(parallel)), make_trainer(ramp_recipe(parallel))
     train(trainer, HALF)
     save_trainer(trainer, path)

@@ -17,7 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.launch.toolchain import check_compiler
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
-from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PRELOAD = ("torch._inductor.compile_fx",)
 PARALLEL = ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microbatch_size=2)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import parallel3d
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers import linear
-from tests.distributed.layouts import GROUPED, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, train
 
 MOST_CALLS = 11
 ROOT = Path(parallel3d.__file__).parents[1]

@@ -16,11 +16,11 @@ from parallel3d.layers.init import initial_weights, initialize, normal, set_init
 from parallel3d.layers.parameter import named_specs
 from parallel3d.models.llama import Llama
 from tests.distributed.layer_cases import F64, check, tp_mesh
-from tests.distributed.layouts import MANY_HEADS
 from tests.distributed.test_layers_attention import attention
 from tests.distributed.test_layers_linear import mlp
 from tests.distributed.test_layers_vocabulary import compare
-from tests.distributed.test_parity import assert_same, referee_curve, run_layout
+from tests.distributed.test_parity import run_layout
+from tests.distributed.training_cases import MANY_HEADS, assert_follows, make_recipe, plain_curve
 
 ODD = replace(MANY_HEADS, kv_heads=2, vocab=131)  # 131 is prime; 2 key-value heads on 4 ranks
 ODD_1005 = replace(ODD, vocab=1005)
@@ -62,7 +62,7 @@ def check_drawn(kv_heads: int, window: int | None, bias: bool, qk_norm: bool, sp
 def test_few_kv_heads_and_a_prime_vocabulary_train_as_plain_torch(world: Callable, parallel: ParallelConfig) -> None:
     curves = world(4).run(run_layout, ODD, parallel)
     assert all(curve == curves[0] for curve in curves)
-    assert_same(curves[0], referee_curve(ODD))
+    assert_follows(curves[0], plain_curve(make_recipe(ODD, ParallelConfig())))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -16,17 +16,20 @@ from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas, sent_bytes
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
-from tests.distributed.layouts import (
+from tests.distributed.local_sgd_cases import PlainDiloco, recipe_of
+from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
     TIED,
+    Curve,
+    assert_follows,
+    losses,
     make_loader,
     make_recipe,
     make_trainer,
     train,
     whole_batch,
 )
-from tests.distributed.local_sgd_cases import Curve, PlainDiloco, recipe_of
 
 STEPS = 14  # three synchronisations, and two steps more
 DILOCO = LocalSgdConfig(sync_every=4)
@@ -81,9 +84,7 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable, size
     assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
     (expected,) = world(1).run(run_referee, cases)
     for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(ranks[0], expected, strict=True):
-        assert curve[0] == pytest.approx(referee_curve[0], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in referee_curve], rel=1e-5)
-        assert curve[-1] == pytest.approx(referee_curve[-1], rel=1e-4)
+        assert_follows(curve, referee_curve)
         assert outer_loss == pytest.approx(referee_outer_loss, rel=1e-5)
         assert abs(outer_loss - own_loss) > 1e-3, "between synchronisations no replica has the outer parameters"
 
@@ -153,7 +154,7 @@ def test_resuming_with_other_parallelism_inside_a_replica_goes_on_alike(world: C
     for parallel in (ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_replicate=2, tp=2)):
         _, curve = world(4).run(resumed, (TIED, parallel, STREAMING), path)[0]
         assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+        assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
 def test_any_number_of_replicas_starts_from_the_outer_parameters(world: Callable, tmp_path: Path) -> None:

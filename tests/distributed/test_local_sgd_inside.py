@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import (
@@ -17,21 +16,23 @@ from parallel3d.config.recipe import (
     ParallelConfig,
     Recipe,
 )
-from parallel3d.layers.init import initial_weights
-from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_stack import PlainStack
-from parallel3d.training.update import UpdateAfterBackward
-from tests.distributed.layouts import (
+from tests.distributed.local_sgd_cases import PlainDiloco, recipe_of
+from tests.distributed.training_cases import (
     DEEP,
     DEEP_TIED,
     GROUPED,
+    Curve,
+    assert_follows,
+    has_weights,
+    local_weights,
+    losses,
     make_loader,
     make_recipe,
     make_trainer,
+    overflow_on,
+    plain_curve,
     train,
-    whole_batch,
 )
-from tests.distributed.local_sgd_cases import Curve, PlainDiloco, recipe_of
 
 AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
 SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
@@ -58,10 +59,8 @@ def average(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
 
 
 def synchronous_sgd(model: ModelConfig) -> Curve:
-    """torch.optim.SGD with momentum in one process, on the whole batch."""
-    recipe = recipe_with(model, ParallelConfig(), SGD, LocalSgdConfig(), grad_clip=None)
-    plain = PlainStack(recipe, initial_weights(Llama(model, device="meta"), recipe.train.seed))
-    return [plain.train_step(whole_batch(recipe, step)) for step in range(SHORT)]
+    """Returns the curve of torch.optim.SGD with momentum in one process, on the whole batch."""
+    return plain_curve(recipe_with(model, ParallelConfig(), SGD, LocalSgdConfig(), grad_clip=None), SHORT)
 
 
 def test_averaging_each_step_of_sgd_is_synchronous_sgd(world: Callable) -> None:
@@ -69,8 +68,8 @@ def test_averaging_each_step_of_sgd_is_synchronous_sgd(world: Callable) -> None:
     one makes of the mean. So each step's average has a referee that knows nothing of replicas."""
     expected = {model: synchronous_sgd(model) for model in (DEEP, DEEP_TIED)}
     for (model, _), curve in zip(AVERAGED, world(4).run(average, AVERAGED)[0], strict=True):
-        theirs = [loss for loss, _ in expected[model]]
-        assert [loss for loss, _ in curve] == pytest.approx(theirs, rel=1e-5)
+        theirs = losses(expected[model])
+        assert losses(curve) == pytest.approx(theirs, rel=1e-5)
         assert curve[0][0] == pytest.approx(theirs[0], rel=1e-6)
         assert theirs[-1] < theirs[0] - 0.3, "nothing was learned"
 
@@ -96,7 +95,7 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
     cases = [(name, apart, rounded if name == "bf16_pure" else plain) for name in ("fp32", *halves)]
     (exact, _, _), *others = world(2).run(inside_all, cases)[0]
     for (precision, close), (curve, skipped, dtypes) in zip(halves.items(), others, strict=True):
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in exact], rel=close), precision
+        assert losses(curve) == pytest.approx(losses(exact), rel=close), precision
         assert curve != exact and skipped == 0 and dtypes == {"torch.float32"}
 
 
@@ -105,24 +104,13 @@ def skip_together() -> tuple[list[float | None], int, bool]:
     parallel = ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4)
     recipe = recipe_with(GROUPED, parallel, OptimizerConfig(), LocalSgdConfig(sync_every=2), precision="fp16")
     trainer = make_trainer(replace(recipe, loss_scale=LossScaleConfig(initial=512.0)))
-    assert isinstance(trainer.update, UpdateAfterBackward)
-    complete = trainer.update.gradients.complete
-
-    def plant() -> None:
-        complete()
-        if trainer.step == 2 and dist.get_rank() == 3:
-            gradient = trainer.parameters[-1].local.grad
-            assert gradient is not None
-            gradient.view(-1)[0] = float("inf")
-
-    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
+    overflow_on(trainer, {2}, rank=3)
     loader = make_loader(recipe, dist.get_rank())
     scales, unchanged = [], False
     for step in range(5):
-        before = [p.local.detach().clone() for p in trainer.parameters]
+        before = local_weights(trainer)
         scales.append(trainer.train_step(loader.batch(step)).loss_scale)
-        same = [torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True)]
-        unchanged = all(same) if step == 2 else unchanged
+        unchanged = has_weights(trainer, before) if step == 2 else unchanged
     return scales, trainer.skipped_steps, unchanged
 
 
@@ -144,5 +132,4 @@ def test_muon_inside_replicas_is_torchs_own_in_each(world: Callable) -> None:
     referee = PlainDiloco(recipe_with(GROUPED, MUONS[0], MUON, LocalSgdConfig(sync_every=4)))
     expected = [referee.train_step() for _ in range(14)]
     for curve in world(4).run(muon, MUONS)[0]:
-        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+        assert_follows(curve, expected, close=1e-4, last=None)

@@ -13,12 +13,20 @@ import torch
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
 from parallel3d.training.loss import chunk_tokens
-from tests.distributed.layouts import DEEP_TIED, GROUPED, TIED, make_loader, make_recipe, make_trainer, train
-from tests.distributed.test_parity import referee_curve
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    GROUPED,
+    TIED,
+    Curve,
+    assert_follows,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    plain_curve,
+    train,
+)
 
 STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
-
-Curve = list[tuple[float, float]]
 
 
 def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
@@ -71,9 +79,8 @@ CASES = {
 @pytest.mark.parametrize("size", CASES)
 def test_chunks_train_as_plain_torch_does(world: Callable, size: int) -> None:
     for (model, _), curve in zip(CASES[size], world(size).run(train_in_chunks, CASES[size])[0], strict=True):
-        expected = referee_curve(model)[:STEPS]
-        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+        expected = plain_curve(make_recipe(model, ParallelConfig()), STEPS)
+        assert_follows(curve, expected, last=None)
 
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -14,19 +13,26 @@ from einops import rearrange
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED, Batch
 from parallel3d.errors import DataError
-from parallel3d.layers.init import initial_weights
-from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_stack import PlainStack
-from tests.distributed.layouts import DEEP_TIED, SEQ_LEN, make_recipe, make_trainer, whole_batch
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    SEQ_LEN,
+    Curve,
+    assert_follows,
+    has_weights,
+    local_weights,
+    losses,
+    make_recipe,
+    make_trainer,
+    plain_curve,
+    whole_batch,
+)
 
 REAL = (24, 23, 24, 20, 0, 1, 0, 2)  # labels of each sequence: nearly all are in the first half, which is data rank 0's
 STEPS = 5
 
-Curve = list[tuple[float, float]]
-
 
 def masked(recipe: Recipe, step: int) -> Batch:
-    """The whole global batch as one microbatch, [1, 8, seq], and of each sequence's labels the last `REAL` ones."""
+    """Returns the whole global batch as one microbatch, [1, 8, seq], with the last `REAL` labels of each sequence."""
     whole = whole_batch(recipe, step)
     inputs, labels = (rearrange(x, "m b s -> 1 (m b) s") for x in (whole.inputs, whole.labels))
     samples = rearrange(whole.samples, "m b -> 1 (m b)")
@@ -35,7 +41,7 @@ def masked(recipe: Recipe, step: int) -> Batch:
 
 
 def share(recipe: Recipe, batch: Batch) -> Batch:
-    """This data rank's, in its microbatches."""
+    """Returns this data rank's part of a global batch, in its microbatches."""
     parallel = recipe.parallel
     place = parallel.coordinates(dist.get_rank())
     rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
@@ -45,7 +51,7 @@ def share(recipe: Recipe, batch: Batch) -> Batch:
 
 
 def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
-    """The losses of batches before training on them, of the training, and the tokens that were counted."""
+    """Returns the losses of batches before training on them, the curve of the training, and the tokens counted."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     evaluated, curve = [], []
     for step in range(STEPS):
@@ -72,27 +78,18 @@ LAYOUTS = {
 }
 
 
-@cache
-def referee_curve() -> Curve:
-    recipe = make_recipe(DEEP_TIED, ParallelConfig())
-    referee = PlainStack(recipe, initial_weights(Llama(DEEP_TIED, device="meta"), recipe.train.seed))
-    return [referee.train_step(masked(recipe, step)) for step in range(STEPS)]
-
-
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(world: Callable, size: int) -> None:
-    expected = referee_curve()
+    expected = plain_curve(make_recipe(DEEP_TIED, ParallelConfig()), STEPS, masked)
     for evaluated, curve, tokens in world(size).run(train_all_masked, LAYOUTS[size])[0]:
-        assert curve[0] == pytest.approx(expected[0], rel=1e-6)
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-        assert curve[-1][1] == pytest.approx(expected[-1][1], rel=1e-4)
-        assert evaluated == pytest.approx([loss for loss, _ in curve], rel=1e-6)
+        assert_follows(curve, expected)
+        assert evaluated == pytest.approx(losses(curve), rel=1e-6)
         assert tokens == STEPS * sum(REAL)
 
 
 def train_on_nothing(parallel: ParallelConfig) -> list[str]:
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
-    before = [p.local.detach().clone() for p in trainer.parameters]
+    before = local_weights(trainer)
     batch = share(trainer.recipe, masked(trainer.recipe, 0))
     batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED))
     messages = []
@@ -100,7 +97,7 @@ def train_on_nothing(parallel: ParallelConfig) -> list[str]:
         with pytest.raises(DataError) as error:
             use(batch)
         messages.append(str(error.value))
-    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    assert has_weights(trainer, before)
     return messages
 
 

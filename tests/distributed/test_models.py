@@ -17,10 +17,21 @@ import torch.distributed as dist
 from parallel3d.checkpoint.reader import IndexReader
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import DROPPED, GPT, MANY_HEADS, QWEN, make_loader, make_recipe, make_trainer, train
 from tests.distributed.test_layers_llama import ODD, ODD_1005
+from tests.distributed.training_cases import (
+    DROPPED,
+    GPT,
+    MANY_HEADS,
+    QWEN,
+    Curve,
+    assert_follows,
+    losses,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    train,
+)
 
-Curve = list[tuple[float, float]]
 STEPS = 20
 DEEP_DROPPED = replace(DROPPED, layers=6)
 DROPPED_GPT = replace(GPT, dropout=0.1, attention_dropout=0.1)
@@ -75,9 +86,7 @@ def test_every_layout_trains_the_same_model(world: Callable, size: int) -> None:
         curve, reference = ranks[0][index], alone(world, model)
         where = f"{model.architecture} {settings}"
         assert all(rank[index] == curve for rank in ranks), where
-        assert curve[0] == pytest.approx(reference[0], rel=1e-6), where
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in reference], rel=1e-5), where
-        assert curve[-1] == pytest.approx(reference[-1], rel=1e-4), where
+        assert_follows(curve, reference)
 
 
 def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable) -> None:
@@ -125,7 +134,7 @@ def test_a_checkpoint_of_shared_heads_and_a_prime_vocabulary_holds_each_weight_o
     path = tmp_path / "step_00000010"
     uninterrupted, parameters = world(4).run(save_after_ten, path)[0]
     curve = world(1).run(go_on_alone, path)[0]
-    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted], rel=1e-5)
+    assert losses(curve) == pytest.approx(losses(uninterrupted), rel=1e-5)
     tensors = IndexReader(path).read_metadata().state_dict_metadata
     stored = [chunk.sizes.numel() for tensor in tensors.values() for chunk in tensor.chunks]  # type: ignore[union-attr]
     assert sum(stored) == 3 * parameters  # weights and two moments

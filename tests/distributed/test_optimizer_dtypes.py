@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel3d.config.recipe import OptimizerConfig, OptimizerName, ParallelConfig
-from tests.distributed.layouts import GROUPED, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, train
 
 STEPS = 8
 RATES: dict[OptimizerName, float] = {"adamw": 1e-2, "sgd": 0.1, "muon": 1e-2, "adafactor": 1e-2}

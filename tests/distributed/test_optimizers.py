@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,18 +20,26 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.init import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.sharding.parts import LocalParameter
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.plain_optimizer import plain_optimizers
-from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
-from tests.distributed.layouts import GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
+from tests.distributed.training_cases import (
+    GROUPED,
+    TIED,
+    Curve,
+    assert_follows,
+    losses,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    plain_curve,
+    train,
+)
 
-Curve = list[tuple[float, float]]
 STEPS = 8
 
 OPTIMIZERS = {
@@ -49,14 +56,6 @@ NARROW = {
 
 def recipe_of(name: str, model: ModelConfig, parallel: ParallelConfig, **settings: object) -> Recipe:
     return replace(make_recipe(model, parallel, **settings), optimizer=(OPTIMIZERS | NARROW)[name])
-
-
-@cache
-def referee(name: str, model: ModelConfig, batch: int) -> Curve:
-    """Of torch's own optimizer."""
-    recipe = recipe_of(name, model, ParallelConfig(), global_batch_size=batch)
-    plain = PlainStack(recipe, initial_weights(Llama(model, device="meta"), recipe.train.seed))
-    return [plain.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -108,10 +107,10 @@ def test_a_layout_trains_as_torch_does_in_one_process(world: Callable, layout: s
     batch = 6 if parallel.dp == 3 else 8
     ranks = world(parallel.world_size).run(trained, model, parallel, batch)
     for name in OPTIMIZERS:
-        curves, theirs = [rank[name][0] for rank in ranks], referee(name, model, batch)
+        curves = [rank[name][0] for rank in ranks]
+        theirs = plain_curve(recipe_of(name, model, parallel, global_batch_size=batch), STEPS)
         assert all(curve == curves[0] for curve in curves)
-        assert curves[0][0] == pytest.approx(theirs[0], rel=1e-6)
-        assert [loss for loss, _ in curves[0]] == pytest.approx([loss for loss, _ in theirs], rel=1e-4)
+        assert_follows(curves[0], theirs, close=1e-4, last=None)
         differences = {key: value for rank in ranks for key, value in rank[name][1].items()}
         assert differences.keys() == {key for key, _ in PlainLlama(model).named_parameters()}
         assert max(differences.values()) <= 3e-7, f"{name}: {differences}"  # of weights up to 1, and updates of 1e-3
@@ -190,7 +189,7 @@ def test_states_are_saved_and_resharded(world: Callable, tmp_path: Path) -> None
             if parallel == alike:
                 assert curve == expected, f"{name}: not to the bit"
             assert curve[0][0] == pytest.approx(expected[0][0], rel=1e-6), name
-            assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-4), name
+            assert losses(curve) == pytest.approx(losses(expected), rel=1e-4), name
 
 
 def all_state_bytes(model: ModelConfig, tp: int) -> dict[str, int]:

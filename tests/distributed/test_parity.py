@@ -1,23 +1,18 @@
 """Every layout trains the model that plain torch trains in one process: losses and gradient norms of 20 clipped steps.
 
-The referee (tools/bench/plain_llama.py) has none of the project's layers. In float32 the first loss and norm agree to
-1e-6, so every parameter counts once in the norm; every loss agrees to 1e-5, and the twentieth norm to 1e-4. Norms
-between are not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
+The referee (tools/bench/plain_llama.py) has none of the project's layers; `assert_follows` says how close they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.init import initial_weights
-from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_stack import PlainStack
-from tests.distributed.layouts import (
+from tests.distributed.training_cases import (
     BATCH,
     DEEP,
     DEEP_TIED,
@@ -25,22 +20,15 @@ from tests.distributed.layouts import (
     MANY_HEADS,
     STEPS,
     TIED,
+    Curve,
+    assert_follows,
     make_loader,
     make_recipe,
     make_trainer,
+    one_case,
+    plain_curve,
     train,
-    whole_batch,
 )
-
-Curve = list[tuple[float, float]]
-
-
-@cache
-def referee_curve(model: ModelConfig, batch: int = BATCH) -> Curve:
-    recipe = make_recipe(model, ParallelConfig(), global_batch_size=batch)
-    weights = initial_weights(Llama(model, device="meta"), recipe.train.seed)
-    referee = PlainStack(recipe, weights)
-    return [referee.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
 
 
 def run_layout(model: ModelConfig, parallel: ParallelConfig, batch: int = BATCH) -> Curve:
@@ -48,91 +36,66 @@ def run_layout(model: ModelConfig, parallel: ParallelConfig, batch: int = BATCH)
 
 
 def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, float]:
-    """The loss of a batch without training on it, and then with."""
+    """Returns the loss of a batch without training on it, and then with."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe)
     batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
     return trainer.evaluate(batch), trainer.train_step(batch).loss
 
 
-def assert_same(curve: Curve, referee: Curve) -> None:
-    assert curve[0] == pytest.approx(referee[0], rel=1e-6)
-    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in referee], rel=1e-5)
-    assert curve[-1] == pytest.approx(referee[-1], rel=1e-4)
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (GROUPED, {}),
+    (TIED, {"microbatch_size": 8}),
+    (GROUPED, {"recompute": "full", "microbatch_size": 4}),
+    (GROUPED, {"recompute": "selective", "microbatch_size": 4}),
+    (GROUPED, {"tp": 2, "microbatch_size": 4}),
+    (GROUPED, {"tp": 2, "microbatch_size": 4, "sequence_parallel": True}),
+    (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
+    (GROUPED, {"pp": 2, "schedule": "gpipe"}),
+    (GROUPED, {"pp": 2, "schedule": "1f1b"}),
+    (DEEP, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
+    (TIED, {"pp": 2, "schedule": "1f1b", "microbatch_size": 2}),
+    (GROUPED, {"dp_shard": 2}),
+    (TIED, {"dp_shard": 2, "microbatch_size": 4}),
+    (GROUPED, {"dp_replicate": 2}),
+    (GROUPED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
+    (MANY_HEADS, {"tp": 4, "microbatch_size": 8}),
+    (MANY_HEADS, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True}),
+    (DEEP_TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
+    (DEEP, {"pp": 4, "schedule": "gpipe", "microbatch_size": 2}),
+    (GROUPED, {"dp_shard": 4}),
+    (TIED, {"dp_replicate": 2, "dp_shard": 2}),
+    (GROUPED, {"tp": 2, "pp": 2, "microbatch_size": 2}),
+    (TIED, {"tp": 2, "pp": 2, "microbatch_size": 2, "sequence_parallel": True}),
+    (GROUPED, {"tp": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
+    (GROUPED, {"tp": 2, "dp_replicate": 2, "microbatch_size": 4}),
+    (DEEP_TIED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    (TIED, {"pp": 2, "dp_replicate": 2, "schedule": "gpipe"}),
+    (GROUPED, {"tp": 2, "pp": 2, "dp_shard": 2, "microbatch_size": 2}),
+    (
+        DEEP_TIED,
+        {
+            "tp": 2,
+            "pp": 2,
+            "dp_shard": 2,
+            "sequence_parallel": True,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+            "microbatch_size": 2,
+        },
+    ),
+    (TIED, {"tp": 2, "dp_replicate": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
+    (MANY_HEADS, {"tp": 8, "microbatch_size": 8}),
+]
+CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-LAYOUTS = {
-    1: [
-        (GROUPED, {}),
-        (TIED, {"microbatch_size": 8}),
-        (GROUPED, {"recompute": "full", "microbatch_size": 4}),
-        (GROUPED, {"recompute": "selective", "microbatch_size": 4}),
-    ],
-    2: [
-        (GROUPED, {"tp": 2, "microbatch_size": 4}),
-        (GROUPED, {"tp": 2, "microbatch_size": 4, "sequence_parallel": True}),
-        (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
-        (GROUPED, {"pp": 2, "schedule": "gpipe"}),
-        (GROUPED, {"pp": 2, "schedule": "1f1b"}),
-        (DEEP, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
-        (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
-        (TIED, {"pp": 2, "schedule": "1f1b", "microbatch_size": 2}),
-        (GROUPED, {"dp_shard": 2}),
-        (TIED, {"dp_shard": 2, "microbatch_size": 4}),
-        (GROUPED, {"dp_replicate": 2}),
-        (GROUPED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
-    ],
-    4: [
-        (MANY_HEADS, {"tp": 4, "microbatch_size": 8}),
-        (MANY_HEADS, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True}),
-        (DEEP_TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
-        (DEEP, {"pp": 4, "schedule": "gpipe", "microbatch_size": 2}),
-        (GROUPED, {"dp_shard": 4}),
-        (TIED, {"dp_replicate": 2, "dp_shard": 2}),
-        (GROUPED, {"tp": 2, "pp": 2, "microbatch_size": 2}),
-        (TIED, {"tp": 2, "pp": 2, "microbatch_size": 2, "sequence_parallel": True}),
-        (GROUPED, {"tp": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
-        (GROUPED, {"tp": 2, "dp_replicate": 2, "microbatch_size": 4}),
-        (DEEP_TIED, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
-        (TIED, {"pp": 2, "dp_replicate": 2, "schedule": "gpipe"}),
-    ],
-    8: [
-        (GROUPED, {"tp": 2, "pp": 2, "dp_shard": 2, "microbatch_size": 2}),
-        (
-            DEEP_TIED,
-            {
-                "tp": 2,
-                "pp": 2,
-                "dp_shard": 2,
-                "sequence_parallel": True,
-                "schedule": "interleaved_1f1b",
-                "virtual_stages": 2,
-                "microbatch_size": 2,
-            },
-        ),
-        (TIED, {"tp": 2, "dp_replicate": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
-        (MANY_HEADS, {"tp": 8, "microbatch_size": 8}),
-    ],
-}
-
-CASES = [(size, model, ParallelConfig(**settings)) for size, cases in LAYOUTS.items() for model, settings in cases]
-
-
-def label(case: tuple[int, ModelConfig, ParallelConfig]) -> str:
-    _, model, parallel = case
-    parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
-    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (parallel.virtual_stages > 1)
-    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (parallel.recompute != "none")
-    return "-".join([*parts, *["tied"] * model.tied_embeddings])
-
-
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_layout_trains_as_plain_torch_does(world: Callable, case: tuple[int, ModelConfig, ParallelConfig]) -> None:
-    size, model, parallel = case
-    assert parallel.world_size == size
-    curves = world(size).run(run_layout, model, parallel)
+@pytest.mark.parametrize(("model", "parallel"), CASES)
+def test_layout_trains_as_plain_torch_does(world: Callable, model: ModelConfig, parallel: ParallelConfig) -> None:
+    curves = world(parallel.world_size).run(run_layout, model, parallel)
     assert all(curve == curves[0] for curve in curves), "the ranks do not agree on what they did"
-    assert_same(curves[0], referee_curve(model))
+    assert_follows(curves[0], plain_curve(make_recipe(model, parallel)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +104,7 @@ def test_layout_trains_as_plain_torch_does(world: Callable, case: tuple[int, Mod
     ids=["grouped", "tied", "deep", "deep_tied", "many_heads"],
 )
 def test_clipping_is_active_and_the_referee_learns(model: ModelConfig) -> None:
-    curve = referee_curve(model)
+    curve = plain_curve(make_recipe(model, ParallelConfig()))
     assert sum(norm > 0.5 for _, norm in curve) >= STEPS // 2
     assert curve[-1][0] < curve[0][0] - 0.5
 
@@ -161,5 +124,7 @@ def test_validation_gives_the_loss_of_training_on_the_same_batch(world: Callable
 
 
 def test_rows_that_the_data_ranks_do_not_divide_are_shared_unevenly(world: Callable) -> None:
-    """Weights of 32, 48 and 128 rows over three ranks."""
-    assert_same(world(3).run(run_layout, TIED, ParallelConfig(dp_shard=3), 6)[0], referee_curve(TIED, 6))
+    """The weights have 32, 48 and 128 rows, which three ranks share."""
+    parallel = ParallelConfig(dp_shard=3)
+    reference = plain_curve(make_recipe(TIED, parallel, global_batch_size=6))
+    assert_follows(world(3).run(run_layout, TIED, parallel, 6)[0], reference)

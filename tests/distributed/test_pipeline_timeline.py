@@ -15,7 +15,7 @@ from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.simulate import StageTimes, measured_costs
 from parallel3d.timeline.spans import Span
 from parallel3d.training.timeline import TimelineReport, traced_step
-from tests.distributed.layouts import GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
 

@@ -21,11 +21,21 @@ from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.plain_optimizer import adamw
 from parallel3d.tools.bench.plain_stack import token_loss
 from parallel3d.training.state import load_trainer, save_trainer
-from parallel3d.training.trainer import Trainer
-from parallel3d.training.update import UpdateAfterBackward
-from tests.distributed.layouts import DEEP, GROUPED, TIED, make_loader, make_recipe, make_trainer, train, whole_batch
-
-Curve = list[tuple[float, float]]
+from tests.distributed.training_cases import (
+    DEEP,
+    GROUPED,
+    TIED,
+    Curve,
+    has_weights,
+    local_weights,
+    losses,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    overflow_on,
+    train,
+    whole_batch,
+)
 
 MODEL = replace(GROUPED, layers=4)  # a stage each of two interleaved ones
 
@@ -76,23 +86,8 @@ def test_16_bits_follow_float32_in_every_layout(
 ) -> None:
     """A rounding of bf16 changes 0.4 % and one of fp16 0.05 %: over ten steps the loss stays as close to float32's."""
     for curve in world(size).run(curves, precision, LAYOUTS[size])[0]:
-        assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in exact], rel=close)
+        assert losses(curve) == pytest.approx(losses(exact), rel=close)
         assert curve != exact
-
-
-def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
-    """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of these numbers."""
-    assert isinstance(trainer.update, UpdateAfterBackward)
-    complete = trainer.update.gradients.complete
-
-    def plant() -> None:
-        complete()
-        if trainer.step in steps and dist.get_rank() == rank:
-            gradient = trainer.parameters[-1].local.grad
-            assert gradient is not None
-            gradient.view(-1)[0] = float("inf")
-
-    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
 
 
 def skip_together(layouts: list[ParallelConfig]) -> None:
@@ -101,10 +96,10 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         overflow_on(trainer, {2}, rank=dist.get_world_size() - 1)
         train(trainer, 2)
         assert (trainer.scaler.scale, trainer.scaler.good_steps) == (2048.0, 0)  # type: ignore[union-attr]
-        before = [p.local.detach().clone() for p in trainer.parameters]
+        before = local_weights(trainer)
         result = trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
         assert result.skipped and result.loss_scale == 2048.0 and result.grad_norm == float("inf")
-        assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+        assert has_weights(trainer, before)
         assert trainer.scaler.scale == 1024.0  # type: ignore[union-attr]
         train(trainer, 1)
         assert not any(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))

@@ -21,9 +21,21 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.worker import resume_from
-from tests.distributed.layouts import DEEP, DEEP_TIED, GROUPED, TIED, make_recipe, make_trainer, train
+from tests.distributed.training_cases import (
+    DEEP,
+    DEEP_TIED,
+    GROUPED,
+    TIED,
+    Curve,
+    assert_follows,
+    has_weights,
+    local_weights,
+    losses,
+    make_recipe,
+    make_trainer,
+    train,
+)
 
-Curve = list[tuple[float, float]]
 HALF = 3  # after the first resumed step comes one whose loss knows the states, and another
 
 
@@ -45,10 +57,10 @@ def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
 def refuse(model: ModelConfig, path: Path, **train_settings: object) -> str:
     """The message of a resume that must fail; nothing is changed by it."""
     trainer = make_trainer(make_recipe(model, ParallelConfig(), **train_settings))
-    before = [p.local.detach().clone() for p in trainer.parameters]
+    before = local_weights(trainer)
     with pytest.raises(CheckpointError) as refusal:
         load_trainer(trainer, path)
-    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    assert has_weights(trainer, before)
     return str(refusal.value)
 
 
@@ -98,8 +110,7 @@ def test_resuming_in_another_layout_goes_on_alike(
 ) -> None:
     path, uninterrupted = saved_by_four
     curve = world(size).run(resumed, DEEP_TIED, parallel, path)[0]
-    assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
-    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+    assert_follows(curve, uninterrupted[HALF:], last=None)
 
 
 def three_ways(path: Path) -> Curve:
@@ -119,7 +130,7 @@ def test_uneven_shards_are_saved_whole(world: Callable, tmp_path: Path) -> None:
     path = tmp_path / "step_00000003"
     uninterrupted = world(3).run(three_ways, path)[0]
     curve = world(1).run(one_way, path)[0]
-    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in uninterrupted[HALF:]], rel=1e-5)
+    assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
 def three_steps(path: Path) -> None:
@@ -173,7 +184,7 @@ def test_any_flipped_bit_is_refused(world: Callable, saved: Path) -> None:
 def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
     """(the file in which a bit was flipped, whether the load was refused with all weights as before) of each trial."""
     trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
-    before = [p.local.detach().clone() for p in trainer.parameters]
+    before = local_weights(trainer)
     draw = random.Random(0)
     results = []
     for trial in range(trials):
@@ -185,7 +196,7 @@ def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
             load_trainer(trainer, path)
             refused = False
         except DamagedCheckpointError:
-            refused = all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+            refused = has_weights(trainer, before)
         file.write_bytes(whole)
         results.append((file.name, refused))
     load_trainer(trainer, path)  # and whole again it loads

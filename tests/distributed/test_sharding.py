@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,21 @@ from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes
 from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.trainer import Trainer
-from tests.distributed.layouts import DEEP_TIED, GROUPED, STEPS, TIED, make_loader, make_recipe, make_trainer, train
-from tests.distributed.test_parity import Curve, assert_same, label, referee_curve
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    GROUPED,
+    STEPS,
+    TIED,
+    Curve,
+    assert_follows,
+    losses,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    one_case,
+    plain_curve,
+    train,
+)
 
 UNEVEN = replace(TIED, ffn_hidden=50, vocab=131)  # rows of 131 and 50 on 4 ranks, over tp 2 and then dp 2
 DEEP_UNEVEN = replace(UNEVEN, layers=6)  # where roundings of the gradient alone add up to a visible difference
@@ -123,56 +137,49 @@ def _total(parts: Iterable[Sent]) -> Sent:
 
 INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 EACH = {"gather": "microbatch", "reduce": "microbatch"}
-LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
-    2: [
-        (TIED, {"dp_shard": 2, "sharding": "NO_SHARD"}),
-        (GROUPED, {"dp_replicate": 2, "zero_stage": 0, "microbatch_size": 4, "bucket_mib": 0.01}),
-        (UNEVEN, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", "recompute": "full", "bucket_mib": 0.01}),
-        (GROUPED, {"dp_shard": 2, "sharding": "SHARD_GRAD_OP", "microbatch_size": 4}),
-        (GROUPED, {"dp_shard": 2, "sharding": "FULL_SHARD", "microbatch_size": 2, "prefetch": 2, **EACH}),
-        (UNEVEN, {"dp_shard": 2, "sharding": "FULL_SHARD", "microbatch_size": 4}),
-    ],
-    4: [
-        (TIED, {"dp_shard": 4, "sharding": "NO_SHARD"}),
-        (UNEVEN, {"dp_shard": 4, "sharding": "SHARD_OPTIMIZER"}),
-        (UNEVEN, {"dp_shard": 4, "zero_stage": 2, "gather": "microbatch"}),
-        (UNEVEN, {"dp_shard": 4, "sharding": "FULL_SHARD", "reduce": "microbatch"}),
-        (TIED, {"dp_shard": 2, "dp_replicate": 2, "sharding": "NO_SHARD", "bucket_mib": 0.02}),
-        (UNEVEN, {"dp_shard": 2, "dp_replicate": 2, "sharding": "SHARD_OPTIMIZER"}),
-        (UNEVEN, {"dp_shard": 2, "dp_replicate": 2, "sharding": "_HYBRID_SHARD_ZERO2", **EACH}),
-        (GROUPED, {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 3}),
-        (GROUPED, {"dp_shard": 2, "tp": 2, "sharding": "NO_SHARD", "sequence_parallel": True, "bucket_mib": 0.01}),
-        (UNEVEN, {"dp_shard": 2, "tp": 2, "sharding": "SHARD_OPTIMIZER", "sequence_parallel": True}),
-        (UNEVEN, {"dp_shard": 2, "tp": 2, "sharding": "SHARD_GRAD_OP"}),
-        (GROUPED, {"dp_shard": 2, "tp": 2, "sharding": "FULL_SHARD", "microbatch_size": 2, **EACH}),
-        (
-            DEEP_TIED,
-            {"dp_shard": 2, "pp": 2, "sharding": "NO_SHARD", "schedule": "interleaved_1f1b", "virtual_stages": 2},
-        ),
-        (TIED, {"dp_shard": 2, "pp": 2, "sharding": "SHARD_OPTIMIZER", "schedule": "zb_h1", "bucket_mib": 0.01}),
-        (GROUPED, {"dp_shard": 2, "pp": 2, "sharding": "SHARD_GRAD_OP", "gather": "microbatch"}),
-        (TIED, {"dp_shard": 2, "pp": 2, "sharding": "FULL_SHARD", **EACH}),
-    ],
-    8: [
-        (TIED, {"dp_shard": 2, "dp_replicate": 2, "tp": 2, "sharding": "SHARD_OPTIMIZER"}),
-        (
-            TIED,
-            {"dp_shard": 2, "tp": 2, "pp": 2, "sharding": "NO_SHARD", "sequence_parallel": True, "bucket_mib": 0.01},
-        ),
-        (GROUPED, {"dp_shard": 2, "dp_replicate": 2, "pp": 2, "sharding": "_HYBRID_SHARD_ZERO2"}),
-    ],
-}
-CASES = [(size, model, ParallelConfig(**settings)) for size, cases in LAYOUTS.items() for model, settings in cases]
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (TIED, {"dp_shard": 2, "sharding": "NO_SHARD"}),
+    (GROUPED, {"dp_replicate": 2, "zero_stage": 0, "microbatch_size": 4, "bucket_mib": 0.01}),
+    (UNEVEN, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", "recompute": "full", "bucket_mib": 0.01}),
+    (GROUPED, {"dp_shard": 2, "sharding": "SHARD_GRAD_OP", "microbatch_size": 4}),
+    (GROUPED, {"dp_shard": 2, "sharding": "FULL_SHARD", "microbatch_size": 2, "prefetch": 2, **EACH}),
+    (UNEVEN, {"dp_shard": 2, "sharding": "FULL_SHARD", "microbatch_size": 4}),
+    (TIED, {"dp_shard": 4, "sharding": "NO_SHARD"}),
+    (UNEVEN, {"dp_shard": 4, "sharding": "SHARD_OPTIMIZER"}),
+    (UNEVEN, {"dp_shard": 4, "zero_stage": 2, "gather": "microbatch"}),
+    (UNEVEN, {"dp_shard": 4, "sharding": "FULL_SHARD", "reduce": "microbatch"}),
+    (TIED, {"dp_shard": 2, "dp_replicate": 2, "sharding": "NO_SHARD", "bucket_mib": 0.02}),
+    (UNEVEN, {"dp_shard": 2, "dp_replicate": 2, "sharding": "SHARD_OPTIMIZER"}),
+    (UNEVEN, {"dp_shard": 2, "dp_replicate": 2, "sharding": "_HYBRID_SHARD_ZERO2", **EACH}),
+    (GROUPED, {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 3}),
+    (GROUPED, {"dp_shard": 2, "tp": 2, "sharding": "NO_SHARD", "sequence_parallel": True, "bucket_mib": 0.01}),
+    (UNEVEN, {"dp_shard": 2, "tp": 2, "sharding": "SHARD_OPTIMIZER", "sequence_parallel": True}),
+    (UNEVEN, {"dp_shard": 2, "tp": 2, "sharding": "SHARD_GRAD_OP"}),
+    (GROUPED, {"dp_shard": 2, "tp": 2, "sharding": "FULL_SHARD", "microbatch_size": 2, **EACH}),
+    (
+        DEEP_TIED,
+        {"dp_shard": 2, "pp": 2, "sharding": "NO_SHARD", "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    ),
+    (TIED, {"dp_shard": 2, "pp": 2, "sharding": "SHARD_OPTIMIZER", "schedule": "zb_h1", "bucket_mib": 0.01}),
+    (GROUPED, {"dp_shard": 2, "pp": 2, "sharding": "SHARD_GRAD_OP", "gather": "microbatch"}),
+    (TIED, {"dp_shard": 2, "pp": 2, "sharding": "FULL_SHARD", **EACH}),
+    (TIED, {"dp_shard": 2, "dp_replicate": 2, "tp": 2, "sharding": "SHARD_OPTIMIZER"}),
+    (
+        TIED,
+        {"dp_shard": 2, "tp": 2, "pp": 2, "sharding": "NO_SHARD", "sequence_parallel": True, "bucket_mib": 0.01},
+    ),
+    (GROUPED, {"dp_shard": 2, "dp_replicate": 2, "pp": 2, "sharding": "_HYBRID_SHARD_ZERO2"}),
+]
+CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{label(case)}-{case[2].strategy}")
+@pytest.mark.parametrize(("model", "parallel"), CASES)
 def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
-    world: Callable, case: tuple[int, ModelConfig, ParallelConfig]
+    world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
-    size, model, parallel = case
-    ranks = world(size).run(run_strategy, model, parallel, 8)
+    ranks = world(parallel.world_size).run(run_strategy, model, parallel, 8)
     assert all(seen.curve == ranks[0].curve for seen in ranks)
-    assert_same(ranks[0].curve, referee_curve(model))
+    assert_follows(ranks[0].curve, plain_curve(make_recipe(model, parallel)))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
@@ -196,10 +203,9 @@ def test_sixteen_bits_cost_what_the_formulas_say(world: Callable, settings: dict
     """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
     parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
     ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, 8, precision)
-    exact = [loss for loss, _ in referee_curve(DEEP_UNEVEN)]
+    exact = losses(plain_curve(make_recipe(DEEP_UNEVEN, parallel)))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
-        losses = [loss for loss, _ in seen.curve]
-        assert losses == pytest.approx(exact, rel=2e-3)
-        assert losses != pytest.approx(exact, rel=1e-5)
+        assert losses(seen.curve) == pytest.approx(exact, rel=2e-3)
+        assert losses(seen.curve) != pytest.approx(exact, rel=1e-5)

@@ -17,8 +17,22 @@ from parallel3d.config.strategy import ShardingName
 from parallel3d.data.loader import IGNORED
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.sharding.apply import named_parts, shard
-from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.layouts import DEEP, GPT, GROUPED, QWEN, TIED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import (
+    DEEP,
+    GPT,
+    GROUPED,
+    QWEN,
+    TIED,
+    Curve,
+    has_weights,
+    local_weights,
+    losses,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    resume_beside,
+    train,
+)
 
 Case = tuple[ModelConfig, dict[str, object], OptimizerConfig, str]
 
@@ -56,7 +70,7 @@ def recipe_of(case: Case, *, in_backward: bool) -> Recipe:
     return replace(recipe, optimizer=replace(optimizer, step_in_backward=in_backward))
 
 
-def both_ways(cases: list[Case]) -> list[list[list[tuple[float, float]]]]:
+def both_ways(cases: list[Case]) -> list[list[Curve]]:
     return [[train(make_trainer(recipe_of(case, in_backward=on)), 6) for on in (False, True)] for case in cases]
 
 
@@ -67,34 +81,26 @@ def test_stepping_in_the_backward_trains_as_stepping_after_it(world: Callable, s
         for case, (after, within) in zip(CASES[size], rank, strict=True):
             # With bf16 and whole gradients an embedding's is rounded to bf16 on its way, once.
             close = 1e-6 if case[3] == "fp32" else 2e-3
-            assert [loss for loss, _ in within] == pytest.approx([loss for loss, _ in after], rel=close), case
+            assert losses(within) == pytest.approx(losses(after), rel=close), case
             assert [norm for _, norm in within] == pytest.approx([norm for _, norm in after], rel=10 * close), case
     assert all(rank == ranks[0] for rank in ranks)
 
 
-def resumed_the_other_way(path: Path, case: Case, *, first: bool) -> tuple[list[object], list[object]]:
+def resumed_the_other_way(path: Path, case: Case, first: bool) -> tuple[Curve, Curve]:
     """Eight steps without a stop, and the last four of them from a checkpoint of the other kind of run."""
-    whole = make_trainer(recipe_of(case, in_backward=first))
-    train(whole, 4)
-    save_trainer(whole, path)
-    other = make_trainer(recipe_of(case, in_backward=not first))
-    load_trainer(other, path)
-    return list(train(whole, 4)), list(train(other, 4))
+    this, other = (recipe_of(case, in_backward=on) for on in (first, not first))
+    return resume_beside(this, path, 4, 4, into=other)
 
 
 def test_a_checkpoint_of_either_way_resumes_in_the_other(world: Callable, tmp_path: Path) -> None:
     for first in (True, False):
         for number, case in enumerate((CASES[2][0], CASES[2][3])):
             path = tmp_path / f"step_0000000{number}_{first}"
-            whole, resumed = world(2).run(_resume, path, case, first)[0]
-            assert [loss for loss, _ in resumed] == pytest.approx([loss for loss, _ in whole], rel=1e-6)
+            whole, resumed = world(2).run(resumed_the_other_way, path, case, first)[0]
+            assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6)
 
 
-def _resume(path: Path, case: Case, first: bool) -> tuple[list[object], list[object]]:
-    return resumed_the_other_way(path, case, first=first)
-
-
-def ignoring(in_backward: bool, settings: dict[str, object], *, apart: bool = False) -> list[tuple[float, float]]:
+def ignoring(in_backward: bool, settings: dict[str, object], *, apart: bool = False) -> Curve:
     """Five steps on batches whose data ranks have different numbers of labels, and then one without any."""
     recipe = recipe_of((GROUPED, settings, ADAMW, "fp32"), in_backward=in_backward)
     if apart:
@@ -107,17 +113,17 @@ def ignoring(in_backward: bool, settings: dict[str, object], *, apart: bool = Fa
         batch.labels[..., : 3 + 7 * place.dp_replicate + 9 * place.dp_shard] = IGNORED
         result = trainer.train_step(batch)
         curve.append((result.loss, result.grad_norm))
-    before = [p.local.detach().clone() for p in trainer.parameters]
+    before = local_weights(trainer)
     batch = loader.batch(5)
     if not apart or place.dp_replicate == 1:  # where replicas train apart, one without labels stops them all
         batch.labels[...] = IGNORED
     with pytest.raises(DataError, match="step 6: no token of the batch has a label"):
         trainer.train_step(batch)
-    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True)) or not in_backward
+    assert has_weights(trainer, before) or not in_backward
     return curve
 
 
-def ignore_both_ways() -> list[list[list[tuple[float, float]]]]:
+def ignore_both_ways() -> list[list[Curve]]:
     layouts: list[tuple[dict[str, object], bool]] = [({"dp_shard": 2}, False), ({"dp_replicate": 2}, True)]
     return [[ignoring(on, settings, apart=apart) for on in (False, True)] for settings, apart in layouts]
 

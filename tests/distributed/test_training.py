@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import NonFiniteError
 from parallel3d.training.generation import generate
-from tests.distributed.layouts import DEEP_TIED, GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    GROUPED,
+    has_weights,
+    local_weights,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    train,
+)
 
 
 def generated(parallel: ParallelConfig) -> list[str]:
@@ -37,13 +45,13 @@ def diverge(parallel: ParallelConfig) -> str:
     """One rank's stage gives NaN; every rank must stop in the same step, with its weights as they were."""
     trainer = make_trainer(make_recipe(GROUPED, parallel))
     train(trainer, 2)
-    before = [p.local.detach().clone() for p in trainer.parameters]
+    before = local_weights(trainer)
     if dist.get_rank() == dist.get_world_size() - 1:
         module = trainer.stages[-1].module
         module.register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
     with pytest.raises(NonFiniteError) as error:
         trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
-    assert all(torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True))
+    assert has_weights(trainer, before)
     return str(error.value)
 
 

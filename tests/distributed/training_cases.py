@@ -1,0 +1,188 @@
+"""Training in a layout beside plain torch in one process: small recipes, trainers, curves, and their comparison.
+
+Tests import it, and the pool's workers import it by name. The package's docstring says how such a test is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.mark import ParameterSet
+from torch import Tensor
+
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.layers.init import initial_weights
+from parallel3d.mesh import build_mesh
+from parallel3d.models import model_class
+from parallel3d.models.llama import Llama
+from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.trainer import Trainer
+from parallel3d.training.update import UpdateAfterBackward
+from parallel3d.training.worker import training_loader
+
+Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
+
+VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
+
+# A first block, one in the middle and a last one: more of them only take longer. DEEP is for pipelines of more stages.
+GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
+TIED = replace(GROUPED, tied_embeddings=True)
+DEEP = replace(GROUPED, layers=6)
+DEEP_TIED = replace(TIED, layers=6)
+DROPPED = replace(GROUPED, dropout=0.1, attention_dropout=0.1)
+GPT = ModelConfig(
+    architecture="gpt",
+    layers=3,
+    hidden=32,
+    heads=4,
+    ffn_hidden=64,
+    vocab=VOCAB,
+    max_positions=32,
+    tied_embeddings=True,
+)
+QWEN = replace(GROUPED, qkv_bias=True, qk_norm=True, window=7)
+MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
+
+
+def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -> Recipe:
+    """Returns a recipe with a constant rate that learns fast, and a clipping limit that the gradient's norm exceeds."""
+    settings: dict[str, object] = {"steps": STEPS, "global_batch_size": BATCH, "seq_len": SEQ_LEN, "grad_clip": 0.5}
+    return Recipe(
+        model=model,
+        parallel=parallel,
+        train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-3, min_lr_ratio=1.0),
+    )
+
+
+def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
+    """Returns batches of a Python module's source, for the data rank that `rank` belongs to."""
+    tokens = np.frombuffer(inspect.getsource(textwrap).encode("ascii", "replace"), dtype=np.uint8)
+    return training_loader(recipe, tokens, rank)
+
+
+def make_trainer(recipe: Recipe) -> Trainer:
+    """Builds the recipe's trainer on this rank; every rank of the world calls it."""
+    mesh = build_mesh(recipe.parallel, "cpu")
+    return Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
+
+
+def train(trainer: Trainer, steps: int) -> Curve:
+    """Trains the next steps on their own batches, and returns their curve."""
+    loader = make_loader(trainer.recipe, dist.get_rank())
+    results = []
+    for _ in range(steps):
+        result = trainer.train_step(loader.batch(trainer.step))
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+def resume_beside(
+    recipe: Recipe, path: Path, before: int, after: int, *, into: Recipe | None = None
+) -> tuple[Curve, Curve]:
+    """Saves a run after some steps, and returns the curves of the steps after them: uninterrupted, and resumed.
+
+    `into` is the recipe of the resumed run where it is another one.
+    """
+    trainer, resumed = make_trainer(recipe), make_trainer(into or recipe)
+    train(trainer, before)
+    save_trainer(trainer, path)
+    load_trainer(resumed, path)
+    assert (resumed.step, resumed.tokens) == (before, trainer.tokens)
+    return train(trainer, after), train(resumed, after)
+
+
+def local_weights(trainer: Trainer) -> list[Tensor]:
+    """Returns a copy of what this rank's optimizer steps."""
+    return [parameter.local.detach().clone() for parameter in trainer.parameters]
+
+
+def has_weights(trainer: Trainer, weights: list[Tensor]) -> bool:
+    """Tells whether what this rank's optimizer steps is bitwise what `local_weights` returned before."""
+    return all(torch.equal(old, new.local) for old, new in zip(weights, trainer.parameters, strict=True))
+
+
+def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
+    """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of these numbers."""
+    assert isinstance(trainer.update, UpdateAfterBackward)
+    complete = trainer.update.gradients.complete
+
+    def plant() -> None:
+        complete()
+        if trainer.step in steps and dist.get_rank() == rank:
+            gradient = trainer.parameters[-1].local.grad
+            assert gradient is not None
+            gradient.view(-1)[0] = float("inf")
+
+    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
+
+
+def whole_batch(recipe: Recipe, step: int) -> Batch:
+    """Returns the global batch as one process has it, each microbatch a single sequence."""
+    alone = replace(recipe, parallel=ParallelConfig())
+    return make_loader(alone, 0).batch(step)
+
+
+def plain_stack(recipe: Recipe) -> PlainStack:
+    """Returns plain torch's run of the recipe in one process, with the weights that every layout starts from."""
+    return PlainStack(recipe, initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed))
+
+
+@cache
+def _plain_run(recipe: Recipe, batch_of: Callable[[Recipe, int], Batch]) -> tuple[PlainStack, Curve]:
+    return plain_stack(recipe), []
+
+
+def plain_curve(recipe: Recipe, steps: int = STEPS, batch_of: Callable[[Recipe, int], Batch] = whole_batch) -> Curve:
+    """Returns the curve of plain torch in one process, whatever the recipe's layout.
+
+    Each recipe is trained once in a session: who asks for more steps continues the same run.
+    """
+    recipe = replace(recipe, parallel=ParallelConfig())
+    stack, curve = _plain_run(recipe, batch_of)
+    while len(curve) < steps:
+        curve.append(stack.train_step(batch_of(recipe, len(curve))))
+    return curve[:steps]
+
+
+def losses(curve: Curve) -> list[float]:
+    """Returns the losses of a curve, without the norms."""
+    return [loss for loss, _ in curve]
+
+
+def assert_follows(curve: Curve, reference: Curve, *, close: float = 1e-5, last: float | None = 1e-4) -> None:
+    """Asserts that two curves are the same training in float32: the first loss and norm agree to 1e-6, so that every
+    parameter counts once in the norm; every loss agrees to `close`; and the last loss and norm to `last`.
+
+    Norms between are not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
+    """
+    assert curve[0] == pytest.approx(reference[0], rel=1e-6)
+    assert losses(curve) == pytest.approx(losses(reference), rel=close)
+    if last is not None:
+        assert curve[-1] == pytest.approx(reference[-1], rel=last)
+
+
+def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
+    """Returns pytest's case (model, parallel) of a layout, with the layout's name."""
+    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]
+    return pytest.param(model, parallel, id=label(parallel, model))
+
+
+def label(parallel: ParallelConfig, model: ModelConfig) -> str:
+    """Returns the name of a case: its axes, its schedule, and what else is not as usual."""
+    parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
+    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (parallel.virtual_stages > 1)
+    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (parallel.recompute != "none")
+    parts += [parallel.strategy] * bool(parallel.sharding or parallel.zero_stage is not None)
+    return "-".join([*parts, *["uneven"] * bool(parallel.stage_boundaries), *["tied"] * model.tied_embeddings])

@@ -1,0 +1,111 @@
+"""The pool of worker processes that the distributed tests share: torch is imported once, the workers stay."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_LONGEST_JOB_S = 240.0
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` resident processes. `run` calls a module-level function on each, in a process group of its own."""
+
+    size: int
+    _folder: Path
+    _workers: Sequence[tuple[BaseProcess, Connection]]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(*args)` returns on each rank. A rank that raises fails the test with its own traceback."""
+        store = tempfile.mktemp(dir=self._folder)
+        for _, pipe in self._workers:
+            pipe.send((function, args, store))
+        answers = []
+        for rank, (_, pipe) in enumerate(self._workers):
+            if not pipe.poll(_LONGEST_JOB_S):
+                self.close()  # what still runs there would answer in the place of the next job
+                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s")
+            answers.append(pipe.recv())
+        failed = [f"rank {rank} of {self.size}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        if failed:
+            pytest.fail("\n".join(failed), pytrace=False)
+        return [value for _, value in answers]
+
+    @classmethod
+    def start(cls, context: ForkServerContext, size: int, folder: Path) -> World:
+        """Starts the processes. `folder` holds one file for each rendezvous."""
+        workers: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            workers.append((process, ours))
+        return cls(size, folder, workers)
+
+    @property
+    def is_open(self) -> bool:
+        return all(process.is_alive() for process, _ in self._workers)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(timeout=patience_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    """A worker: job after job until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        gc.freeze()  # what is there between jobs stays, modules mostly: the collections below need not look at it
+        try:
+            function, args, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            value, text = function(*args), ""
+            dist.barrier()  # nobody leaves while another still needs it
+        except BaseException:
+            value, text = None, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _forget_meshes()
+        gc.collect()
+        pipe.send((text, value))
+
+
+def _forget_meshes() -> None:
+    """Empties torch's caches that hold meshes: one gives DTensors the mesh of the first job that had an equal one, and
+    all keep process groups, whose threads wake a hundred times a second: left alone, idle pools have hundreds of them.
+    """
+    import torch
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
