@@ -14,9 +14,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Curve, Overhead, calibration_from_tree, one_process_from_tree
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.time.block import block_times
-from parallel3d.planner.time.pipeline import StageTimes, makespan_s, shared_makespan_s
+from parallel3d.planner.time.pipeline import pipeline_s, shared_makespan_s
 from parallel3d.planner.time.roofline import Kernels
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.timeline.simulate import StageTimes
 from parallel3d.tools.calibrate import check as check
 from parallel3d.tools.calibrate.fit import larger_job, overhead_of
 from parallel3d.tools.calibrate.hardware_file import ANY, hardware_text
@@ -163,12 +163,11 @@ def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluste
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1"])
 def test_with_enough_processors_nothing_is_shared(name: Any) -> None:
     times = [StageTimes(forward=1.0, input=1.5, weight=0.5), StageTimes(forward=1.2, input=1.0, weight=1.0)] * 2
-    schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=1)
-    assert shared_makespan_s(name, 4, 8, 1, times, 4.0) == pytest.approx(makespan_s(schedule, times, 0.0))
+    assert shared_makespan_s(name, 4, 8, 1, times, 4.0) == pytest.approx(pipeline_s(name, 4, 8, 1, times, 0.0))
 
 
 def test_half_the_processors_take_between_the_work_and_twice_as_long() -> None:
-    times = [StageTimes(forward=1.0, input=2.0)] * 4
+    times = [StageTimes(forward=1.0, input=1.0, weight=1.0)] * 4
     alone, shared = (shared_makespan_s("1f1b", 4, 16, 1, times, at_once) for at_once in (4.0, 2.0))
     assert max(alone, 16 * 4 * 3.0 / 2) <= shared <= 2 * alone
     assert shared_makespan_s("1f1b", 4, 16, 1, times, 1.0) == pytest.approx(16 * 4 * 3.0)

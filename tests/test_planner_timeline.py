@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, makespan_s, pipeline_s, split_backward_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Kind
-from parallel3d.timeline.simulate import ActionTimes, simulate
+from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 
@@ -22,8 +22,7 @@ EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 @settings(deadline=None)
 @given(pp=st.integers(1, 6), microbatches=st.integers(1, 12))
 def test_an_even_pipeline_idles_for_its_depth_less_one(name: ScheduleName, pp: int, microbatches: int) -> None:
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches)
-    assert makespan_s(schedule, [EVEN] * pp, 0.0) == pytest.approx(3 * (microbatches + pp - 1))
+    assert pipeline_s(name, pp, microbatches, 1, [EVEN] * pp, 0.0) == pytest.approx(3 * (microbatches + pp - 1))
 
 
 def test_interleaving_divides_the_bubble() -> None:
@@ -37,7 +36,8 @@ def test_interleaving_divides_the_bubble() -> None:
 def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
     stages = [StageTimes(forward=t, input=t, weight=t) for t in times[:pp]]
     microbatches = 100
-    exact = makespan_s(build_schedule("1f1b", pp=pp, microbatches=microbatches), stages, 0.1)
+    times = ActionTimes(stages=tuple(stages), transfers=(0.1,) * (pp - 1))
+    exact = simulate(build_schedule("1f1b", pp=pp, microbatches=microbatches), times).makespan_s
     assert pipeline_s("1f1b", pp, microbatches, 1, stages, 0.1) == pytest.approx(exact, rel=3e-2)
 
 
@@ -89,7 +89,7 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
 def test_the_makespan_is_that_of_the_simulator(name: ScheduleName, virtual: int) -> None:
     schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
     simulated = simulate(schedule, ActionTimes.uniform(schedule.stages, transfer=0.25))
-    assert makespan_s(schedule, [EVEN] * schedule.stages, 0.25) == pytest.approx(simulated.makespan_s)
+    assert pipeline_s(name, 4, 8, virtual, [EVEN] * schedule.stages, 0.25) == simulated.makespan_s
 
 
 def test_zero_bubble_idles_less_than_1f1b() -> None:

@@ -152,8 +152,8 @@ def test_a_schedule_that_stops_is_refused_here_too() -> None:
         simulate(stuck, ActionTimes.uniform(2))
 
 
-def test_costs_must_be_of_as_many_stages() -> None:
-    with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 2"):
+def test_times_must_be_of_as_many_stages() -> None:
+    with pytest.raises(ValueError, match="times of 3 stages for a schedule of 2"):
         simulate(build_schedule("1f1b", pp=2, microbatches=2), ActionTimes.uniform(3))
 
 

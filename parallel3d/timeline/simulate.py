@@ -1,4 +1,8 @@
-"""What a schedule takes: each action's start and end, from how long each kind takes on each stage. No torch here."""
+"""How long a schedule takes: each action's start and end, from how long each kind takes on each stage. No torch here.
+
+Ranks do their actions in order, each as soon as its input is there. So one order of all actions that agrees with every
+rank's own holds for any times: it is found once (`action_order`), and a simulation is one pass over it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 
 from parallel3d.schedules.check import in_order
-from parallel3d.schedules.schedule import Kind, Schedule
+from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.spans import Span, Timeline
+
+_THERE, _UNREAD = 0, 1  # slots of results: the model's own input, and what no action takes
+_CODES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """What one stage takes for one microbatch, in any unit that all share. The whole backward is its own number, since
-    it may cost less than its two halves; None: their sum."""
+    """What one stage takes for one microbatch, in any one unit. The whole backward has its own number, because it may
+    cost less than its two halves; None stands for their sum."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -32,63 +39,94 @@ EQUAL = StageTimes()  # the papers' assumption
 
 @dataclass(frozen=True, kw_only=True)
 class ActionTimes:
-    """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down: it delays the taker
-    and keeps no rank from computing. Between stages on one rank nothing is transferred."""
+    """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down: it delays the action
+    that takes the result and keeps no rank from computing. Between two stages of one rank nothing is transferred."""
 
     stages: tuple[StageTimes, ...]
     transfers: tuple[float, ...]
 
     @classmethod
     def uniform(cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0) -> ActionTimes:
-        """The same for all stages."""
+        """The same times for all stages."""
         return cls(stages=(times,) * stages, transfers=(transfer,) * (stages - 1))
 
 
-def simulate(schedule: Schedule, costs: ActionTimes) -> Timeline:
-    """Each rank does its actions in order, each as soon as what it takes is there. Raises ScheduleError where the
-    schedule stops before its end (see `check_schedule`, which it is to have passed)."""
-    stages, microbatches = schedule.stages, schedule.microbatches
-    if len(costs.stages) != stages or len(costs.transfers) != max(0, stages - 1):
-        raise ValueError(f"costs of {len(costs.stages)} stages for a schedule of {stages}")
-    ways = _ways(schedule.placement, costs.transfers)
-    takes = {
-        Kind.FORWARD: [times.forward for times in costs.stages],
-        Kind.BACKWARD: [times.backward for times in costs.stages],
-        Kind.INPUT: [times.input for times in costs.stages],
-        Kind.WEIGHT: [times.weight for times in costs.stages],
-    }
-    # When what an action takes is there, by stage x microbatches + microbatch; the model's own input always is.
-    inputs, gradients = [0.0] * ((stages + 1) * microbatches), [0.0] * (stages * microbatches)
-    clocks = [0.0] * len(schedule.ranks)
-    spans = []
+@dataclass(frozen=True)
+class ActionOrder:
+    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers: the rank, the
+    duration (4 x stage + kind), the slot of the result that the action takes, the slot of the result that it makes, and
+    the way of that result (the stage at the way's upper end; 0 and the number of stages stand for no way)."""
+
+    actions: tuple[Action, ...]
+    steps: tuple[tuple[int, int, int, int, int], ...]
+    slots: int
+    placement: tuple[int, ...]
+    ranks: int
+
+
+def action_order(schedule: Schedule) -> ActionOrder:
+    """The order in which a schedule is simulated. Raises ScheduleError where the schedule stops before its end (see
+    `check_schedule`, which it is to have passed)."""
+    count, last = schedule.microbatches, schedule.stages - 1
+    outputs = 2  # slots of the stages' outputs, by stage x microbatches + microbatch
+    gradients = outputs + schedule.stages * count  # and of the gradients of their inputs
+    actions, steps = [], []
     for rank, action in in_order(schedule):
         stage, kind, microbatch = action
-        place = stage * microbatches + microbatch
-        start = clocks[rank]
+        actions.append(action)
+        place = stage * count + microbatch
+        duration = 4 * stage + _CODES[kind]
         if kind is Kind.FORWARD:
-            start = max(start, inputs[place])
-            end = start + takes[kind][stage]
-            inputs[place + microbatches] = end + ways[stage + 1]
+            takes = outputs + place - count if stage > 0 else _THERE
+            steps.append((rank, duration, takes, outputs + place, stage + 1))
         elif kind is Kind.WEIGHT:  # its first half is an earlier action of the same rank
-            end = start + takes[kind][stage]
+            steps.append((rank, duration, _THERE, _UNREAD, 0))
         else:
-            start = max(start, gradients[place])
-            end = start + takes[kind][stage]
-            if stage > 0:
-                gradients[place - microbatches] = end + ways[stage]
-        clocks[rank] = end
-        spans.append(Span(rank, action, start, end))
-    return Timeline(name=schedule.name, ranks=len(schedule.ranks), stages=stages, spans=tuple(spans))
+            takes = gradients + place + count if stage < last else _THERE
+            steps.append((rank, duration, takes, gradients + place, stage))
+    slots = gradients + schedule.stages * count
+    return ActionOrder(tuple(actions), tuple(steps), slots, schedule.placement, len(schedule.ranks))
 
 
-def _ways(placement: Sequence[int], transfers: Sequence[float]) -> list[float]:
-    """The cost of the way between stages s - 1 and s, at s; nothing at both ends."""
-    between = zip(placement[:-1], placement[1:], transfers, strict=True)
-    return [0.0, *(0.0 if one == other else cost for one, other, cost in between), 0.0]
+def durations(stages: Sequence[StageTimes]) -> list[float]:
+    """The duration of every kind of action on every stage, at 4 x stage + kind."""
+    return [took for stage in stages for took in (stage.forward, stage.backward, stage.input, stage.weight)]
 
 
-def measured_costs(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """The median time of each kind of action on each stage; transfers cost nothing, which the difference then shows."""
+def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
+    """When each step of an order starts, and when the last one ends."""
+    if len(times.stages) != len(order.placement) or len(times.transfers) != len(order.placement) - 1:
+        raise ValueError(f"times of {len(times.stages)} stages for a schedule of {len(order.placement)}")
+    between = zip(order.placement[:-1], order.placement[1:], times.transfers, strict=True)
+    delays = [0.0, *(0.0 if one == other else transfer for one, other, transfer in between), 0.0]
+    took, there, clocks = durations(times.stages), [0.0] * order.slots, [0.0] * order.ranks
+    starts = []
+    for rank, duration, takes, makes, way in order.steps:
+        start = clocks[rank]
+        if there[takes] > start:
+            start = there[takes]
+        starts.append(start)
+        clocks[rank] = end = start + took[duration]
+        there[makes] = end + delays[way]
+    return starts, max(clocks)
+
+
+def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
+    """Each rank does its actions in order, each as soon as what it takes is there. Raises ScheduleError where the
+    schedule stops before its end, ValueError where the times are of another number of stages."""
+    order = action_order(schedule)
+    starts, _ = action_starts(order, times)
+    took = durations(times.stages)
+    spans = tuple(
+        Span(rank, action, start, start + took[duration])
+        for action, (rank, duration, _, _, _), start in zip(order.actions, order.steps, starts, strict=True)
+    )
+    return Timeline(name=schedule.name, ranks=len(schedule.ranks), stages=schedule.stages, spans=spans)
+
+
+def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
+    """The median time of each kind of action on each stage; transfers take no time, so that a
+    measured timeline's difference to the simulated one shows what they took."""
     times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
         times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)

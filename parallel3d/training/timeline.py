@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallel3d.data.loader import Batch
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.timeline.simulate import measured_costs, simulate
+from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
 from parallel3d.timeline.trace import draw_trace
 from parallel3d.training.trainer import StepResult, Trainer
@@ -54,7 +54,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
         return result, None
     schedule = trainer.schedule_of(len(batch.inputs))
     measured = _timelines(everyone, schedule)
-    simulated = simulate(schedule, measured_costs(schedule, [span for timeline in measured for span in timeline.spans]))
+    simulated = simulate(schedule, measured_times(schedule, [span for timeline in measured for span in timeline.spans]))
     path = folder / f"timeline_step_{trainer.step:08d}.json"
     path.write_text(draw_trace(*measured, simulated))
     bubble = mean(timeline.bubble_fraction for timeline in measured)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.schedule import Action, Kind
-from parallel3d.timeline.simulate import StageTimes, measured_costs
+from parallel3d.timeline.simulate import StageTimes, measured_times
 from parallel3d.timeline.spans import Span
 from parallel3d.training.timeline import TimelineReport, traced_step
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
@@ -55,6 +55,6 @@ def test_costs_are_the_medians_of_what_was_measured() -> None:
         for kind, length in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
         for m in range(3)
     ]
-    costs = measured_costs(schedule, spans)
-    assert costs.stages[1] == StageTimes(forward=2.0, input=0.0, weight=0.0, full_backward=4.0)
-    assert costs.stages[0].backward == pytest.approx(2.0)
+    times = measured_times(schedule, spans)
+    assert times.stages[1] == StageTimes(forward=2.0, input=0.0, weight=0.0, full_backward=4.0)
+    assert times.stages[0].backward == pytest.approx(2.0)

@@ -16,7 +16,7 @@ from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.timeline.simulate import measured_costs, simulate
+from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
 from parallel3d.tools.bench.report import Row
 
@@ -75,5 +75,5 @@ def _bubbles(schedule: Schedule, spans: list[Span]) -> tuple[float, float]:
     dist.all_gather_object(everyone, spans)  # one host, one clock
     all_spans = tuple(span for rank in everyone for span in rank)
     measured = Timeline(name=schedule.name, ranks=len(schedule.ranks), stages=schedule.stages, spans=all_spans)
-    simulated = simulate(schedule, measured_costs(schedule, all_spans))
+    simulated = simulate(schedule, measured_times(schedule, all_spans))
     return 100 * measured.bubble_fraction, 100 * simulated.bubble_fraction

@@ -6,7 +6,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import stage_times
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
-from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
+from parallel3d.timeline.simulate import ActionTimes, simulate
 from parallel3d.timeline.spans import Timeline
 
 _MOST_ACTIONS = 8000  # some 200 KB of picture
@@ -33,5 +33,4 @@ def planned_timeline(run: PlannedRun) -> tuple[Timeline, int] | None:
         check=False,
     )
     times, send_s = stage_times(run)
-    stages = tuple(StageTimes(forward=t.forward, input=t.input, weight=t.weight) for t in times)
-    return simulate(schedule, ActionTimes(stages=stages, transfers=(send_s,) * (len(stages) - 1))), drawn
+    return simulate(schedule, ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))), drawn

@@ -16,9 +16,10 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import block_times, embedding_times, head_times
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.parts import TimeParts
-from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, pipeline_s, shared_makespan_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, shared_makespan_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.timeline.simulate import StageTimes
 
 _FORWARD = 0.4  # of what a block dispatches, forward and backward
 _NONE = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)

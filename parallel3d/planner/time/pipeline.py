@@ -1,73 +1,33 @@
-"""The pipeline in time: the real `Schedule` simulated, and closed forms for ranking candidates."""
+"""The pipeline in a step's time: the schedule simulated, and closed forms for ranking candidates. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from typing import NamedTuple
 
 from parallel3d.schedules.builders import build_schedule, placement
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
-from parallel3d.schedules.schedule import Kind, Schedule
+from parallel3d.timeline.simulate import ActionOrder, ActionTimes, StageTimes, action_order, action_starts, durations
 
 _WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats itself
-_NOTHING, _KINDS = -1, (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Seconds of one stage for one microbatch. The backward is `input` and `weight`; a schedule may split it."""
-
-    forward: float
-    input: float
-    weight: float = 0.0
-
-    @property
-    def backward(self) -> float:
-        return self.input + self.weight
-
-
-class _Step(NamedTuple):
-    """An action by numbers: what it takes (an index of `_takes`), the result that it needs and the one that it gives
-    (`_NOTHING`: none), and whether the former comes from another rank."""
-
-    takes: int
-    needs: int
-    gives: int
-    is_far: bool
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A schedule's actions, rank by rank, and how many results there are."""
-
-    ranks: tuple[tuple[_Step, ...], ...]
-    results: int
-
-
-def makespan_s(schedule: Schedule, times: Sequence[StageTimes], send_s: float) -> float:
-    """When the last action of a schedule ends. `pipeline.simulate` gives every action's start and end; this gives the
-    one number that a search asks for, many times faster (a test compares them)."""
-    return _makespan_s(_by_numbers(schedule), times, send_s)
 
 
 def pipeline_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
 ) -> float:
-    """The makespan of a step's microbatches; a transfer between stages takes `send_s`. Beyond a few times the
-    pipeline's depth a schedule repeats itself, so a long one is two short ones and a straight line."""
+    """The makespan of a step's microbatches, in seconds; a transfer between stages takes `send_s`. A schedule repeats
+    itself after a few times the pipeline's depth, so a long one is extrapolated from two short ones."""
     if pp == 1:
         return microbatches * sum(t.forward + t.backward for t in times)
-    return _long(pp, microbatches, lambda count: _makespan_s(_order(name, pp, count, virtual_stages), times, send_s))
+    both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))
+    return _long(pp, microbatches, lambda count: action_starts(_order(name, pp, count, virtual_stages), both)[1])
 
 
 def shared_makespan_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], at_once: float
 ) -> float:
-    """The makespan where only so many ranks' worth of processors are there: those that have work share them evenly.
-    Transfers are part of `times`. Long schedules as in `pipeline_s`."""
+    """The makespan, in seconds, of ranks that share `at_once` ranks' worth of processors: those that have work divide
+    them evenly. Transfers are part of `times`. Long schedules are extrapolated as in `pipeline_s`."""
     return _long(pp, microbatches, lambda count: _shared(_order(name, pp, count, virtual_stages), times, at_once))
 
 
@@ -80,76 +40,21 @@ def _long(pp: int, microbatches: int, makespan: Callable[[int], float]) -> float
 
 
 @lru_cache(maxsize=256)
-def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> _Order:
-    # Not checked: the tests prove every builder.
-    return _by_numbers(
+def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ActionOrder:
+    return action_order(
         build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
     )
 
 
-def _by_numbers(schedule: Schedule) -> _Order:
-    """Results: every stage's output of every microbatch, then every stage's gradient of its input."""
-    holders, last, count = schedule.placement, schedule.stages - 1, schedule.microbatches
-    outputs = schedule.stages * count
-    codes = {kind: code for code, kind in enumerate(_KINDS)}
-    ranks = []
-    for rank, actions in enumerate(schedule.ranks):
-        steps = []
-        for stage, kind, microbatch in actions:
-            forward, place = kind is Kind.FORWARD, stage * count + microbatch
-            giver = stage - 1 if forward else stage + 1
-            waits = kind is not Kind.WEIGHT and 0 <= giver <= last
-            needs = (0 if forward else outputs) + giver * count + microbatch if waits else _NOTHING
-            gives = _NOTHING if kind is Kind.WEIGHT else place + (0 if forward else outputs)
-            steps.append(_Step(4 * stage + codes[kind], needs, gives, waits and holders[giver] != rank))
-        ranks.append(tuple(steps))
-    return _Order(tuple(ranks), 2 * outputs)
-
-
-def _takes(times: Sequence[StageTimes]) -> list[float]:
-    """Seconds by 4 x stage + kind."""
-    return [seconds for own in times for seconds in (own.forward, own.backward, own.input, own.weight)]
-
-
-def _makespan_s(order: _Order, times: Sequence[StageTimes], send_s: float) -> float:
-    seconds, done = _takes(times), [-1.0] * order.results
-    clocks, position = [0.0] * len(order.ranks), [0] * len(order.ranks)
-    moving = True
-    while moving:
-        moving = False
-        for rank, steps in enumerate(order.ranks):
-            start = at = position[rank]
-            clock = clocks[rank]
-            for takes, needs, gives, is_far in islice(steps, start, None):
-                if needs >= 0:
-                    ready = done[needs]
-                    if ready < 0:
-                        break
-                    if is_far:
-                        ready += send_s
-                    if ready > clock:
-                        clock = ready
-                clock += seconds[takes]
-                if gives >= 0:
-                    done[gives] = clock
-                at += 1
-            if at > start:
-                position[rank], clocks[rank], moving = at, clock, True
-    return max(clocks)
-
-
-def _shared(order: _Order, times: Sequence[StageTimes], at_once: float) -> float:
-    seconds, done = _takes(times), [False] * order.results
-    position = [0] * len(order.ranks)
-    left: dict[int, float] = {}  # of the action that a rank works on
+def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> float:
+    took, is_there = durations(times), [True, *[False] * (order.slots - 1)]
+    waiting = [[step[1:4] for step in reversed(order.steps) if step[0] == rank] for rank in range(order.ranks)]
+    left: dict[int, float] = {}  # seconds, at full speed, of the action that a rank works on
     now = 0.0
     while True:
-        for rank, steps in enumerate(order.ranks):
-            if rank in left or position[rank] == len(steps):
-                continue
-            takes, needs, _, _ = steps[position[rank]]
-            if needs == _NOTHING or done[needs]:
-                left[rank] = seconds[takes]
+        for rank, steps in enumerate(waiting):
+            if rank not in left and steps and is_there[steps[-1][1]]:
+                left[rank] = took[steps[-1][0]]
         if not left:
             return now
         rate = min(1.0, at_once / len(left))
@@ -157,10 +62,7 @@ def _shared(order: _Order, times: Sequence[StageTimes], at_once: float) -> float
         now += shortest / rate
         for rank in [rank for rank in left if left[rank] <= shortest * (1 + 1e-12)]:
             del left[rank]
-            gives = order.ranks[rank][position[rank]].gives
-            position[rank] += 1
-            if gives != _NOTHING:
-                done[gives] = True
+            is_there[waiting[rank].pop()[2]] = True
         for rank in left:
             if left[rank] > 0:
                 left[rank] -= shortest

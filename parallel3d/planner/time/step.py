@@ -15,9 +15,10 @@ from parallel3d.planner.time.calibrated import measured_parts
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
 from parallel3d.planner.time.parts import TimeParts
-from parallel3d.planner.time.pipeline import StageTimes, closed_form_s, pipeline_s, split_backward_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.timeline.simulate import StageTimes
 
 ZERO_BUBBLE = ("zb-1p", "zb-2p")
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: of what the device does since
