@@ -16,6 +16,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.plain_llama import PlainLlama, Rotary
 from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.tools.bench.ranks import run_ranks
@@ -84,8 +85,8 @@ def test_table_ends_with_the_ratio_and_says_which_is_over_its_bar() -> None:
 def test_json_output_is_one_object_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(
-        bench.BENCHMARKS, "step", lambda options: rows_against_peer(options.case, rounds_of((1.0, 2.0)), 0.4)
+    monkeypatch.setattr(
+        step_bench, "bench_step", lambda options: rows_against_peer(options.case, rounds_of((1.0, 2.0)), 0.4)
     )
     assert bench.main(["step", "--json", "--case", "x", "--rounds", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["case"] == "x"

@@ -5,57 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, Row, as_json, as_table
 
-
-def _step(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.step import bench_step  # imports torch, which --help does not wait for
-
-    return bench_step(options)
-
-
-def _layers(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.layers import bench_layers
-
-    return bench_layers(options)
-
-
-def _pipeline(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.pipeline import bench_pipeline
-
-    return bench_pipeline(options)
-
-
-def _data(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.data import bench_data
-
-    return bench_data(options)
-
-
-def _local_sgd(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.local_sgd import bench_local_sgd
-
-    return bench_local_sgd(options)
-
-
-def _planner(options: Options) -> list[Row]:
-    from parallel3d.tools.bench.planner import bench_planner
-
-    return bench_planner(options)
-
-
-BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
-    "data": _data,
-    "step": _step,
-    "layers": _layers,
-    "local_sgd": _local_sgd,
-    "pipeline": _pipeline,
-    "planner": _planner,
-}
-
+BENCHMARKS = ("data", "step", "layers", "local_sgd", "pipeline", "planner")  # the module NAME has `bench_NAME`
 _EPILOG = """\
 benchmarks:
   data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
@@ -66,7 +22,8 @@ benchmarks:
          quickstart's model, data and tokens: the validation loss at the end, and what crosses between replicas
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
          bubble as measured, against the simulated one; the memory of 200 steps
-  planner  the planner's errors on published runs, against those of five other planners on the same runs
+  planner  the planner's errors on published runs, against those of two other planners on the same runs
+         (from a checkout, which has those planners)
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
 
@@ -83,14 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--rounds", type=whole, help="rounds of ours and peer in turn")
     parser.add_argument("--steps", type=whole, help="steps of each in a round")
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only the cases whose names hold this")
     try:
         args = parser.parse_args(arguments)
-        rows = BENCHMARKS[args.name](Options(rounds=args.rounds, steps=args.steps, case=args.case))
+        module = import_module(f"parallel3d.tools.bench.{args.name}")  # imports torch, which --help does not wait for
+        bench: Callable[[Options], list[Row]] = vars(module)[f"bench_{args.name}"]
+        rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case))
     except Parallel3dError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

@@ -1,9 +1,11 @@
-"""`bench planner`: this planner's errors on published runs, and another's on the very same runs.
+"""`bench planner`: this planner's errors on published runs, and another planner's on the very same runs.
 
-A run that the other cannot express is left out of both. Both are asked about the job that `planner.cases` reads, so
-that a field which the source leaves open has one value, and both are judged by the same measured figure
-(`planner.score`). llm-analysis assumes an efficiency: it is asked twice: at the one that its documentation advises, and
-at the one of all that makes its own median error on these runs smallest, which nobody who plans could know.
+A run that the peer cannot express is left out of both. Both are asked about the run that `planner.published` reads, so
+that a field which the source leaves open has one value, and both are judged by the same measured figure. llm-analysis
+assumes an efficiency and is asked twice: at the one that its documentation advises, and at the one that makes its own
+median error on these runs smallest, which nobody who plans could know.
+
+The peers are not part of an installed package: a checkout has them in tools/bench/peers.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ class Peer(Protocol):
     """Another planner."""
 
     def cannot(self, case: Case) -> str:
-        """Why it cannot express a case; empty where it can."""
+        """Returns why the planner cannot express a case; empty where it can."""
 
     def predict(self, case: Case) -> Prediction:
-        """What it says of a case that it can express."""
+        """Returns the prediction of a case that the planner can express."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number of a score, smaller is better."""
+    """One number of a score, smaller is better, and how many runs the number is over."""
 
     name: str
     unit: str
     value: Callable[[Score], float | None]
-    runs: Callable[[Score], int]  # that it is over
+    runs: Callable[[Score], int]
 
 
 THROUGHPUT = (
@@ -76,27 +78,24 @@ MEMORY = (
         runs=lambda of: of.fit.cases,
     ),
 )
-_FIGURES = {  # by the peer, and what is assumed for it; memory does not depend on llm-analysis's efficiency
+_FIGURES = {  # by the peer and what is assumed for it; memory does not depend on llm-analysis's efficiency
     f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
     "llm-analysis fitted": THROUGHPUT,
     "Calculon as is": (*THROUGHPUT, *MEMORY),
     "Calculon approximated": (*THROUGHPUT, *MEMORY),
-    "Megatron-LM's estimate": MEMORY,
-    "mbridge's estimator": MEMORY,
-    "Primus's projection": MEMORY,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SameRuns:
-    """The runs that both can express, and why the peer cannot express the others."""
+    """The runs that both planners can express, and how many others the peer cannot, by the reason."""
 
     both: CaseFile
-    left_out: Mapping[str, int]  # by reason
+    left_out: Mapping[str, int]
 
 
 def bench_planner(options: Options) -> list[Row]:
-    """The rows of every case that `options` names. Raises ConfigError where one of their peers is not installed."""
+    """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not installed."""
     if options.rounds is not None or options.steps is not None:
         raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
     names = {f"{who}: {figure.name}": (who, figure) for who, figures in _FIGURES.items() for figure in figures}
@@ -109,27 +108,22 @@ def bench_planner(options: Options) -> list[Row]:
 
 
 def _peer(who: str) -> Peer:
-    """Raises ConfigError where it is not installed."""
-    from parallel3d.tools.bench.peers.calculon import Calculon
-    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
-    from parallel3d.tools.bench.peers.mbridge_memory import MbridgeMemory
-    from parallel3d.tools.bench.peers.megatron_memory import MegatronMemory
-    from parallel3d.tools.bench.peers.primus_memory import PrimusMemory
-
-    made: dict[str, Callable[[], Peer]] = {
-        "llm-analysis": lambda: LlmAnalysis(efficiency=ADVISED),
-        "Calculon": lambda: Calculon(approximate=who == "Calculon approximated"),
-        "Megatron-LM's": MegatronMemory,
-        "mbridge's": MbridgeMemory,
-        "Primus's": PrimusMemory,
-    }
-    return made[who.split()[0]]()
+    """Returns the planner of that name. Raises ConfigError where it, or the checkout's peers, are not there."""
+    try:
+        from parallel3d.tools.bench.peers.calculon import Calculon
+        from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            "bench planner: the other planners are not part of an installed package; run it in a checkout of "
+            "parallel3d, which has them in tools/bench/peers"
+        ) from missing
+    if who.startswith("llm-analysis"):
+        return LlmAnalysis(efficiency=ADVISED)
+    return Calculon(approximate=who == "Calculon approximated")
 
 
 def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
-    """Ours and the peer's, over the runs that it can express."""
-    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
-
+    """Returns our score and the peer's, over the runs that the peer can express."""
     runs = same_runs(file, peer)
     for why, number in runs.left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
@@ -137,6 +131,8 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     for name, why in (*ours.skipped, *theirs.skipped):  # or the two would be judged by different runs
         raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
     if who == "llm-analysis fitted":
+        from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+
         best = fitted_efficiency(throughput_ratios(theirs), ADVISED)
         print(f"{who}: efficiency {best:g}", file=sys.stderr)
         theirs = score(runs.both, LlmAnalysis(efficiency=best).predict)
@@ -144,13 +140,13 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
 
 
 def counted(file: CaseFile) -> CaseFile:
-    """The dense bf16 and fp16 runs of a file, no duplicate among them."""
+    """Returns the dense bf16 and fp16 runs of a file without its duplicates."""
     cases = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
     return CaseFile(cases=cases, skipped=())
 
 
 def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
-    """Of the runs that are counted, those that the peer can express."""
+    """Returns the runs that are counted and that the peer can express."""
     every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
     return SameRuns(
@@ -160,7 +156,7 @@ def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
 
 
 def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> Row:
-    """`of`: so many runs there are, those included that the peer cannot express."""
+    """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot express included."""
     our_error, peer_error = figure.value(ours), figure.value(peer)
     if our_error is None or peer_error is None:
         raise ConfigError(f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare")
@@ -175,11 +171,11 @@ def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> Row:
 
 
 def throughput_ratios(predicted: Score) -> list[float]:
-    """Predicted over measured throughput, of each run that was timed."""
+    """Returns predicted over measured throughput of each run that was timed."""
     return [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
 
 
 def fitted_efficiency(ratios: Sequence[float], at: float) -> float:
-    """The efficiency with the smallest median error, to a thousandth, for a planner whose throughput is in proportion
-    to it. `ratios`: its predicted over measured throughput at the efficiency `at`."""
+    """Returns the efficiency with the smallest median error, to a thousandth, for a planner whose throughput is in
+    proportion to its efficiency. `ratios` are its predicted over measured throughputs at the efficiency `at`."""
     return min(_EFFICIENCIES, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))
