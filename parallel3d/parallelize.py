@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.compile import compile_blocks
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
-from parallel3d.config.strategy import WHOLE
+from parallel3d.config.strategy import REPLICATED
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.mesh import Axis
@@ -23,8 +23,8 @@ from parallel3d.pipeline.stage import LAST_PARTS, BlockRange, block_ranges, chec
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
-from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.parts import LocalParameter, ShardedData, local_parameters
+from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 
 class ModelClass(Protocol):
@@ -141,7 +141,7 @@ def shard_stage(
     layers = module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
-    ends = [name for name in LAST_PARTS if strategy in WHOLE and getattr(module, name) is not None]
+    ends = [name for name in LAST_PARTS if strategy in REPLICATED and getattr(module, name) is not None]
     return shard(
         module,
         mesh,
@@ -149,12 +149,14 @@ def shard_stage(
         wrap=[*blocks, *ends],
         dtypes=dtypes,
         average=False,
-        gather=parallel.gather,
-        reduce=parallel.reduce,
-        microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
-        prefetch=parallel.prefetch,
-        bucket_mib=parallel.bucket_mib,
-        step_in_backward=step_in_backward,
+        options=ShardingOptions(
+            gather=parallel.gather,
+            reduce=parallel.reduce,
+            microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
+            prefetch=parallel.prefetch,
+            bucket_mib=parallel.bucket_mib,
+            step_in_backward=step_in_backward,
+        ),
     )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules.parallel import sharding_errors
-from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, own_count, sent_bytes
-from parallel3d.sharding.packing import Packing
+from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
+from parallel3d.sharding.exchange import Packing
 from parallel3d.sharding.parts import own_rows
 from parallel3d.sharding.units import units_of
 
@@ -56,32 +56,23 @@ def test_what_cannot_work_is_refused_with_its_reason(settings: dict, said: str) 
 
 
 def test_the_formulas_need_no_torch() -> None:
-    program = "import sys, parallel3d.sharding.formulas; sys.exit('torch' in sys.modules)"
+    program = "import sys, parallel3d.sharding.bytes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_rows_of_all_ranks_make_up_the_whole() -> None:
-    assert [own_count(7, rank, 4) for rank in range(4)] == [2, 2, 2, 1]
-    assert [own_count(5, rank, 4) for rank in range(4)] == [2, 2, 1, 0]
-    for rows in range(1, 20):
-        assert sum(own_count(rows, rank, 6) for rank in range(6)) == rows
-        chunks = torch.arange(rows).chunk(6)
-        assert [own_count(rows, rank, 6) for rank in range(len(chunks))] == [len(chunk) for chunk in chunks]
 
 
 def test_held_bytes_of_a_matrix_of_seven_rows() -> None:
     """70 numbers on 4 ranks: 20, 20, 20 and 10, the last one filled up to 20 where it is stored by fully_shard."""
     shapes = [(7, 10)]
 
-    def held(strategy: str, **settings: int) -> Held:
-        return held_bytes(shapes, Costs(strategy=strategy, shard=4, rank=3, **settings))  # type: ignore[arg-type]
+    def held(strategy: str, **settings: int) -> HeldBytes:
+        return held_bytes(shapes, DataLayout(strategy=strategy, shard=4, rank=3, **settings))  # type: ignore[arg-type]
 
-    assert held("NO_SHARD") == Held(parameters=280, gradients=280, optimizer=560)
-    assert held("SHARD_OPTIMIZER") == Held(parameters=280, gradients=280, optimizer=80)
-    assert held("FULL_SHARD") == Held(parameters=80, gradients=80, optimizer=80)
-    assert held("NO_SHARD", compute_bytes=2) == Held(parameters=140 + 280, gradients=280, optimizer=560)
-    assert held("SHARD_OPTIMIZER", compute_bytes=2) == Held(parameters=140 + 40, gradients=280, optimizer=80)
-    assert held("SHARD_GRAD_OP", compute_bytes=2) == Held(parameters=80, gradients=80, optimizer=80)
+    assert held("NO_SHARD") == HeldBytes(parameters=280, gradients=280, optimizer=560)
+    assert held("SHARD_OPTIMIZER") == HeldBytes(parameters=280, gradients=280, optimizer=80)
+    assert held("FULL_SHARD") == HeldBytes(parameters=80, gradients=80, optimizer=80)
+    assert held("NO_SHARD", compute_bytes=2) == HeldBytes(parameters=140 + 280, gradients=280, optimizer=560)
+    assert held("SHARD_OPTIMIZER", compute_bytes=2) == HeldBytes(parameters=140 + 40, gradients=280, optimizer=80)
+    assert held("SHARD_GRAD_OP", compute_bytes=2) == HeldBytes(parameters=80, gradients=80, optimizer=80)
 
 
 def test_sent_bytes_of_the_textbook() -> None:
@@ -89,13 +80,13 @@ def test_sent_bytes_of_the_textbook() -> None:
     blocks, count = [(1024, 1024)], 1024 * 1024
     by_stage = {}
     for stage, strategy in enumerate(("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")):
-        sent = sent_bytes([], blocks, Costs(strategy=strategy, shard=1024))  # type: ignore[arg-type]
+        sent = sent_bytes([], blocks, DataLayout(strategy=strategy, shard=1024))  # type: ignore[arg-type]
         by_stage[stage] = sent.total / 4 / count
     assert by_stage == pytest.approx({0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}, rel=2e-3)
-    each = Costs(strategy="FULL_SHARD", shard=1024, microbatches=4, gather="microbatch", reduce="microbatch")
+    each = DataLayout(strategy="FULL_SHARD", shard=1024, microbatches=4, gather="microbatch", reduce="microbatch")
     assert sent_bytes([], blocks, each).total / 4 / count == pytest.approx(12.0, rel=2e-3)
-    kept = Costs(strategy="HYBRID_SHARD", shard=2, replicate=2, microbatches=4, reduce_bytes=2)
-    assert sent_bytes([(6, 1)], [(4, 1)], kept) == Sent(all_gather=20, reduce_scatter=10, all_reduce=10)
+    kept = DataLayout(strategy="HYBRID_SHARD", shard=2, replicate=2, microbatches=4, reduce_bytes=2)
+    assert sent_bytes([(6, 1)], [(4, 1)], kept) == SentBytes(all_gather=20, reduce_scatter=10, all_reduce=10)
 
 
 class Tree(nn.Module):

@@ -14,6 +14,7 @@ arXiv 2304.11277).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 ShardingName = Literal[
@@ -21,19 +22,33 @@ ShardingName = Literal[
 ]
 Cadence = Literal["step", "microbatch"]
 
-WHOLE: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")  # every data rank computes with its own parameters
-ZERO_3: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")  # parameters freed between forward and backward
-HYBRID_OF: dict[ShardingName, ShardingName] = {
-    "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2",
-    "FULL_SHARD": "HYBRID_SHARD",
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a strategy is called elsewhere, and which one does the same with replicas."""
+
+    zero_stage: int
+    hybrid: ShardingName | None = None  # its name if dp_replicate > 1; None: it allows replicas under its own name
+
+
+STRATEGIES: dict[ShardingName, Strategy] = {
+    "NO_SHARD": Strategy(0),
+    "SHARD_OPTIMIZER": Strategy(1),
+    "SHARD_GRAD_OP": Strategy(2, hybrid="_HYBRID_SHARD_ZERO2"),
+    "FULL_SHARD": Strategy(3, hybrid="HYBRID_SHARD"),
+    "HYBRID_SHARD": Strategy(3),
+    "_HYBRID_SHARD_ZERO2": Strategy(2),
 }
+REPLICATED = tuple(name for name, each in STRATEGIES.items() if each.zero_stage < 2)  # whole parameters on each rank
+FREED_BETWEEN_USES = tuple(name for name, each in STRATEGIES.items() if each.zero_stage == 3)
+HYBRID_OF = {name: each.hybrid for name, each in STRATEGIES.items() if each.hybrid is not None}
 OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 USUAL_BUCKET_MIB = 25.0  # as DistributedDataParallel's
 
 
 def strategy_of(sharding: ShardingName | None, zero_stage: int | None, dp_replicate: int) -> ShardingName:
-    """The strategy that `sharding`, or its alias `zero_stage`, stands for. Where both are None it is FULL_SHARD, or
-    HYBRID_SHARD where there are replicas."""
+    """Returns the strategy that `sharding`, or its alias `zero_stage`, stands for. If both are None it is FULL_SHARD,
+    or HYBRID_SHARD with replicas."""
     if sharding is not None:
         return sharding
     strategy = OF_ZERO_STAGE[3 if zero_stage is None else zero_stage]

@@ -2,7 +2,7 @@
 
 `parameter.main_grad` (Megatron's name) is a plain tensor of the shape of this rank's part, usually float32 where the
 parameter has 16 bits: a fused backward adds to it, in its precision, and leaves `.grad` alone. It belongs to whoever
-set it (`sharding.bucket`), who also moves there what autograd gives other parameters. Without it `.grad` is added to.
+set it (`sharding.buckets`), who also moves there what autograd gives other parameters. Without it `.grad` is added to.
 """
 
 from __future__ import annotations

@@ -1,57 +1,107 @@
-"""The two collectives of sharded gradients and parameters, over [ranks, width].
+"""How rows of many tensors travel between data ranks: packed into [ranks, width], reduce-scattered or all-gathered.
 
 [Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its all-gather twice that of
-broadcasts. So between CPUs rows travel by an all-to-all and are summed here, in the order of the ranks, and parameters
-by a broadcast from each rank: the same bytes, in less than half of the time (docs/sharding.md).
+broadcasts. Between CPUs rows therefore travel by an all-to-all and are summed here, in the order of the ranks, and
+parameters travel by a broadcast from each rank: the same bytes in less than half of the time (docs/sharding.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.layers.collectives import all_gather_single, reduce_scatter_single
+from parallel3d.layers.collectives import start_gather, start_reduce_scatter
 from parallel3d.mesh import Axis
+from parallel3d.shards import largest_shard
 
 
-def start_reduce_scatter(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """[ranks, width] -> how to wait for this rank's row [width] of the sum. `rows` must live until then."""
-    if _is_gloo(axis):
-        received = torch.empty_like(rows)
-        work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
+class Packing:
+    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks, width]. A rank that
+    has fewer rows than rank 0 has a gap, which is never read."""
 
-        def add() -> Tensor:
-            wait(work)
-            total, *others = received.unbind(0)
-            for other in others:
-                total += other
-            return total
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.ranks = ranks
+        self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
+        self._is_even = all(shape[0] % ranks == 0 for shape in shapes)
+        self.width = sum(self._widths)
 
-        return add
-    own = torch.empty_like(rows[0])
-    work = reduce_scatter_single(own, rows.flatten(), group=axis.group, async_op=True)
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copies whole tensors into a new tensor [ranks, width]."""
+        if self._is_even:
+            return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(dtype)
+        packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            for part, place in _blocks(tensor, columns):
+                place.copy_(part)
+        return packed
 
-    def finish() -> Tensor:
+    def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies [ranks, width] back into whole tensors."""
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            for part, place in _blocks(tensor, columns):
+                part.copy_(place)
+
+    def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copies this rank's rows of each tensor into a new tensor [width]."""
+        if self._is_even:
+            return torch.cat([part.flatten() for part in parts]).to(dtype)
+        packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            place[: part.numel()].copy_(part.flatten())
+        return packed
+
+    def unpack_own(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copies [width] back into this rank's rows of each tensor."""
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            part.copy_(place[: part.numel()].view_as(part))
+
+
+def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields parts of `tensor` [rows, ...] with their places in `columns` [ranks, width]: first all ranks that have a
+    full share of rows, in one piece, then the rank that has fewer. A copy for each rank would take seconds at hundreds
+    of ranks."""
+    rows, row = tensor.shape[0], tensor.shape[1:].numel()
+    each = columns.shape[1] // row
+    full, few = divmod(rows, each)
+    if full:
+        shape = (each, *tensor.shape[1:])
+        yield tensor[: full * each].view(full, *shape), columns[:full].unflatten(1, shape)
+    if few:
+        yield tensor[full * each :], columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:]))
+
+
+def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this rank's row [width] of
+    the sum; `rows` must live until then."""
+    if dist.get_backend(axis.group) != "gloo":
+        pending = start_reduce_scatter(rows, axis, 0)
+        return lambda: pending.wait()[0]
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
+
+    def add() -> Tensor:
         wait(work)
-        return own
+        total, *others = received.unbind(0)
+        for other in others:
+            total += other
+        return total
 
-    return finish
+    return add
 
 
-def start_all_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """[width] -> how to wait for [ranks, width]."""
+def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a function that waits for
+    [ranks, width]."""
+    if dist.get_backend(axis.group) != "gloo":
+        pending = start_gather(own[None], axis, 0)
+        return pending.wait
     rows = torch.empty(axis.size, len(own), dtype=own.dtype, device=own.device)
-    if _is_gloo(axis):
-        rows[axis.rank] = own
-        works = [
-            dist.broadcast(row, group=axis.group, group_src=rank, async_op=True)
-            for rank, row in enumerate(rows.unbind(0))
-        ]
-    else:
-        works = [all_gather_single(rows.flatten(), own, group=axis.group, async_op=True)]
+    rows[axis.rank] = own
+    sources = enumerate(rows.unbind(0))
+    works = [dist.broadcast(row, group=axis.group, group_src=rank, async_op=True) for rank, row in sources]
 
     def finish() -> Tensor:
         for work in works:
@@ -62,9 +112,6 @@ def start_all_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def wait(work: dist.Work | None) -> None:
+    """Waits for a collective; torch gives None for one that this rank takes no part in."""
     if work is not None:
         work.wait()
-
-
-def _is_gloo(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "gloo"

@@ -16,7 +16,7 @@ Wrap = Sequence[str] | Predicate | int | None
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """A place in a module that holds a parameter."""
+    """A place in a module that holds a parameter; a shared parameter has several."""
 
     module: nn.Module
     attribute: str
@@ -30,47 +30,51 @@ class ParameterUse:
 
 @dataclass(frozen=True)
 class CommunicationUnit:
-    """Modules whose parameters travel together: one, or several that share a parameter. No modules: what is left."""
+    """Modules whose parameters travel together: one, or several that share a parameter. The unit of what no other unit
+    holds has no modules."""
 
     modules: tuple[nn.Module, ...]
-    slots: tuple[tuple[ParameterUse, ...], ...]  # of each parameter, all its places
+    parameters: tuple[tuple[ParameterUse, ...], ...]  # all uses of each parameter
 
     @property
     def numel(self) -> int:
-        """Of this tp rank's parts."""
-        return sum(local_tensor(places[0].parameter.detach()).numel() for places in self.slots)
+        """The elements of this tp rank's parts."""
+        return sum(local_tensor(uses[0].parameter.detach()).numel() for uses in self.parameters)
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
-    """The units in the order of the model, what is left first.
+    """Returns the units in the order of the model, after the unit of what no other holds.
 
-    `wrap` says which modules are units: patterns of their names ("layers.*", with * also for dots), a predicate of name
-    and module, or a number: the smallest modules with so many parameters that are in no other unit. None: the blocks,
-    which is every module of the outermost ModuleLists and ModuleDicts.
+    `wrap` says which modules are units: patterns of their names ("layers.*", in which a * stands for one name between
+    dots), a predicate of name and module, or a number, for the smallest modules with so many parameters that are in no
+    other unit. None means the blocks: every module of the outermost ModuleLists and ModuleDicts.
 
-    A parameter that two units share makes one unit of both; one that is also elsewhere leaves its unit to what is left.
-    Raises ValueError where a pattern matches nothing.
+    A parameter that two units share makes one unit of both; one that is used outside of all units too leaves its unit.
+    Raises ValueError if a pattern matches nothing.
     """
     chosen = list(_chosen(model, wrap))
-    owner = _owners(model, chosen)
-    places: dict[int, list[ParameterUse]] = {}
-    parents: dict[int, set[int]] = {}  # of each parameter, the units that hold it; -1: what is left
+    owner = {id(module): -1 for module in model.modules()}  # the innermost unit of each module; -1: none
+    for index, unit in enumerate(chosen):  # an outer one comes first, and those in it take their modules from it
+        owner |= {id(module): index for module in unit.modules()}
+    uses: dict[int, list[ParameterUse]] = {}
+    holders: dict[int, set[int]] = {}  # the units that hold each parameter
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
-            parents.setdefault(id(parameter), set()).add(owner[id(module)])
-    together = _together(len(chosen), parents.values())
+            uses.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
+            holders.setdefault(id(parameter), set()).add(owner[id(module)])
+    merged = _merged(len(chosen), holders.values())
     units: dict[int, tuple[list[nn.Module], list[tuple[ParameterUse, ...]]]] = {-1: ([], [])}
     for index, module in enumerate(chosen):
-        if together[index] != -1:
-            units.setdefault(together[index], ([], []))[0].append(module)
-    for key, slots in places.items():
-        units[together[next(iter(parents[key]))]][1].append(tuple(slots))
-    return [CommunicationUnit(tuple(modules), tuple(slots)) for modules, slots in units.values() if slots]
+        if merged[index] != -1:
+            units.setdefault(merged[index], ([], []))[0].append(module)
+    for key, places in uses.items():
+        units[merged[next(iter(holders[key]))]][1].append(tuple(places))
+    return [CommunicationUnit(tuple(modules), tuple(held)) for modules, held in units.values() if held]
 
 
 def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
-    """In the order of the model, an outer module before those in it; a module that has two names once."""
+    """Yields the modules that `wrap` means in the order of the model, an outer module before those in it, and a module
+    that has two names once."""
     if isinstance(wrap, int):
         large = _at_least(model, wrap)
         yield from (module for module in model.modules() if module is not model and id(module) in large)
@@ -79,18 +83,14 @@ def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
     matched: set[str] = set()
     for name, module in model.named_modules():
         hits = [pattern for pattern in names if name and fnmatchcase(name, pattern)]
-        # "layers.*" means the blocks and not the modules in them.
-        hits = [pattern for pattern in hits if name.count(".") == pattern.count(".")]
+        hits = [pattern for pattern in hits if name.count(".") == pattern.count(".")]  # a * does not cross a dot
         matched.update(hits)
         if hits or (callable(wrap) and module is not model and wrap(name, module)):
             yield module
     missing = [name for name in names if name not in matched]
     if missing:
-        raise ValueError(f"wrap: {', '.join(missing)} matches no module; its children are {_children(model)}")
-
-
-def _children(model: nn.Module) -> str:
-    return ", ".join(name for name, _ in model.named_children()) or "none"
+        children = ", ".join(name for name, _ in model.named_children()) or "none"
+        raise ValueError(f"wrap: {', '.join(missing)} matches no module; its children are {children}")
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -102,7 +102,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _at_least(model: nn.Module, numel: int) -> set[int]:
-    """Modules with `numel` parameters outside of the units in them."""
+    """Returns the ids of the modules with `numel` parameters outside of the units in them."""
     large: set[int] = set()
 
     def rest(module: nn.Module) -> int:
@@ -118,17 +118,8 @@ def _at_least(model: nn.Module, numel: int) -> set[int]:
     return large
 
 
-def _owners(model: nn.Module, chosen: Sequence[nn.Module]) -> dict[int, int]:
-    """The innermost unit of each module, by its index; -1: none."""
-    owner = {id(module): -1 for module in model.modules()}
-    for index, unit in enumerate(chosen):  # an outer one comes first, and those in it take their modules from it
-        for module in unit.modules():
-            owner[id(module)] = index
-    return owner
-
-
-def _together(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
-    """Each unit's representative: the same for units that share a parameter."""
+def _merged(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
+    """Returns the first unit of those that share parameters, directly or through others, for each unit from -1 on."""
     parent = {index: index for index in range(-1, count)}
 
     def find(index: int) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
+from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.sharding.formulas import Costs, Held, Sent, held_bytes, sent_bytes
 from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
@@ -44,8 +44,8 @@ class Seen:
     """Of one rank: a run, and what it measured beside what the formulas say."""
 
     curve: Curve
-    held: tuple[Held, Held]
-    sent: tuple[Sent, Sent]
+    held: tuple[HeldBytes, HeldBytes]
+    sent: tuple[SentBytes, SentBytes]
 
 
 def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, precision: str = "fp32") -> Seen:
@@ -53,7 +53,7 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     shapes = _shapes(trainer)
     curve = train(trainer, 2)  # the first step opens what the later ones use
     loader = make_loader(trainer.recipe, dist.get_rank())
-    measured: list[Held] = []
+    measured: list[HeldBytes] = []
 
     def measure(parameter: LocalParameter) -> None:
         if parameter is trainer.parameters[-1]:  # all gradients are there, from the first one on
@@ -65,7 +65,7 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
     kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # and how gloo sends it
-    counted = Sent(
+    counted = SentBytes(
         **{
             kind: counter.of(*DATA_AXES, kind=kind) + (counter.of(*DATA_AXES, kind=other) if other else 0)
             for kind, other in kinds.items()
@@ -78,9 +78,9 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     )
 
 
-def _costs(trainer: Trainer, precision: str) -> Costs:
+def _costs(trainer: Trainer, precision: str) -> DataLayout:
     parallel = trainer.recipe.parallel
-    return Costs(
+    return DataLayout(
         strategy=parallel.strategy,
         replicate=parallel.dp_replicate,
         shard=parallel.dp_shard,
@@ -107,13 +107,13 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
     return stages
 
 
-def _held(trainer: Trainer) -> Held:
+def _held(trainer: Trainer) -> HeldBytes:
     """What there is in memory: whole storages, each once."""
     parameters = [p.tensor for p in trainer.parameters] + [p.local for p in trainer.parameters]
     gradients = [p.tensor.grad for p in trainer.parameters] + [p.local.grad for p in trainer.parameters]
     gradients += [getattr(p.tensor, "main_grad", None) for p in trainer.parameters]
     states = [v for state in trainer.optimizer.state.values() for name, v in state.items() if name != "step"]
-    return Held(parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states))
+    return HeldBytes(parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states))
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -121,16 +121,16 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def _summed(parts: Iterable[Held]) -> Held:
+def _summed(parts: Iterable[HeldBytes]) -> HeldBytes:
     parts = list(parts)
-    return Held(
+    return HeldBytes(
         **{name: sum(getattr(part, name) for part in parts) for name in ("parameters", "gradients", "optimizer")}
     )
 
 
-def _total(parts: Iterable[Sent]) -> Sent:
+def _total(parts: Iterable[SentBytes]) -> SentBytes:
     parts = list(parts)
-    return Sent(
+    return SentBytes(
         **{name: sum(getattr(p, name) for p in parts) for name in ("all_gather", "reduce_scatter", "all_reduce")}
     )
 

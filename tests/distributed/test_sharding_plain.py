@@ -19,8 +19,8 @@ from parallel3d.config.strategy import ShardingName
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.sharding.dtypes import Dtypes
 from parallel3d.sharding.parts import ShardedData, own_rows
+from parallel3d.sharding.settings import Dtypes, ShardingOptions
 from parallel3d.tools.bench.data import STRATEGIES, build_ours, build_peer, finish_step
 from parallel3d.tools.bench.step import OVERHEAD, random_batch, recipe
 
@@ -76,7 +76,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     gradient from one process's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     alone, model = Net(), Net()
-    data = shard(model, mesh, strategy, bucket_mib=1e-4)
+    data = shard(model, mesh, strategy, options=ShardingOptions(bucket_mib=1e-4))
     whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
     for microbatch in whole:
         (alone(microbatch).square().mean() / 4).backward()
@@ -88,7 +88,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     parts = named_parts(model, data)
     worst = 0.0
     for name, reference in alone.named_parameters():
-        parts[name].refresh()
+        parts[name].sync_views()
         grad = parts[name].local.grad
         rows = reference.grad if strategy == "NO_SHARD" else own_rows(reference.grad, dist.get_rank(), 2)
         if len(rows):  # a bias of one row is on the first rank alone

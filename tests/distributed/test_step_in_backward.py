@@ -17,6 +17,7 @@ from parallel3d.config.strategy import ShardingName
 from parallel3d.data.loader import IGNORED
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.settings import ShardingOptions
 from tests.distributed.training_cases import (
     DEEP,
     GPT,
@@ -157,7 +158,8 @@ def plain_losses(in_backward: bool, strategy: ShardingName) -> tuple[list[float]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    data = shard(model, mesh, strategy, wrap=["0", "2"], bucket_mib=1e-5, step_in_backward=in_backward)
+    options = ShardingOptions(bucket_mib=1e-5, step_in_backward=in_backward)
+    data = shard(model, mesh, strategy, wrap=["0", "2"], options=options)
     parts = named_parts(model, data)
     optimizers = {name: torch.optim.SGD([part.local], lr=0.1) for name, part in parts.items()}
     for name, part in parts.items() if in_backward else ():

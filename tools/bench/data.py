@@ -28,6 +28,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.parts import OptimizerPart, ShardedData
+from parallel3d.sharding.settings import ShardingOptions
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import Options, Round, Row, announced, chosen, rows_against_peer
@@ -66,7 +67,8 @@ def measure(size: Size, strategy: ShardingName, rounds: int, steps: int) -> list
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
     """A step of the plain model under `shard`, as a function of this rank's batch to the global loss."""
     module = plain_model(model)
-    data = shard(module, mesh, strategy, microbatches=2)  # more than one: gathered parameters are kept
+    options = ShardingOptions(microbatches=2)  # more than one: gathered parameters are kept
+    data = shard(module, mesh, strategy, options=options)
     parts = named_parts(module, data)
     optimizer = _adamw(part.local for part in parts.values())
 

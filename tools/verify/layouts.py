@@ -19,7 +19,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.config.rules import validate
-from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
+from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -83,7 +83,7 @@ def _with_options(draw: random.Random, recipe: Recipe) -> Recipe | None:
         parallel = replace(parallel, stage_boundaries=cuts)
     train = replace(train, precision=precision, loss_chunk_tokens=draw.choice((None, None, 256, 1024)))
     model = replace(model, dropout=draw.choice((0.0, 0.0, 0.1)))
-    if parallel.strategy not in WHOLE:
+    if parallel.strategy not in REPLICATED:
         parallel = replace(parallel, prefetch=draw.choice((None, None, 1, 2, 3)))
     if name in ("adamw", "sgd") and draw.random() < 0.4:  # which takes one microbatch, and no norm first
         optimizer = replace(optimizer, step_in_backward=True, stochastic_rounding=False)
@@ -110,7 +110,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     strategy = draw.choice(_STRATEGIES)
     if strategy == "SHARD_GRAD_OP" and replicas > 1:
         strategy = "_HYBRID_SHARD_ZERO2"
-    whole = strategy in WHOLE
+    whole = strategy in REPLICATED
     recompute = draw.choice(_RECOMPUTE)
     microbatch = draw.choice((1, 1, 2, 4))
     microbatches = pp * draw.choice((1, 2, 4)) if virtual > 1 else draw.choice((1, 2, pp, 2 * pp, 3 * pp + 1))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.rules.model import divides_key_value_heads
 from parallel3d.config.rules.suggestions import any_of, divisors_near
-from parallel3d.config.strategy import HYBRID_OF, OF_ZERO_STAGE, USUAL_BUCKET_MIB, WHOLE, ShardingName, strategy_of
+from parallel3d.config.strategy import HYBRID_OF, OF_ZERO_STAGE, REPLICATED, USUAL_BUCKET_MIB, ShardingName, strategy_of
 from parallel3d.schedules.registry import SCHEDULES
 
 
@@ -55,7 +55,7 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     strategy = parallel.strategy
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
-    if strategy in WHOLE:
+    if strategy in REPLICATED:
         yield from _unsharded_errors(parallel, strategy)
     elif parallel.bucket_mib != USUAL_BUCKET_MIB:
         yield (

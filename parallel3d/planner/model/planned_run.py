@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import WHOLE, Cadence, ShardingName
+from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
@@ -260,7 +260,7 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
     """The layout of a recipe, run by this project's own program."""
     strategy, shards = parallel.strategy, parallel.dp_shard
-    whole = strategy in WHOLE
+    whole = strategy in REPLICATED
     return RunLayout(
         pp=parallel.pp,
         dp=parallel.dp,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.config.strategy import WHOLE
+from parallel3d.config.strategy import REPLICATED
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
@@ -42,7 +42,7 @@ def sent_by(run: PlannedRun, part: StageSlice) -> tuple[Sent, ...]:
 
 @dataclass(frozen=True)
 class Filled:
-    """Bytes of buckets that exist while a backward fills them alone (`sharding.transient`), at one of their units:
+    """Bytes of buckets that exist while a backward fills them alone (`sharding.buckets`), at one of their units:
     `waits`, those that are there before its first gradient; `opens`, what that makes; with its last gradient, where it
     completes its bucket, at the most `finishes` while the parameters of a bucket are stepped, then `sends`."""
 
@@ -68,7 +68,7 @@ class Fillings:
 def filled_by(run: PlannedRun, part: StageSlice, step_bytes: float) -> Fillings:
     """`step_bytes`: what the optimizer makes for each number of the parameter that it is at."""
     nothing = Filled()
-    if run.layout.strategy not in WHOLE:
+    if run.layout.strategy not in REPLICATED:
         return _filled_alone(run, part, step_bytes)
     found: list[Filled] = []
     under_way: list[_Sent] = []
@@ -175,7 +175,7 @@ def _of(run: PlannedRun, part: StageSlice) -> tuple[_Bucket, ...]:
     layout = run.layout
     least = layout.bucket_bytes // _master_bytes(run)
     stepped = layout.dp_shard if _is_split(run) else 1
-    together = layout.strategy not in WHOLE  # on one data rank `fully_shard`'s units are those of buckets
+    together = layout.strategy not in REPLICATED  # on one data rank `fully_shard`'s units are those of buckets
     return _buckets(run.shape, part, layout.tp, layout.dp_shard, least, stepped, together=together)
 
 

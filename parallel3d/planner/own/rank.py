@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from parallel3d.config.strategy import WHOLE
+from parallel3d.config.strategy import REPLICATED
 from parallel3d.layers.activations import BlockActivations, BlockRecompute
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -32,7 +32,7 @@ from parallel3d.planner.own.states import Walk
 from parallel3d.planner.own.step import adafactor_states, adafactor_step, rounded_step
 from parallel3d.planner.own.work import BlockSizes, Weights, put_off_bytes
 from parallel3d.schedules.registry import schedule_traits
-from parallel3d.sharding.formulas import frees_after_forward
+from parallel3d.sharding.bytes import frees_after_forward
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rank:
         self.item = int(run.item_bytes)
         self.master = 2 if run.precision == "bf16_pure" else 4
         self.alone = layout.dp == 1 and self.item == self.master
-        self.whole = not self.alone and (layout.dp == 1 or layout.strategy in WHOLE)
+        self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
         self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
         self.block = _unit(run.shape, None, layout.tp, self.shards)

@@ -1,5 +1,5 @@
 """The moments of a backward that steps each parameter when its gradient is complete, where that is done parameter by
-parameter: on one data rank, and of whole parameters in buckets (`sharding.transient`). There is one microbatch a step.
+parameter: on one data rank, and of whole parameters in buckets (`sharding.buckets`). There is one microbatch a step.
 What `fully_shard` does differs by its reduced gradients alone, and is among the other moments.
 """
 

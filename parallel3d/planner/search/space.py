@@ -14,7 +14,7 @@ from math import gcd
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.rules.model import divides_key_value_heads, leaves_no_rank_empty
 from parallel3d.config.rules.parallel import sharding_errors
-from parallel3d.config.strategy import HYBRID_OF, WHOLE, ShardingName
+from parallel3d.config.strategy import HYBRID_OF, REPLICATED, ShardingName
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -153,7 +153,7 @@ def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelC
     and never faster, so it is tried where the layout itself does not fit as it is."""
     fixed, is_own = question.fixed, question.program.name == PARALLEL3D.name
     several = question.global_batch_size > way.dp * way.microbatch_size
-    can = is_own and several and way.dp_shard > 1 and way.sharding not in WHOLE
+    can = is_own and several and way.dp_shard > 1 and way.sharding not in REPLICATED
     if not can or SCHEDULES[way.schedule].splits_backward or fixed.gather or fixed.reduce:
         return None
     return replace(way, gather="microbatch", reduce="microbatch")

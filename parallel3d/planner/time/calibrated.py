@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
-from parallel3d.config.strategy import WHOLE
+from parallel3d.config.strategy import REPLICATED
 from parallel3d.planner.hardware.calibration import Calibration, ManyRanks, OneProcess, Overhead
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import block_times, embedding_times, head_times
@@ -91,7 +91,7 @@ def _host(run: PlannedRun, measured: Calibration) -> _Host:
     on_host = min(layout.world_size, run.cluster.gpus_per_node)
     # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
     strategy = layout.strategy or "FULL_SHARD"
-    whole = strategy in WHOLE
+    whole = strategy in REPLICATED
     shards = 1 if strategy == "NO_SHARD" else layout.dp_shard
     added = [
         measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards),

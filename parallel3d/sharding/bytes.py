@@ -1,0 +1,155 @@
+"""What a strategy costs: the bytes that a rank holds, and the bytes that it sends in a step. No torch.
+
+n is dp_shard, d is dp_replicate, P is the number of elements of this tp rank's part of a stage; c, m and r are the
+bytes of an element in forward and backward, of a master copy, and of a gradient on its way. A rank has ceil(R / n) of a
+parameter's R rows, and the last ranks have fewer (`own`). Where rows are stored and sent every rank's part is filled up
+to ceil(R / n) rows, which summed over the parameters is p elements: P / n if n divides all rows.
+
+    held                    parameters              gradients    optimizer (k numbers each)
+    NO_SHARD                c P, and m P (*)        m P          k m P
+    SHARD_OPTIMIZER         c P, and m own (*)      m P          k m own
+    the others, at rest     m p                     m p          k m own
+    (*) where c and m differ
+
+The others hold c bytes more for each element of a parameter that is gathered, and m (or c, with one microbatch) for
+each element of a gradient until it is reduced: of all parameters, if they are kept for a step, else of a unit or two.
+
+    sent per step           all-gather              reduce-scatter   all-reduce
+    NO_SHARD                -                       -                2 (nd - 1) / (nd) r P
+    SHARD_OPTIMIZER         (n - 1) c p             (n - 1) r p      2 (d - 1) / d r p
+    the others              gathers (n - 1) c p     reductions of it as above, once
+
+There is one of `gathers` a step, or one for each microbatch with `gather: microbatch`; ZeRO-3 has twice as many for
+what is freed between its forward and backward (blocks, with `gather: microbatch` or a single microbatch a step). There
+is one of `reductions` a step, or one for each microbatch with `reduce: microbatch`. Bytes are those of ring algorithms:
+an all-gather of x bytes on each of n ranks sends (n - 1) x, a reduce-scatter to x bytes the same, an all-reduce of x
+bytes 2 (n - 1) / n x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parallel3d.config.strategy import FREED_BETWEEN_USES, REPLICATED, Cadence, ShardingName
+from parallel3d.shards import largest_shard, shard_rows
+
+Shape = tuple[int, ...]
+
+
+def frees_after_forward(strategy: ShardingName, gather: Cadence, microbatches: int) -> bool:
+    """Returns whether a block's gathered parameters are freed after its forward, and gathered again for its backward.
+
+    `microbatches` are those of a step; a pipeline, which keeps a stage's parameters even for one, counts at least two.
+    """
+    return strategy in FREED_BETWEEN_USES and (gather == "microbatch" or microbatches == 1)
+
+
+def bucket_borders(numels: Sequence[int], least: int) -> list[range]:
+    """Returns the neighbouring units of each bucket, in order: counted from the last unit, a bucket is full as soon as
+    its units have `least` parameters together."""
+    borders: list[range] = []
+    end = len(numels)
+    while end:
+        begin, held = end - 1, numels[end - 1]
+        while begin and held < least:
+            begin -= 1
+            held += numels[begin]
+        borders.insert(0, range(begin, end))
+        end = begin
+    return borders
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLayout:
+    """How a model lies over the data ranks, seen from one of them."""
+
+    strategy: ShardingName
+    replicate: int = 1
+    shard: int = 1
+    rank: int = 0  # on dp_shard
+    compute_bytes: int = 4
+    master_bytes: int = 4
+    reduce_bytes: int = 4
+    gather: Cadence = "step"
+    reduce: Cadence = "step"
+    microbatches: int = 1
+    is_pipeline: bool = False  # pp > 1: a stage's parameters are then kept even for a single microbatch
+
+    @property
+    def frees_forward(self) -> bool:
+        microbatches = max(2, self.microbatches) if self.is_pipeline else self.microbatches
+        return frees_after_forward(self.strategy, self.gather, microbatches)
+
+    @property
+    def gathers(self) -> int:
+        """How often a step gathers what is not freed after a forward."""
+        if self.strategy in REPLICATED:
+            return 1 if self.strategy == "SHARD_OPTIMIZER" else 0
+        return self.microbatches if self.gather == "microbatch" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """The bytes on a rank when the optimizer steps."""
+
+    parameters: int  # with master copies
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentBytes:
+    """The bytes that a rank sends in a step over the data axes, by kind of collective."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+
+def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) -> HeldBytes:
+    """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer keeps `states`
+    numbers for each element (AdamW 2)."""
+    shapes = list(shapes)
+    compute, master = layout.compute_bytes, layout.master_bytes
+    whole = sum(math.prod(shape) for shape in shapes)
+    rank, ranks = (0, 1) if layout.strategy == "NO_SHARD" else (layout.rank, layout.shard)
+    own = sum(math.prod(shape[1:]) * len(shard_rows(shape[0], rank, ranks)) for shape in shapes)
+    if layout.strategy in REPLICATED:
+        copies = own * master if compute != master else 0
+        return HeldBytes(parameters=whole * compute + copies, gradients=whole * master, optimizer=own * master * states)
+    filled = _filled(shapes, ranks)
+    return HeldBytes(parameters=filled * master, gradients=filled * master, optimizer=own * master * states)
+
+
+def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayout) -> SentBytes:
+    """Returns what a rank sends. `blocks` are the shapes of the parameters that are gathered block by block, `rest`
+    those of all others."""
+    replicate, shard = layout.replicate, layout.shard
+    shapes = [*rest, *blocks]
+    if layout.strategy == "NO_SHARD":
+        whole = sum(math.prod(shape) for shape in shapes)
+        return SentBytes(all_reduce=_all_reduce(whole * layout.reduce_bytes, replicate * shard))
+    gathered = layout.gathers * _filled(shapes, shard)
+    if layout.frees_forward:
+        gathered += layout.gathers * _filled(blocks, shard)  # again, for the backward
+    reduced = _filled(shapes, shard)
+    reductions = layout.microbatches if layout.reduce == "microbatch" else 1
+    return SentBytes(
+        all_gather=(shard - 1) * gathered * layout.compute_bytes,
+        reduce_scatter=(shard - 1) * reduced * reductions * layout.reduce_bytes,
+        all_reduce=_all_reduce(reduced * layout.reduce_bytes, replicate),
+    )
+
+
+def _filled(shapes: Iterable[Shape], ranks: int) -> int:
+    return sum(math.prod(shape[1:]) * largest_shard(shape[0], ranks) for shape in shapes)
+
+
+def _all_reduce(size: float, ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks * size

@@ -1,0 +1,84 @@
+"""What `shard` is told: dtypes, when parameters and gradients travel, and the axes of the data dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence
+from parallel3d.mesh import Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """`compute` is the dtype of parameters and activations in forward and backward. `master` is what the optimizer
+    steps, what a checkpoint holds and what gradients are added up in. `reduce` is what gradients are sent in.
+
+    Where compute and master differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in each; the other
+    strategies keep the master's alone and gather from it.
+    """
+
+    compute: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Dtypes:
+        """Returns the dtype of the model's parameters for all three. Raises ValueError if the parameters differ."""
+        found = {parameter.dtype for parameter in model.parameters()} or {torch.float32}
+        if len(found) > 1:
+            raise ValueError(f"parameters of {', '.join(sorted(map(str, found)))}: say dtypes=Dtypes(...)")
+        (dtype,) = found
+        return cls(compute=dtype, master=dtype, reduce=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """When parameters and gradients travel, and in what pieces.
+
+    `gather` says whether parameters that are split at rest are kept for all `microbatches` of a step, or freed after
+    each; with ZeRO-3 they are then freed after each forward too, as they always are with one microbatch a step.
+    `reduce` says whether gradients are summed over the data ranks in the last backward of a step, or in each, so that
+    no whole gradients are kept. `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least
+    size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients. With `step_in_backward` no
+    gradient outlives the function given to `OptimizerPart.when_complete`, and there is one backward a step.
+    """
+
+    gather: Cadence = "step"
+    reduce: Cadence = "step"
+    microbatches: int = 1
+    prefetch: int | None = None
+    bucket_mib: float = USUAL_BUCKET_MIB
+    step_in_backward: bool = False
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The axes of the data dimension on `mesh`; `every` is both of them in one group."""
+
+    mesh: DeviceMesh
+    replicate: Axis
+    shard: Axis
+    every: Axis
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> DataAxes:
+        """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may make a group. Raises
+        ValueError if both axes are missing."""
+        names = mesh.mesh_dim_names or ()
+        if not {"dp_replicate", "dp_shard"} & {*names}:
+            raise ValueError(
+                f"mesh with the axes {list(names)}: one must be called dp_shard or dp_replicate, or no gradient would "
+                "be summed; try init_device_mesh(..., mesh_dim_names=('dp_shard',))"
+            )
+        replicate, shards = (Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard"))
+        if replicate.size == 1 or shards.size == 1:
+            return cls(mesh, replicate, shards, shards if replicate.size == 1 else replicate)
+        ranks = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="data")
+        assert isinstance(group, dist.ProcessGroup)
+        return cls(mesh, replicate, shards, Axis(len(ranks), ranks.index(dist.get_rank()), group))
