@@ -17,7 +17,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools.bench import command as bench
 from parallel3d.tools.bench import step as step_bench
-from parallel3d.tools.bench.plain_llama import PlainLlama, Rotary
+from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
 from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import (
@@ -33,7 +33,7 @@ from parallel3d.tools.bench.step import (
     LAYOUTS,
     OVERHEAD,
     SIZES,
-    Size,
+    StepSize,
     bench_step,
     check_agreement,
     measure,
@@ -43,7 +43,7 @@ from parallel3d.tools.bench.step import (
 from parallel3d.tools.bench.torch_stack import cut_stage
 
 TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
-TINY_SIZE = Size(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
+TINY_SIZE = StepSize(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
 
 
 def rounds_of(*cpu_pairs: tuple[float, float]) -> list[Round]:
@@ -158,7 +158,7 @@ def test_logits_do_not_see_later_tokens() -> None:
 
 def test_rotary_turns_each_pair_by_position_over_theta() -> None:
     x_BHSK = torch.randn(1, 1, 5, 4)
-    turned = Rotary(4, theta=100.0).rotate(x_BHSK)
+    turned = PlainRotary(4, theta=100.0).rotate(x_BHSK)
     pairs = torch.view_as_complex(torch.stack(x_BHSK.chunk(2, dim=-1), dim=-1))  # dim i with dim i + K / 2
     angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1]))
     expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))

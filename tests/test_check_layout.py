@@ -13,10 +13,10 @@ import pytest
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.tools.check_layout import command as check_layout
-from parallel3d.tools.check_layout.compare import Comparison, Difference, compare
-from parallel3d.tools.check_layout.data import Array, Record, StepRecord, Views
+from parallel3d.tools.check_layout.compare import Difference, LayoutComparison, compare
+from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.tools.check_layout.report import as_json, as_text
-from parallel3d.tools.check_layout.shrink import Size, shrink
+from parallel3d.tools.check_layout.shrink import CheckSize, shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
 SPLIT = {"norm.weight": None, "up.weight": 0, "down.weight": 1}
@@ -36,7 +36,7 @@ def norm_of(tensors: dict[str, Array]) -> float:
     return float(np.sqrt(sum(np.square(t).sum() for t in tensors.values())))
 
 
-def record(ranks: int) -> Record:
+def record(ranks: int) -> TrainingRecord:
     """Two steps of a run that is the same whatever its layout."""
     weights, steps = drawn(0), []
     for number in range(2):
@@ -45,10 +45,10 @@ def record(ranks: int) -> Record:
         steps.append(
             StepRecord(5.0 - number, norm_of(gradients), {}, seen_by(ranks, gradients), seen_by(ranks, weights))
         )
-    return Record(seen_by(ranks, drawn(0)), seen_by(ranks, drawn(0)), steps, dict(SPLIT), ["up.weight"])
+    return TrainingRecord(seen_by(ranks, drawn(0)), seen_by(ranks, drawn(0)), steps, dict(SPLIT), ["up.weight"])
 
 
-def first(change: Callable[[Record], None], parallel: ParallelConfig = LAYOUT) -> Difference:
+def first(change: Callable[[TrainingRecord], None], parallel: ParallelConfig = LAYOUT) -> Difference:
     layout = record(parallel.world_size)
     change(layout)
     found = compare(record(1), layout, parallel).first
@@ -56,8 +56,8 @@ def first(change: Callable[[Record], None], parallel: ParallelConfig = LAYOUT) -
     return found
 
 
-def scale_gradients(factor: float, *names: str) -> Callable[[Record], None]:
-    def change(layout: Record) -> None:
+def scale_gradients(factor: float, *names: str) -> Callable[[TrainingRecord], None]:
+    def change(layout: TrainingRecord) -> None:
         for name in names:
             views = layout.steps[1].gradients[name]
             layout.steps[1].gradients[name] = dict.fromkeys(views, factor * views[0])
@@ -98,7 +98,7 @@ def test_a_ratio_tells_its_cause(factor: float, names: tuple[str, ...], cause: s
     ],
 )
 def test_copies_that_differ_tell_what_is_missing(axis: str, stride: int, size: int, share: float, cause: str) -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         whole = layout.steps[0].gradients["norm.weight"][0]
         noise = [np.float32(i) * np.ones_like(whole) for i in range(size - 1)]
         parts = [share * (whole / size + extra) for extra in (*noise, -sum(noise))]
@@ -110,7 +110,7 @@ def test_copies_that_differ_tell_what_is_missing(axis: str, stride: int, size: i
 
 
 def test_blocks_in_another_order_tell_of_a_gather() -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         views = layout.steps[0].gradients["down.weight"]
         layout.steps[0].gradients["down.weight"] = dict.fromkeys(views, np.roll(views[0], 2, axis=1))
 
@@ -126,7 +126,7 @@ def test_blocks_in_another_order_tell_of_a_gather() -> None:
     ],
 )
 def test_without_a_pattern_the_kind_of_parameter_tells_where_to_look(name: str, cause: str) -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         layout.steps[0].gradients[name] = dict.fromkeys(range(6), drawn(9)[name])
 
     assert first(change).causes[0].startswith(cause)
@@ -145,7 +145,7 @@ def test_a_gradient_that_is_not_finite_differs() -> None:
 
 @pytest.mark.parametrize(("name", "times"), [("norm.weight", 2), ("down.weight", 3)])
 def test_a_norm_that_differs_names_who_is_counted_twice(name: str, times: int) -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         extra = (times - 1) * np.square(layout.steps[0].gradients[name][0]).sum()
         layout.steps[0].grad_norm = float(np.sqrt(layout.steps[0].grad_norm ** 2 + extra))
 
@@ -155,7 +155,7 @@ def test_a_norm_that_differs_names_who_is_counted_twice(name: str, times: int) -
 
 
 def test_a_parameter_that_does_not_move_is_named() -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         layout.steps[0].parameters["down.weight"] = layout.start["down.weight"]
 
     found = first(change)
@@ -164,7 +164,7 @@ def test_a_parameter_that_does_not_move_is_named() -> None:
 
 
 def test_a_loss_that_differs_names_its_ratio_and_the_gradients() -> None:
-    def change(layout: Record) -> None:
+    def change(layout: TrainingRecord) -> None:
         layout.steps[0].loss *= 3.0
 
     found = first(change)
@@ -175,7 +175,7 @@ def test_a_loss_that_differs_names_its_ratio_and_the_gradients() -> None:
 def test_the_report_tells_the_first_difference() -> None:
     layout = record(6)
     scale_gradients(2.0, "down.weight")(layout)
-    comparison: Comparison = compare(record(1), layout, LAYOUT)
+    comparison: LayoutComparison = compare(record(1), layout, LAYOUT)
     text = as_text(comparison, LAYOUT)
     assert text.startswith("dp_replicate 3 x tp 2 against one process, 2 steps in float32")
     assert "differs first in step 2: gradient of down.weight, by 1 (limit 0.0001), on ranks 0, 1, 2, 3, 4, 5" in text
@@ -202,7 +202,7 @@ def big(**parallel: object) -> Recipe:
     ],
 )
 def test_shrinking_keeps_the_layout_and_what_it_divides(parallel: dict[str, object]) -> None:
-    recipe = shrink(big(**parallel), Size(layers=3))
+    recipe = shrink(big(**parallel), CheckSize(layers=3))
     assert recipe.parallel.axes == ParallelConfig(**parallel).axes  # type: ignore[arg-type]
     assert recipe.model.layers == max(3, recipe.parallel.stages)
     assert recipe.model.heads == 2 * recipe.model.key_value_heads

@@ -34,11 +34,11 @@ from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.sharding.parts import LocalParameter
-from parallel3d.tools.check_layout.compare import Comparison, compare
-from parallel3d.tools.check_layout.data import Record
-from parallel3d.tools.check_layout.model import ModelJob, record_model
+from parallel3d.tools.check_layout.compare import LayoutComparison, compare
+from parallel3d.tools.check_layout.data import TrainingRecord
+from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.record import record_recipe
-from parallel3d.tools.check_layout.shrink import Size, shrink
+from parallel3d.tools.check_layout.shrink import CheckSize, shrink
 from parallel3d.training import gradients, update
 
 ROOT = Path(__file__).parents[2]
@@ -141,10 +141,10 @@ def planted(fault: str) -> Iterator[None]:
         yield
 
 
-def record(fault: str, job: Recipe | ModelJob) -> Record:
+def record(fault: str, job: Recipe | ModelCheck) -> TrainingRecord:
     torch.manual_seed(dist.get_rank())  # what depends on it would differ between the ranks
     with planted(fault):
-        return record_model(job) if isinstance(job, ModelJob) else record_recipe(job)
+        return record_model(job) if isinstance(job, ModelCheck) else record_recipe(job)
 
 
 def small(name: str, **parallel: object) -> Recipe:
@@ -155,18 +155,18 @@ def small(name: str, **parallel: object) -> Recipe:
     layout = ParallelConfig(microbatch_size=2, **parallel)  # type: ignore[arg-type]
     model = replace(recipe.model, **changes)
     model = replace(model, tied_embeddings=tied or model.tied_embeddings)
-    return shrink(replace(recipe, model=model, parallel=layout), Size(steps=STEPS))
+    return shrink(replace(recipe, model=model, parallel=layout), CheckSize(steps=STEPS))
 
 
-def toy(**parallel: int) -> ModelJob:
-    return ModelJob(
+def toy(**parallel: int) -> ModelCheck:
+    return ModelCheck(
         target=f"{__name__}:build_toy", parallel=ParallelConfig(**parallel), options={}, vocab=50, steps=STEPS
     )
 
 
 @pytest.fixture
-def checked(world: Callable) -> Callable[[Recipe | ModelJob, str], Comparison]:
-    def check(job: Recipe | ModelJob, fault: str = "none") -> Comparison:
+def checked(world: Callable) -> Callable[[Recipe | ModelCheck, str], LayoutComparison]:
+    def check(job: Recipe | ModelCheck, fault: str = "none") -> LayoutComparison:
         alone = replace(job, parallel=ParallelConfig(microbatch_size=job.parallel.microbatch_size))
         layout = world(job.parallel.world_size).run(record, fault, job)[0]
         return compare(reference(world, alone), layout, job.parallel)
@@ -174,10 +174,10 @@ def checked(world: Callable) -> Callable[[Recipe | ModelJob, str], Comparison]:
     return check
 
 
-REFERENCES: dict[str, Record] = {}
+REFERENCES: dict[str, TrainingRecord] = {}
 
 
-def reference(world: Callable, job: Recipe | ModelJob) -> Record:
+def reference(world: Callable, job: Recipe | ModelCheck) -> TrainingRecord:
     if repr(job) not in REFERENCES:
         REFERENCES[repr(job)] = world(1).run(record, "none", job)[0]
     return REFERENCES[repr(job)]

@@ -18,7 +18,7 @@ from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
-from parallel3d.tools.bench.report import Row
+from parallel3d.tools.bench.report import ResultRow
 
 SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
     ("1f1b", 1),
@@ -59,8 +59,8 @@ def measure_bubble(name: ScheduleName, virtual_stages: int, steps: int) -> tuple
     return pairs[len(pairs) // 2]
 
 
-def bubble_row(name: ScheduleName, measured: float, simulated: float) -> Row:
-    return Row(
+def bubble_row(name: ScheduleName, measured: float, simulated: float) -> ResultRow:
+    return ResultRow(
         case=name_of(name),
         ours=measured,
         peer=simulated,

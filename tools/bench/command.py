@@ -9,7 +9,7 @@ from importlib import import_module
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.tools.arguments import Parser, whole
-from parallel3d.tools.bench.report import Options, Row, as_json, as_table
+from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 
 BENCHMARKS = ("data", "step", "layers", "local_sgd", "pipeline", "planner")  # the module NAME has `bench_NAME`
 _EPILOG = """\
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments)
         module = import_module(f"parallel3d.tools.bench.{args.name}")  # imports torch, which --help does not wait for
-        bench: Callable[[Options], list[Row]] = vars(module)[f"bench_{args.name}"]
+        bench: Callable[[Options], list[ResultRow]] = vars(module)[f"bench_{args.name}"]
         rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case))
     except Parallel3dError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,8 +31,8 @@ from parallel3d.sharding.parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import ShardingOptions
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, Round, Row, announced, chosen, rows_against_peer
-from parallel3d.tools.bench.step import SIZES, Size, TrainStep, check_agreement, random_batch, recipe
+from parallel3d.tools.bench.report import Options, ResultRow, Round, announced, chosen, rows_against_peer
+from parallel3d.tools.bench.step import SIZES, StepSize, TrainStep, check_agreement, random_batch, recipe
 from parallel3d.tools.bench.timing import time_in_turn
 
 STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
@@ -41,10 +41,10 @@ _RANKS = 2
 _AGREEMENT_STEPS = 3
 
 
-def bench_data(options: Options) -> list[Row]:
+def bench_data(options: Options) -> list[ResultRow]:
     """The rows of every case that `options` names."""
     cases = {f"{size.name}: {strategy}": (size, strategy) for size in SIZES for strategy in STRATEGIES}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for name in announced(chosen(cases, options)):
         size, strategy = cases[name]
         rounds, steps = options.rounds or size.rounds, options.steps or size.steps
@@ -53,7 +53,7 @@ def bench_data(options: Options) -> list[Row]:
     return rows
 
 
-def measure(size: Size, strategy: ShardingName, rounds: int, steps: int) -> list[Round]:
+def measure(size: StepSize, strategy: ShardingName, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: both contestants, checked against each other, then timed in turn."""
     parallel = ParallelConfig(dp_shard=_RANKS)
     mesh, rank = build_mesh(parallel, "cpu"), dist.get_rank()

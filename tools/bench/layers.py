@@ -32,8 +32,8 @@ from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import (
     Options,
+    ResultRow,
     Round,
-    Row,
     announced,
     chosen,
     rows_against_one_process,
@@ -49,7 +49,7 @@ _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class BlockSize:
     """A block, the activations that it sees, and how long to measure it."""
 
     name: str
@@ -62,7 +62,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """How many ranks share the block, and how it lies between."""
 
     name: str
@@ -71,7 +71,7 @@ class Layout:
 
 
 SIZES = (
-    Size(
+    BlockSize(
         name="hidden 64",
         model=ModelConfig(layers=1, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=64),
         batch=1,
@@ -80,7 +80,7 @@ SIZES = (
         steps=30,
         cpu_bar=0.4,
     ),
-    Size(
+    BlockSize(
         name="hidden 1024",
         model=ModelConfig(layers=1, hidden=1024, heads=16, kv_heads=8, ffn_hidden=2816, vocab=64),
         batch=1,
@@ -90,21 +90,21 @@ SIZES = (
         cpu_bar=1.0,
     ),
 )
-_ALONE = Layout(name="one process", tp=1, sequence_parallel=False)
+_ALONE = BlockLayout(name="one process", tp=1, sequence_parallel=False)
 LAYOUTS = (
     _ALONE,
-    Layout(name="tp 2", tp=2, sequence_parallel=False),
-    Layout(name="tp 2 sequence parallel", tp=2, sequence_parallel=True),
+    BlockLayout(name="tp 2", tp=2, sequence_parallel=False),
+    BlockLayout(name="tp 2 sequence parallel", tp=2, sequence_parallel=True),
 )
 LOSS_VOCAB, LOSS_HIDDEN, LOSS_TOKENS, LOSS_CHUNK = 128_256, 64, 1024, 128
 LOSS_BAR = 0.25
 
 
-def bench_layers(options: Options) -> list[Row]:
+def bench_layers(options: Options) -> list[ResultRow]:
     """The rows of every case that `options` names. Those against one process need the size's `one process` as well."""
     blocks = {f"block of {size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
     losses = {loss_case(tp): tp for tp in (1, 2)}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     alone: dict[str, Sequence[Round]] = {}
     for name in announced(chosen([*blocks, *losses], options)):
         if name in losses:
@@ -126,7 +126,7 @@ def loss_case(tp: int) -> str:
     return f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp {tp}"
 
 
-def measure(size: Size, layout: Layout, rounds: int, steps: int) -> list[Round]:
+def measure(size: BlockSize, layout: BlockLayout, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: both contestants, checked against each other, then timed in turn."""
     tp = init_device_mesh("cpu", (layout.tp,)) if layout.tp > 1 else None
     weights = initial_weights(Llama(size.model, device="meta"), 0)
@@ -180,12 +180,14 @@ def check_agreement(ours: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor]) ->
             raise RankError(f"our {what} and the peer's differ by {error:.2g} of the largest: not the same block")
 
 
-def bench_loss(tp: int) -> Row:
+def bench_loss(tp: int) -> ResultRow:
     """Peak memory above what was there before: head and loss in chunks, forward and backward, against all tokens at
     once, a fresh process each."""
     chunked, whole = (run_ranks(peak_of_loss, tp, in_chunks, world_size=tp) for in_chunks in (True, False))
     ratio = chunked / whole
-    return Row(case=loss_case(tp), ours=chunked / 2**20, peer=whole / 2**20, unit="peak_mib", ratio=ratio, bar=LOSS_BAR)
+    return ResultRow(
+        case=loss_case(tp), ours=chunked / 2**20, peer=whole / 2**20, unit="peak_mib", ratio=ratio, bar=LOSS_BAR
+    )
 
 
 def peak_of_loss(tp: int, in_chunks: bool) -> int:

@@ -20,7 +20,7 @@ from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, Row, announced, chosen
+from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
@@ -54,14 +54,14 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplicasResult:
     """Of a run: the loss of its last parameters, and what each rank sent to the other replica."""
 
     val_loss: float
     sent_bytes: int
 
 
-def bench_local_sgd(options: Options) -> list[Row]:
+def bench_local_sgd(options: Options) -> list[ResultRow]:
     """Two rows for each case that `options` names; `steps` of each run, whose learning rate decays to its end."""
     cases, steps = chosen(CASES, options), options.steps or STEPS
     peer, *runs = [_run(recipe_of(CASES.get(name, ()), steps)) for name in announced([_PEER, *cases])]
@@ -71,10 +71,10 @@ def bench_local_sgd(options: Options) -> list[Row]:
     return rows
 
 
-def rows_of(case: str, ours: Outcome, peer: Outcome, loss_bar: float | None) -> list[Row]:
+def rows_of(case: str, ours: ReplicasResult, peer: ReplicasResult, loss_bar: float | None) -> list[ResultRow]:
     mib = [outcome.sent_bytes / 2**20 for outcome in (ours, peer)]
     return [
-        Row(
+        ResultRow(
             case=case,
             unit="validation_loss",
             ours=ours.val_loss,
@@ -82,7 +82,7 @@ def rows_of(case: str, ours: Outcome, peer: Outcome, loss_bar: float | None) -> 
             ratio=ours.val_loss / peer.val_loss,
             bar=loss_bar,
         ),
-        Row(case=case, unit="MiB_to_replicas", ours=mib[0], peer=mib[1], ratio=mib[0] / mib[1], bar=BYTES_BAR),
+        ResultRow(case=case, unit="MiB_to_replicas", ours=mib[0], peer=mib[1], ratio=mib[0] / mib[1], bar=BYTES_BAR),
     ]
 
 
@@ -97,7 +97,7 @@ def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
     return load_recipe(find_recipe("quickstart"), (*LAYOUT, *length, *overrides), cards=shape_cards())
 
 
-def train(recipe: Recipe) -> Outcome:
+def train(recipe: Recipe) -> ReplicasResult:
     """Runs on every rank: the whole run, without its checkpoints."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
@@ -108,8 +108,8 @@ def train(recipe: Recipe) -> Outcome:
             if rank == 0 and (step + 1) % 50 == 0:
                 print(f"  step {step + 1}: loss {result.loss:.4f}", file=sys.stderr, flush=True)
     sent_bytes = round(sum(sent.bytes.values()))  # the only other rank is the other replica
-    return Outcome(trainer.evaluate(loaders.validation.batch(0)), sent_bytes)
+    return ReplicasResult(trainer.evaluate(loaders.validation.batch(0)), sent_bytes)
 
 
-def _run(recipe: Recipe) -> Outcome:
+def _run(recipe: Recipe) -> ReplicasResult:
     return run_ranks(train, recipe, world_size=recipe.parallel.world_size)

@@ -34,7 +34,7 @@ from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tools.bench import bubble as bench_bubble
 from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, Round, Row, announced, chosen, rows_against_peer
+from parallel3d.tools.bench.report import Options, ResultRow, Round, announced, chosen, rows_against_peer
 from parallel3d.tools.bench.timing import time_in_turn
 
 Step = Callable[[], float]
@@ -46,7 +46,7 @@ _PAGE_MIB = 4096 / 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class StageSize:
     """What a stage computes, for how many microbatches, and how long to measure it."""
 
     name: str
@@ -60,10 +60,10 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PipelineCase:
     """A size in a pipeline."""
 
-    size: Size
+    size: StageSize
     schedule: ScheduleName
     pp: int
     virtual_stages: int = 1
@@ -78,8 +78,8 @@ class Case:
         )
 
 
-OVERHEAD = Size(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
-COMPUTE = Size(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
+OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
+COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
 SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
     ("1f1b", 1),
     ("interleaved_1f1b", 2),
@@ -91,20 +91,20 @@ PEERS: dict[ScheduleName, Any] = {
     "interleaved_zb": ScheduleInterleavedZeroBubble,
 }
 CASES = [
-    Case(size=size, schedule=schedule, pp=pp, virtual_stages=virtual_stages)
+    PipelineCase(size=size, schedule=schedule, pp=pp, virtual_stages=virtual_stages)
     for size in (OVERHEAD, COMPUTE)
     for schedule, virtual_stages in SCHEDULES
     for pp in (2, 4)
 ]
-MEMORY = Case(size=OVERHEAD, schedule="1f1b", pp=2)
+MEMORY = PipelineCase(size=OVERHEAD, schedule="1f1b", pp=2)
 _MEMORY_NAME = f"memory: {_MEMORY_STEPS} steps of {MEMORY.name}, after against before"
 
 
-def bench_pipeline(options: Options) -> list[Row]:
+def bench_pipeline(options: Options) -> list[ResultRow]:
     """The rows of every case that `options` names."""
     cases = {case.name: case for case in CASES}
     bubbles = {bench_bubble.name_of(name): (name, virtual_stages) for name, virtual_stages in bench_bubble.SCHEDULES}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for name in announced(chosen([*cases, *bubbles, _MEMORY_NAME], options)):
         if name in cases:
             rows += _against_torch(cases[name], options)
@@ -115,23 +115,23 @@ def bench_pipeline(options: Options) -> list[Row]:
     return rows
 
 
-def _against_torch(case: Case, options: Options) -> list[Row]:
+def _against_torch(case: PipelineCase, options: Options) -> list[ResultRow]:
     rounds, steps = options.rounds or case.size.rounds, options.steps or case.size.steps
     return rows_against_peer(case.name, run_ranks(measure, case, rounds, steps, world_size=case.pp), case.size.cpu_bar)
 
 
-def _bubble(schedule: ScheduleName, virtual_stages: int, options: Options) -> Row:
+def _bubble(schedule: ScheduleName, virtual_stages: int, options: Options) -> ResultRow:
     steps = options.steps or bench_bubble.STEPS
     found = run_ranks(bench_bubble.measure_bubble, schedule, virtual_stages, steps, world_size=bench_bubble.PP)
     return bench_bubble.bubble_row(schedule, *found)
 
 
-def _memory() -> Row:
+def _memory() -> ResultRow:
     before, after = run_ranks(measure_memory, MEMORY, _MEMORY_STEPS, world_size=MEMORY.pp)
-    return Row(case=_MEMORY_NAME, ours=after, peer=before, unit="rss_mib", ratio=after / before, bar=_MEMORY_BAR)
+    return ResultRow(case=_MEMORY_NAME, ours=after, peer=before, unit="rss_mib", ratio=after / before, bar=_MEMORY_BAR)
 
 
-def measure(case: Case, rounds: int, steps: int) -> list[Round]:
+def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: both contestants, checked against each other, then timed in turn."""
     ours, our_stages = build_ours(case)
     peer, peer_stages = build_peer(case)
@@ -139,7 +139,7 @@ def measure(case: Case, rounds: int, steps: int) -> list[Round]:
     return time_in_turn(lambda _: ours(), lambda _: peer(), rounds=rounds, steps=steps)
 
 
-def measure_memory(case: Case, steps: int) -> tuple[float, float]:
+def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
     """Resident memory in MiB of both ranks together, before and after so many steps; some go before, to warm up."""
     step, _ = build_ours(case)
     for _ in range(20):
@@ -150,7 +150,7 @@ def measure_memory(case: Case, steps: int) -> tuple[float, float]:
     return before, _resident_mib()
 
 
-def build_ours(case: Case) -> tuple[Step, list[nn.Module]]:
+def build_ours(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
     """A step of this project's runtime, which returns the loss on the last stage's rank, and this rank's stages."""
     schedule, pp, stages = case.build(), _mesh(case), _own_stages(case)
     boundary = TensorSpec((case.size.rows, case.size.width))
@@ -164,7 +164,7 @@ def build_ours(case: Case) -> tuple[Step, list[nn.Module]]:
     return step, stages
 
 
-def build_peer(case: Case) -> tuple[Step, list[nn.Module]]:
+def build_peer(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
     """The same of torch, with shapes known beforehand and nothing done to the gradients that ours does not do."""
     schedule, pp, modules = case.build(), _mesh(case), _own_stages(case)
     rank, example = pp.get_local_rank(), torch.empty(case.size.rows, case.size.width, requires_grad=True)
@@ -195,7 +195,7 @@ def build_peer(case: Case) -> tuple[Step, list[nn.Module]]:
     return step, modules
 
 
-def _own_stages(case: Case) -> list[nn.Module]:
+def _own_stages(case: PipelineCase) -> list[nn.Module]:
     """This rank's, the same weights at each call."""
     torch.manual_seed(0)
     width, inner = case.size.width, case.size.inner
@@ -207,11 +207,11 @@ def _own_stages(case: Case) -> list[nn.Module]:
     return [stages[index] for index in schedule.stages_of(dist.get_rank())]
 
 
-def _mesh(case: Case) -> DeviceMesh:
+def _mesh(case: PipelineCase) -> DeviceMesh:
     return init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",))
 
 
-def _batch(case: Case) -> tuple[Tensor, Tensor]:
+def _batch(case: PipelineCase) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     inputs, labels = torch.randn(2, case.size.microbatches, case.size.rows, case.size.width)
     return inputs, labels

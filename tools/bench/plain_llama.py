@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d.config.recipe import ModelConfig
 
 
-class Rotary:
+class PlainRotary:
     """Cosines and sines of the rotary angles, [S, K] each, kept for the last length that was asked for."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
@@ -43,13 +43,13 @@ class Rotary:
         return angles.cos(), angles.sin()
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Causal attention, [B, S, D] to [B, S, D]; H / J query heads share a key-value head.
 
     The heads are counted from the projections' outputs, not from the config: under tensor parallelism they are fewer.
     """
 
-    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.key_value_heads != config.heads
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, S, H * K] -> [B, H, S, K]
 
 
-class Mlp(nn.Module):
+class PlainMlp(nn.Module):
     """SwiGLU, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -83,15 +83,15 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """One pre-norm layer, [B, S, D] to [B, S, D]."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(config, rotary)
+        self.attention = PlainAttention(config, rotary)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = PlainMlp(config)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
@@ -103,9 +103,9 @@ class PlainLlama(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        rotary = Rotary(config.head_dim, config.rope_theta)
+        rotary = PlainRotary(config.head_dim, config.rope_theta)
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleDict({str(i): Block(config, rotary) for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): PlainBlock(config, rotary) for i in range(config.layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied_embeddings:

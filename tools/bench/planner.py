@@ -21,7 +21,7 @@ from typing import Protocol
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import Case, CaseFile, read_cases
 from parallel3d.planner.published.score import Prediction, Score, score
-from parallel3d.tools.bench.report import Options, Row, chosen
+from parallel3d.tools.bench.report import Options, ResultRow, chosen
 from parallel3d.tools.plan.score import HARDWARE
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
@@ -94,7 +94,7 @@ class SameRuns:
     left_out: Mapping[str, int]
 
 
-def bench_planner(options: Options) -> list[Row]:
+def bench_planner(options: Options) -> list[ResultRow]:
     """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not installed."""
     if options.rounds is not None or options.steps is not None:
         raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
@@ -155,12 +155,12 @@ def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
     )
 
 
-def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> Row:
+def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> ResultRow:
     """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot express included."""
     our_error, peer_error = figure.value(ours), figure.value(peer)
     if our_error is None or peer_error is None:
         raise ConfigError(f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare")
-    return Row(
+    return ResultRow(
         case=f"{case} ({figure.runs(ours)} of {of} runs)",
         ours=our_error,
         peer=peer_error,

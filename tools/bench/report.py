@@ -24,7 +24,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ResultRow:
     """One measured comparison in one unit; smaller is better."""
 
     case: str
@@ -67,14 +67,14 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
         yield name
 
 
-def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[Row]:
+def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[ResultRow]:
     """Medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a round."""
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
     return [_row(case, "cpu_s_per_step", cpu, cpu_bar), _row(case, "wall_s_per_step", wall, None)]
 
 
-def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[Row]:
+def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
     """Ours in its layout against the plain loop of one process: what parallelism itself costs, and what it gains."""
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
@@ -82,8 +82,8 @@ def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Se
     return [_row(name, "cpu_s_per_step", [cpu], None), _row(name, "wall_s_per_step", [wall], None)]
 
 
-def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None) -> Row:
-    return Row(
+def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None) -> ResultRow:
+    return ResultRow(
         case=case,
         ours=median(ours for ours, _ in pairs),
         peer=median(peer for _, peer in pairs),
@@ -93,12 +93,12 @@ def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float 
     )
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """One object, `{"results": [...]}`, each row with the fields of `Row`."""
+def as_json(rows: Sequence[ResultRow]) -> str:
+    """One object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
     return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
 
 
-def as_table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[ResultRow]) -> str:
     """An aligned table, the ratio last; a ratio over its bar says so."""
     cells = [_COLUMNS]
     for row in rows:

@@ -23,8 +23,8 @@ from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.tools.bench.ranks import run_ranks
 from parallel3d.tools.bench.report import (
     Options,
+    ResultRow,
     Round,
-    Row,
     announced,
     chosen,
     rows_against_one_process,
@@ -43,7 +43,7 @@ _SINGLE = "single"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class StepSize:
     """A model, a sequence length, and how long to measure it."""
 
     name: str
@@ -54,7 +54,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StepLayout:
     """A way to cut a size over processes, and what ours promises in it."""
 
     name: str
@@ -62,14 +62,14 @@ class Layout:
     cpu_bars: dict[str, float]  # by size: processor time, ours / peer
 
 
-OVERHEAD = Size(
+OVERHEAD = StepSize(
     name="overhead",
     model=ModelConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=512),
     seq_len=64,
     rounds=5,
     steps=2,
 )
-COMPUTE = Size(
+COMPUTE = StepSize(
     name="compute",
     model=ModelConfig(layers=8, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, vocab=8192),
     seq_len=256,
@@ -78,12 +78,12 @@ COMPUTE = Size(
 )
 SIZES = (OVERHEAD, COMPUTE)
 LAYOUTS = (
-    Layout(name=_SINGLE, parallel=ParallelConfig(), cpu_bars={}),
-    Layout(name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}),
-    Layout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars={"overhead": 0.4, "compute": 0.75}),
-    Layout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True), cpu_bars={}),
-    Layout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2), cpu_bars={}),
-    Layout(
+    StepLayout(name=_SINGLE, parallel=ParallelConfig(), cpu_bars={}),
+    StepLayout(name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}),
+    StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars={"overhead": 0.4, "compute": 0.75}),
+    StepLayout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True), cpu_bars={}),
+    StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2), cpu_bars={}),
+    StepLayout(
         name="tp 2 x pp 2 x dp_shard 2",
         parallel=ParallelConfig(tp=2, pp=2, dp_shard=2),
         cpu_bars={"overhead": 0.35, "compute": 0.8},
@@ -91,10 +91,10 @@ LAYOUTS = (
 )
 
 
-def bench_step(options: Options) -> list[Row]:
+def bench_step(options: Options) -> list[ResultRow]:
     """The rows of every case that `options` names. Those against one process need the size's `single` among them."""
     cases = {f"{size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     one_process: dict[str, Sequence[Round]] = {}
     for name in announced(chosen(cases, options)):
         size, layout = cases[name]
@@ -113,7 +113,7 @@ def bench_step(options: Options) -> list[Row]:
     return rows
 
 
-def recipe(size: Size, parallel: ParallelConfig) -> Recipe:
+def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
     """A global batch of 8 sequences in microbatches of 1, float32, a constant learning rate."""
     return Recipe(
         model=size.model,

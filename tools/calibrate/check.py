@@ -42,7 +42,7 @@ _RESULT = "step_time_s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class CheckedStep:
     """A layout: seconds of a step."""
 
     layout: str
@@ -66,7 +66,7 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
         print(f"[{done + 1}/{_PASSES * len(LAYOUTS)}] {layout_text(LAYOUTS[at])}", file=sys.stderr, flush=True)
         least_s[at] = min(least_s[at], _train(LAYOUTS[at], device))
     found = [
-        Compared(
+        CheckedStep(
             layout=layout_text(parallel),
             processes=parallel.world_size,
             predicted_s=predicted_s(cluster, parallel),
@@ -134,7 +134,7 @@ def _places(values: Sequence[float]) -> list[float]:
     return [sum(other < value for other in values) + (list(values).count(value) - 1) / 2 for value in values]
 
 
-def _tree(found: Sequence[Compared]) -> dict[str, object]:
+def _tree(found: Sequence[CheckedStep]) -> dict[str, object]:
     return {
         "layouts": [{**asdict(each), "error_pct": each.error_pct} for each in found],
         "worst_abs_error_pct": max(abs(each.error_pct) for each in found),
@@ -142,11 +142,11 @@ def _tree(found: Sequence[Compared]) -> dict[str, object]:
     }
 
 
-def _correlation(found: Sequence[Compared]) -> float:
+def _correlation(found: Sequence[CheckedStep]) -> float:
     return rank_correlation([each.predicted_s for each in found], [each.measured_s for each in found])
 
 
-def _page(found: Sequence[Compared]) -> Iterator[str]:
+def _page(found: Sequence[CheckedStep]) -> Iterator[str]:
     yield "processes  predicted   measured    error  layout"
     for each in found:
         times = f"{each.predicted_s * 1e3:>8.1f} ms{each.measured_s * 1e3:>8.1f} ms"

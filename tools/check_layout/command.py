@@ -15,10 +15,10 @@ from parallel3d.launch.failure import print_error
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
-from parallel3d.tools.check_layout.shrink import VOCAB, Size, shrink
+from parallel3d.tools.check_layout.shrink import VOCAB, CheckSize, shrink
 
 if TYPE_CHECKING:
-    from parallel3d.tools.check_layout.compare import Comparison
+    from parallel3d.tools.check_layout.compare import LayoutComparison
 
 _DIFFERS = 1
 _MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
@@ -76,13 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparison]:
+def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutComparison]:
     if options.recipe is None:
         raise ConfigError(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or --model module:function")
     if options.vocab:
         raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    size = Size(layers=options.layers or Size.layers, hidden=options.hidden or Size.hidden, steps=options.steps)
+    size = CheckSize(
+        layers=options.layers or CheckSize.layers, hidden=options.hidden or CheckSize.hidden, steps=options.steps
+    )
     recipe = shrink(recipe, size)
     _check_ranks(recipe.parallel)
     alone = replace(
@@ -101,18 +103,18 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, Comparis
     return recipe.parallel, compare(reference, layout, recipe.parallel)
 
 
-def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, Comparison]:
+def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutComparison]:
     parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
     _check_ranks(parallel)
 
     from parallel3d.tools.bench.ranks import run_ranks
     from parallel3d.tools.check_layout.compare import compare
-    from parallel3d.tools.check_layout.model import ModelJob, accepted, load_function, record_model
+    from parallel3d.tools.check_layout.model import ModelCheck, accepted, load_function, record_model
 
     named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
     asked = {name: value for name, value in named.items() if value is not None}
     accepted(load_function(options.model), asked, asked=asked)  # refused here, before any process starts
-    job = ModelJob(
+    job = ModelCheck(
         target=options.model, parallel=parallel, options=asked, vocab=options.vocab or VOCAB, steps=options.steps
     )
     reference = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)

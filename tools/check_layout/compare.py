@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.tools.check_layout.data import Array, Record, StepRecord, Views
+from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.tools.check_layout.diagnosis import (
-    Case,
+    CheckedLayout,
     causes_of_gradient,
     causes_of_loss,
     causes_of_norm,
@@ -63,14 +63,14 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayoutComparison:
     rows: tuple[StepRow, ...]
     first: Difference | None  # None: the same model
 
 
-def compare(alone: Record, layout: Record, parallel: ParallelConfig) -> Comparison:
+def compare(alone: TrainingRecord, layout: TrainingRecord, parallel: ParallelConfig) -> LayoutComparison:
     """Compares step by step; within a step in the order in which things are computed."""
-    case = Case(parallel, layout.split, frozenset(layout.tied))
+    case = CheckedLayout(parallel, layout.split, frozenset(layout.tied))
     first = _first_weight(alone, layout, case)
     rows = []
     before, start = alone.start, layout.start
@@ -80,13 +80,13 @@ def compare(alone: Record, layout: Record, parallel: ParallelConfig) -> Comparis
         if first is None:
             first = _first_of_step(number, reference, ours, found, case, start)
         before, start = reference.parameters, ours.parameters
-    return Comparison(tuple(rows), first)
+    return LayoutComparison(tuple(rows), first)
 
 
 Sizes = dict[str, dict[int, float]]  # name -> rank -> size of the difference
 
 
-def _sizes(reference: StepRecord, ours: StepRecord, before: Views, case: Case) -> dict[What, Sizes]:
+def _sizes(reference: StepRecord, ours: StepRecord, before: Views, case: CheckedLayout) -> dict[What, Sizes]:
     updates = {name: views[0] - before[name][0] for name, views in reference.parameters.items()}
     return {
         "output": _output_sizes(reference.activations, ours.activations, case),
@@ -97,7 +97,7 @@ def _sizes(reference: StepRecord, ours: StepRecord, before: Views, case: Case) -
     }
 
 
-def _first_weight(alone: Record, layout: Record, case: Case) -> Difference | None:
+def _first_weight(alone: TrainingRecord, layout: TrainingRecord, case: CheckedLayout) -> Difference | None:
     sizes = _view_sizes(alone.initial, layout.initial, _scales(_only(alone.initial)))
 
     def causes(name: str, ranks: tuple[int, ...]) -> list[str]:
@@ -107,7 +107,7 @@ def _first_weight(alone: Record, layout: Record, case: Case) -> Difference | Non
 
 
 def _first_of_step(
-    number: int, reference: StepRecord, ours: StepRecord, found: dict[What, Sizes], case: Case, start: Views
+    number: int, reference: StepRecord, ours: StepRecord, found: dict[What, Sizes], case: CheckedLayout, start: Views
 ) -> Difference | None:
     def causes(what: What) -> Callable[[str, tuple[int, ...]], list[str]]:
         def of(name: str, ranks: tuple[int, ...]) -> list[str]:
@@ -195,7 +195,7 @@ def _view_sizes(reference: Views, ours: Views, scales: Mapping[str, float], *, r
     return sizes
 
 
-def _output_sizes(reference: Views, ours: Views, case: Case) -> Sizes:
+def _output_sizes(reference: Views, ours: Views, case: CheckedLayout) -> Sizes:
     """As `_view_sizes` for outputs, of which each rank has its part. One whose part is not plain to see is left out."""
     sizes: Sizes = {}
     for name, views in reference.items():

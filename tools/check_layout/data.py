@@ -23,7 +23,7 @@ class StepRecord:
 
 
 @dataclass
-class Record:
+class TrainingRecord:
     """A run's first weights, as the model was initialised and as they were jittered, and its steps."""
 
     initial: Views = field(default_factory=dict)

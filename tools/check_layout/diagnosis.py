@@ -16,7 +16,7 @@ _MOST_BLOCKS = 4  # of which every order is tried
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckedLayout:
     """The layout, the dim in which tp splits each parameter (None: replicated), and the parameters used twice."""
 
     parallel: ParallelConfig
@@ -28,7 +28,7 @@ class Case:
         return [name for name, dim in self.split.items() if dim is None]
 
 
-def causes_of_weights(reference: Array, views: Mapping[int, Array], case: Case) -> list[str]:
+def causes_of_weights(reference: Array, views: Mapping[int, Array], case: CheckedLayout) -> list[str]:
     """Of weights that differ before training."""
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks drew other values: a generator that depends on the rank"]
@@ -38,7 +38,9 @@ def causes_of_weights(reference: Array, views: Mapping[int, Array], case: Case) 
     ]
 
 
-def causes_of_output(name: str, reference: Array, views: Mapping[int, Array], weights: Views, case: Case) -> list[str]:
+def causes_of_output(
+    name: str, reference: Array, views: Mapping[int, Array], weights: Views, case: CheckedLayout
+) -> list[str]:
     """Of a module's output, while all that was computed before it agrees."""
     causes: list[str] = []
     for rank, view in views.items():
@@ -64,7 +66,7 @@ def causes_of_output(name: str, reference: Array, views: Mapping[int, Array], we
     ]
 
 
-def causes_of_loss(ours: float, reference: float, case: Case) -> list[str]:
+def causes_of_loss(ours: float, reference: float, case: CheckedLayout) -> list[str]:
     """Of a loss, where every output agrees."""
     ratio = ours / reference if reference else float("nan")
     return [
@@ -74,7 +76,7 @@ def causes_of_loss(ours: float, reference: float, case: Case) -> list[str]:
 
 
 def causes_of_gradient(
-    name: str, differing: Sequence[str], reference: Mapping[str, Array], ours: Views, case: Case
+    name: str, differing: Sequence[str], reference: Mapping[str, Array], ours: Views, case: CheckedLayout
 ) -> list[str]:
     """Of gradients, where the loss and every output agree."""
     parallel, views, wanted = case.parallel, ours.get(name, {}), reference[name]
@@ -101,7 +103,7 @@ def causes_of_gradient(
 
 
 def causes_of_norm(
-    norms: tuple[float, float], gradients: Mapping[str, Array], case: Case
+    norms: tuple[float, float], gradients: Mapping[str, Array], case: CheckedLayout
 ) -> tuple[list[str], list[str]]:
     """Of a norm of gradients that agree one by one: the parameters to blame, and why."""
     squares = {name: float(np.square(gradient.astype(np.float64)).sum()) for name, gradient in gradients.items()}
@@ -148,7 +150,7 @@ def expected_part(whole: Array, shape: tuple[int, ...], rank: int, parallel: Par
     return part
 
 
-def _missing_sums(wanted: Array, views: Mapping[int, Array], case: Case) -> Iterator[str]:
+def _missing_sums(wanted: Array, views: Mapping[int, Array], case: CheckedLayout) -> Iterator[str]:
     """Copies that should agree and do not: what a sum or a mean over an axis would make of them."""
     parallel = case.parallel
     for axis, size in (("tp", parallel.tp), ("dp_replicate", parallel.dp_replicate), ("dp_shard", parallel.dp_shard)):
@@ -167,7 +169,7 @@ def _missing_sums(wanted: Array, views: Mapping[int, Array], case: Case) -> Iter
             yield f"the {axis} ranks hold different gradients of what should be one parameter: a missing reduction"
 
 
-def _causes_of_ratio(ratio: float, name: str, case: Case, *, everywhere: bool) -> Iterator[str]:
+def _causes_of_ratio(ratio: float, name: str, case: CheckedLayout, *, everywhere: bool) -> Iterator[str]:
     """A gradient that is a plain multiple of what it should be."""
     parallel = case.parallel
     said = f"the gradient is {ratio:.4g} x the reference"
@@ -192,7 +194,7 @@ def _causes_of_ratio(ratio: float, name: str, case: Case, *, everywhere: bool) -
         yield f"{said}: counted twice, by a parameter that is used twice or a hook that runs twice"
 
 
-def _orders(reference: Array, ours: Array, case: Case) -> list[str]:
+def _orders(reference: Array, ours: Array, case: CheckedLayout) -> list[str]:
     """Whether the blocks of some dim are there, but in another order."""
     if ours.shape != reference.shape or not np.any(reference):
         return []
@@ -227,7 +229,7 @@ def _alike(a: Array, b: Array) -> bool:
     return float(np.linalg.norm(a - b)) <= _NEAR * max(float(np.linalg.norm(b)), 1e-12)
 
 
-def _is(number: float, case: Case) -> str:
+def _is(number: float, case: CheckedLayout) -> str:
     """The axis whose size a number is."""
     axes = {**case.parallel.axes, "dp": case.parallel.dp}
     named = [axis for axis, size in axes.items() if size > 1 and abs(number - size) < _NEAR * size]

@@ -28,7 +28,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
-from parallel3d.tools.check_layout.data import Record, StepRecord
+from parallel3d.tools.check_layout.data import StepRecord, TrainingRecord
 from parallel3d.tools.check_layout.record import activations_of, collect, gathered, jitter, joined, put, whole
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
@@ -37,7 +37,7 @@ _LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelJob:
+class ModelCheck:
     """What to build, and how to train it. `options` are those that the user gave."""
 
     target: str  # module:function
@@ -48,7 +48,7 @@ class ModelJob:
     seed: int = 0
 
 
-def record_model(job: ModelJob) -> Record:
+def record_model(job: ModelCheck) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone. One process is given no mesh."""
     mesh = build_mesh(job.parallel, "cpu") if job.parallel.world_size > 1 else None
     build = load_function(job.target)
@@ -57,7 +57,7 @@ def record_model(job: ModelJob) -> Record:
     alone: nn.Module = build(None, **arguments)
     jitter(alone.named_parameters(), job.seed)
     model = alone
-    record = Record()
+    record = TrainingRecord()
     if mesh is not None:
         torch.manual_seed(job.seed)
         model = build(mesh, **arguments)
@@ -118,7 +118,7 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
         put(parameter, weights[name].detach())
 
 
-def _forward_and_backward(model: nn.Module, job: ModelJob, mesh: DeviceMesh | None, step: int) -> float:
+def _forward_and_backward(model: nn.Module, job: ModelCheck, mesh: DeviceMesh | None, step: int) -> float:
     """On this data rank's share; returns the mean loss over all."""
     parallel = job.parallel
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
@@ -135,7 +135,7 @@ def _forward_and_backward(model: nn.Module, job: ModelJob, mesh: DeviceMesh | No
     return float(total)
 
 
-def _mean_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None, job: ModelJob) -> Tensor:
+def _mean_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None, job: ModelCheck) -> Tensor:
     if mesh is not None and logits.shape[-1] < job.vocab:
         return vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())

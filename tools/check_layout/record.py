@@ -25,7 +25,7 @@ from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.sharding.parts import LocalParameter
-from parallel3d.tools.check_layout.data import Array, Record, StepRecord, Views
+from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
@@ -33,11 +33,11 @@ from parallel3d.training.worker import training_loader
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
 
-def record_recipe(recipe: Recipe) -> Record:
+def record_recipe(recipe: Recipe) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
-    record = Record()
+    record = TrainingRecord()
     tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
     record.initial = collect(tensors)
     jitter(tensors, recipe.train.seed)

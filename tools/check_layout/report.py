@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.tools.check_layout.compare import LIMITS, Comparison, Difference, StepRow
+from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison, StepRow
 
 _MOST_NAMES = 4
 
 
-def as_text(comparison: Comparison, parallel: ParallelConfig) -> str:
+def as_text(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
     return "\n".join(_lines(comparison, parallel))
 
 
-def as_json(comparison: Comparison, parallel: ParallelConfig) -> str:
+def as_json(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
     """`same`, `layout`, `limits`, `steps`, and `first_difference` (null where all agree). A size that is no number
     (missing, not finite) is null."""
     content = {
@@ -30,7 +30,7 @@ def as_json(comparison: Comparison, parallel: ParallelConfig) -> str:
     return json.dumps(_finite(content), indent=2, allow_nan=False)
 
 
-def _lines(comparison: Comparison, parallel: ParallelConfig) -> Iterator[str]:
+def _lines(comparison: LayoutComparison, parallel: ParallelConfig) -> Iterator[str]:
     axes = " x ".join(f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1) or "one process"
     yield f"{axes} against one process, {len(comparison.rows)} steps in float32; differences are relative"
     yield ""

@@ -12,13 +12,13 @@ EPS = 1e-3  # of AdamW: with the usual 1e-8 a gradient that is zero but for roun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class CheckSize:
     layers: int = 2  # at least one for each pipeline stage
     hidden: int = 64
     steps: int = 3
 
 
-def shrink(recipe: Recipe, size: Size) -> Recipe:
+def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
     """The recipe in float32 on the CPU, its model and batch cut down. What tp, dp and the schedule ask of the numbers
     still holds; a vocabulary that tp does not divide stays so. Raises ConfigError."""
     parallel, train = recipe.parallel, recipe.train
@@ -61,7 +61,7 @@ def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(small, eps=EPS) if small.name in ("adamw", "muon") else small
 
 
-def _shrink_model(model: ModelConfig, size: Size, *, tp: int, stages: int) -> ModelConfig:
+def _shrink_model(model: ModelConfig, size: CheckSize, *, tp: int, stages: int) -> ModelConfig:
     """Grouped heads stay grouped, by two at most."""
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(tp, 2))
