@@ -20,7 +20,7 @@ from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
 from parallel3d.launch.failure import Failure, print_error
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import Outcome, prepare_run_dir, write_outcome
+from parallel3d.launch.run_dir import RunOutcome, prepare_run_dir, write_outcome
 from parallel3d.launch.toolchain import check_compiler
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        command = _Command.parse(arguments)
+        command = _TrainCommand.parse(arguments)
         rendezvous = Rendezvous.from_environment()
         if command.print_config or rendezvous is None:
             return _launch(command)
@@ -70,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _TrainCommand:
     recipe: str
     overrides: tuple[str, ...]
     print_config: bool
     verbose: bool
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> _Command:
+    def parse(cls, arguments: list[str]) -> _TrainCommand:
         parser = Parser(
             prog="parallel3d-train",
             description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it "
@@ -113,7 +113,7 @@ def _as_override(option: str) -> str:
     return f"; write {option.lstrip('-')} to set a key of the recipe" if "=" in option else ""
 
 
-def _launch(command: _Command) -> int:
+def _launch(command: _TrainCommand) -> int:
     """Starts the workers on this machine, also where that is a single one."""
     recipe = command.load()
     if command.print_config:
@@ -129,7 +129,7 @@ def _launch(command: _Command) -> int:
     return launch_local("parallel3d.recipes.worker:work", recipe, world_size, preload=_PRELOAD, verbose=command.verbose)
 
 
-def _join(command: _Command, rendezvous: Rendezvous) -> int:
+def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
     """Runs this process's rank. Rank 0 speaks for all where all fail alike, which they do until training starts."""
     speaks = rendezvous.rank == 0
     try:
@@ -150,20 +150,20 @@ def _join(command: _Command, rendezvous: Rendezvous) -> int:
     except PreemptedError as error:  # of all ranks alike
         if speaks:
             print_error(str(error))
-        outcome = Outcome(status="failed", exit_status=error.exit_status, reason=str(error))
+        outcome = RunOutcome(status="failed", exit_status=error.exit_status, reason=str(error))
     except (Parallel3dError, Exception) as error:
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         # The traceback of a lost peer's neighbour would only bury that of the cause.
         is_wanted = not (failure.foreseen or failure.secondary) or command.verbose
         print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
-        outcome = Outcome(
+        outcome = RunOutcome(
             status="failed",
             exit_status=failure.exit_status,
             rank=failure.rank,
             reason=failure.line().partition("\n")[0],
         )
     else:
-        outcome = Outcome(status="done", exit_status=0)
+        outcome = RunOutcome(status="done", exit_status=0)
     if speaks and recipe.run_dir is not None:
         write_outcome(Path(recipe.run_dir), outcome)
     return outcome.exit_status

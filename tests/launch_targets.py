@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
 from parallel3d.launch.local import Patience, Rendezvous, launch_local
-from parallel3d.training.stop import heeding_sigterm
+from parallel3d.launch.stop import catch_sigterm
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -74,7 +74,7 @@ def sleeps_and_ignores_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def saves_at_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    with heeding_sigterm() as stop:
+    with catch_sigterm() as stop:
         _sign_in(recipe, rendezvous)
         while not stop.is_made:
             time.sleep(0.01)

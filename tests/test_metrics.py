@@ -16,9 +16,15 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.tools.plan.score import HARDWARE
-from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
+from parallel3d.training.metrics import (
+    MetricsFile,
+    StepMetrics,
+    Stopwatch,
+    flops_per_token,
+    peak_flops,
+    peak_memory_bytes,
+)
 from parallel3d.training.progress import Bar, clock, describe, open_progress
-from parallel3d.training.stopwatch import Stopwatch
 from parallel3d.training.update import learning_rate
 
 LINE = StepMetrics(

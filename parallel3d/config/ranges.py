@@ -1,13 +1,18 @@
-"""The range of each number of a recipe, as metadata of the dataclass field that holds it."""
+"""The range of each number of a recipe, as metadata of the dataclass field that holds it, and the values that error
+lines suggest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from parallel3d.shards import divisors
+
+_LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
+_MOST_TRIES = 6
 _LARGEST_COUNT = 2**40  # a larger whole number is a slip of the keyboard
 
 
@@ -55,3 +60,30 @@ def range_errors(recipe: Any) -> Iterator[str]:
         if not all(map(allowed.contains, numbers)):
             said = f"{list(value)}: each" if isinstance(value, tuple) else f"{value}:"
             yield f"{name} = {said} must be {allowed.words}; try {metadata['example']}"
+
+
+def any_of(values: Iterable[object]) -> str:
+    """The values in words: `2, 4 or 8`."""
+    *head, last = [str(value) for value in values]
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def nearest(values: Iterable[int], near: int) -> list[int]:
+    """The values that are nearest to `near`, at most six, in ascending order."""
+    return sorted(sorted(values, key=lambda value: abs(value - near))[:_MOST_TRIES])
+
+
+def divisors_near(number: int, near: int) -> list[int]:
+    """The divisors of `number` that are nearest to `near`, at most six, in ascending order."""
+    return nearest((d for d in divisors(number) if d <= _LARGEST_DIVISOR), near)
+
+
+def multiple_from(smallest: int, factor: int) -> int:
+    """The first multiple of `factor` that is not below `smallest`."""
+    return -(-smallest // factor) * factor
+
+
+def multiples_near(number: int, factor: int) -> list[int]:
+    """The multiples of `factor` on both sides of `number`."""
+    below = number // factor * factor
+    return [below, below + factor] if below else [factor]

@@ -1,6 +1,6 @@
-"""From YAML text and `key=value` arguments to a flat list of settings, each of which knows where it was said.
+"""Reads YAML text into a flat list of settings, each of which knows its file and line.
 
-The text may come from outside: only plain YAML is read (no tags, no references to the environment), and every fault of
+The text may come from outside: only plain YAML is read (no tags, no references to the environment), and every fault in
 it is a `ConfigError` of one line.
 """
 
@@ -33,21 +33,22 @@ class Setting:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML in which 1e-4 is a number too (YAML 1.1 wants 1.0e-4 and hands out text otherwise)."""
+    """Reads plain YAML, and 1e-4 as a number, which YAML 1.1 reads as text because it wants 1.0e-4."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: text that looks like 1e-4 is quoted."""
+    """Writes what `_Loader` reads: text that looks like 1e-4 is quoted, and a tuple is a list."""
 
 
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
+_Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
 def read_settings(path: Path, *, under: str = "") -> list[Setting]:
-    """The settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
+    """Returns the settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
     text = _read_text(path)
     try:
         loader = _Loader(text)
@@ -62,12 +63,15 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
         raise ConfigError(f"{path}{line}: not valid YAML: {e.problem}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: not valid YAML: {_first_line(e)}") from e
-    _refuse_doubles(settings)
+    first: dict[str, Setting] = {}
+    for setting in settings:
+        if first.setdefault(setting.key, setting) is not setting:
+            raise ConfigError(f"{setting}: given before, at {first[setting.key].origin}; keep one of the two")
     return settings
 
 
 def parse_value(text: str, key: str) -> object:
-    """The value of `key=text` on the command line, read as YAML would read it in a file."""
+    """Returns the value of `key=text` on the command line, read as YAML reads it in a file."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -77,14 +81,13 @@ def parse_value(text: str, key: str) -> object:
 
 
 def dump_yaml(tree: object) -> str:
-    """The YAML text of plain dicts, lists and scalars, in their order."""
+    """Returns the YAML text of plain dicts, lists, tuples and scalars, in their order."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def shown(value: object) -> str:
-    """A value as a person would type it, cut to a length that fits an error's line."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if value is None or isinstance(value, bool) else None
-    text = str(value) if text is None else text
+    """Returns a value as a person would type it, cut to a length that fits an error's line."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -116,19 +119,11 @@ def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str)
 
 
 def _construct(loader: _Loader, node: yaml.Node, key: str, origin: str) -> object:
-    """A scalar or a flat list. Deeper ones fit no key, and a few aliases could make one larger than memory."""
+    """Returns a scalar or a flat list. A deeper list fits no key, and aliases could make it larger than memory."""
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in items):
         raise ConfigError(f"{key} ({origin}): must be a single value or a flat list of values")
     return loader.construct_object(node, deep=True)
-
-
-def _refuse_doubles(settings: list[Setting]) -> None:
-    first: dict[str, Setting] = {}
-    for setting in settings:
-        if setting.key in first:
-            raise ConfigError(f"{setting}: given before, at {first[setting.key].origin}; keep one of the two")
-        first[setting.key] = setting
 
 
 def _first_line(error: Exception) -> str:

@@ -16,12 +16,12 @@ from parallel3d.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Split:
+class TrainValidationSplit:
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
 
 
-def split_documents(documents: Sequence[Document], validation_fraction: float) -> Split:
+def split_documents(documents: Sequence[Document], validation_fraction: float) -> TrainValidationSplit:
     """Both parts non-empty, each in the order of `documents`.
 
     Of a single document the last `validation_fraction` of the bytes is for validation. Where few documents leave a part
@@ -36,16 +36,16 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     chosen = sum(_draw(document.name) < validation_fraction for document in documents)
     chosen = min(max(chosen, 1), len(documents) - 1)
     validation = frozenset(document.name for document in by_draw[:chosen])
-    return Split(
+    return TrainValidationSplit(
         train=tuple(document for document in documents if document.name not in validation),
         validation=tuple(document for document in documents if document.name in validation),
     )
 
 
-def _split_one(document: Document, validation_fraction: float) -> Split:
+def _split_one(document: Document, validation_fraction: float) -> TrainValidationSplit:
     size = document.stop - document.start
     border = document.stop - min(max(round(size * validation_fraction), 1), max(size - 1, 1))
-    return Split(train=(replace(document, stop=border),), validation=(replace(document, start=border),))
+    return TrainValidationSplit(train=(replace(document, stop=border),), validation=(replace(document, start=border),))
 
 
 def _draw(name: str) -> float:

@@ -1,4 +1,4 @@
-"""What a failed rank leaves behind, which of several failures is the cause of the others, and how it is told."""
+"""The record of a failed rank, the choice of the failure that caused the others, and the line that reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError
 
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
-# What gloo, NCCL and the store say where a peer has gone.
+# gloo, NCCL and the store use these words when a peer has gone.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer|process group.*abort",
     re.I,
@@ -24,7 +24,7 @@ _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one rank ended, told by itself where it could."""
+    """The end of one rank, recorded by the rank itself where it could."""
 
     rank: int
     host: str
@@ -32,14 +32,14 @@ class Failure:
     exit_status: int
     message: str
     traceback: str = ""
-    died: bool = False  # ended without a word: `message` is then what happened to it
-    foreseen: bool = False  # a Parallel3dError: the message says it all, and the traceback helps nobody
-    secondary: bool = False  # only the consequence of a lost peer
+    died: bool = False  # the process ended without a report, and `message` says what happened to it
+    foreseen: bool = False  # the error is a Parallel3dError, whose message needs no traceback
+    secondary: bool = False  # the failure is only the consequence of a lost peer
     at: float  # time.monotonic(), which the processes of a host share
 
     @classmethod
     def of(cls, error: BaseException, rank: int, coordinates: str) -> Failure:
-        """The record of an exception, made by the rank that it ended."""
+        """Makes the record of an exception, on the rank that it ended."""
         foreseen = isinstance(error, Parallel3dError)
         one_line = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
@@ -61,7 +61,7 @@ class Failure:
 
     @classmethod
     def of_death(cls, exitcode: int, rank: int, coordinates: str) -> Failure:
-        """The record of a local process that ended without one. A negative `exitcode` is a signal's."""
+        """Makes the record of a local process that sent none. A negative `exitcode` is the number of a signal."""
         if exitcode == -signal.SIGKILL:
             message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
         elif exitcode < 0:
@@ -69,12 +69,11 @@ class Failure:
         else:
             message = f"ended with status {exitcode} and without a word"
         # A communication library that loses a peer may abort its process.
-        secondary = exitcode == -signal.SIGABRT
-        return cls.of_silence(message, rank, coordinates, secondary=secondary)
+        return cls.of_silence(message, rank, coordinates, secondary=exitcode == -signal.SIGABRT)
 
     @classmethod
     def of_silence(cls, message: str, rank: int, coordinates: str, *, secondary: bool = False) -> Failure:
-        """The record of a local process that cannot speak for itself."""
+        """Makes the record of a local process that cannot report, such as one that hangs."""
         return cls(
             rank=rank,
             host=socket.gethostname(),
@@ -87,12 +86,12 @@ class Failure:
         )
 
     def line(self) -> str:
-        """Who failed and how."""
+        """Returns the line that says which rank failed, and how."""
         return f"rank {self.rank} ({self.host}, {self.coordinates}){' ' if self.died else ': '}{self.message}"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception says that another rank has gone or stayed silent, and nothing of this one."""
+    """True if an exception says that another rank has gone or stayed silent, and nothing about this rank."""
     if isinstance(error, RankError | RendezvousError):
         return True
     if isinstance(error, Parallel3dError):
@@ -105,14 +104,14 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from: the earliest that does not speak of a lost peer."""
+    """Returns the failure that caused the others: the earliest that is not about a lost peer."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 
 
-def told_once(cause: Failure, failures: Sequence[Failure], world_size: int) -> str:
-    """The line for the user. What every rank says alike is about the run, and not about a rank."""
-    of_the_run = len(failures) == world_size and all(failure.message == cause.message for failure in failures)
-    return cause.message if of_the_run and cause.foreseen else cause.line()
+def summary_line(cause: Failure, failures: Sequence[Failure], world_size: int) -> str:
+    """Returns the line for the user. It names no rank where all ranks failed alike, because that is about the run."""
+    all_alike = len(failures) == world_size and all(failure.message == cause.message for failure in failures)
+    return cause.message if all_alike and cause.foreseen else cause.line()
 
 
 def print_error(message: str) -> None:

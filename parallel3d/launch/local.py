@@ -1,4 +1,4 @@
-"""How the workers of a run start on this machine, where no launcher of the user's has started them, and are watched.
+"""Starts the workers of a run on this machine, where no other launcher has started them, and watches them.
 
 `launch_local` never imports torch. A fork server imports it once and forks the workers, so that eight of them start in
 the time of one; the workers meet through a file, so no port is needed. The first failure ends the run: one line says
@@ -22,20 +22,20 @@ from types import FrameType
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import PreemptedError
-from parallel3d.launch.failure import Failure, print_error, root_cause, told_once
-from parallel3d.launch.local_worker import Job, run_job
+from parallel3d.launch.failure import Failure, print_error, root_cause, summary_line
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import Outcome, write_outcome
+from parallel3d.launch.run_dir import RunOutcome, write_outcome
+from parallel3d.launch.worker_process import WorkerJob, run_worker_process
 
 __all__ = ["Patience", "Rendezvous", "launch_local"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the launcher waits for what, in seconds."""
+    """The times that the launcher waits, in seconds."""
 
-    reports_s: float = 1.5  # after a first failure, for those of the others: the first to be heard is seldom the cause
-    stragglers_s: float = 60.0  # after a rank is done, for the others to be done too
+    reports_s: float = 1.5  # after a first failure, for further reports: the first to arrive is seldom the cause
+    stragglers_s: float = 60.0  # after a rank is done, for the other ranks
 
 
 def launch_local(
@@ -50,29 +50,37 @@ def launch_local(
     """Runs `target` ("module:function") in `world_size` processes of this machine; returns the exit status.
 
     The function is called with the recipe and its `Rendezvous`. `preload` names modules that are imported once for all
-    workers. A failure is told on stderr in one line, with a traceback where the error is not the user's (or `verbose`),
-    and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers, which may save
-    and end; 143 where they end otherwise, or at a second one.
+    workers. A failure is reported on stderr in one line, with a traceback where the error is not the user's (or with
+    `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers,
+    which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM.
     """
     patience = patience or Patience()
     workers: list[_Worker] = []
-    ear = _Ear(workers)
-    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, ear.listening():
+    relay = SignalRelay(workers)
+    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, relay.listening():
         try:
-            _start_server([*preload, "parallel3d.launch.local_worker", target.partition(":")[0]])
+            _start_server([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
             for rank in range(world_size):
-                workers.append(_Worker(_job(target, recipe, rank, world_size, meeting_place)))
+                rendezvous = Rendezvous(
+                    rank=rank,
+                    local_rank=rank,
+                    world_size=world_size,
+                    local_world_size=world_size,
+                    init_method=f"file://{meeting_place}/store",
+                )
+                workers.append(_Worker(WorkerJob(target=target, recipe=recipe, rendezvous=rendezvous)))
                 workers[-1].start()
-            ear.passes_on = True
+            relay.passes_on = True
             failures = _watch(workers, patience)
-            if ear.has_passed_on and failures and root_cause(failures).exit_status != PreemptedError.exit_status:
+            if relay.has_passed_on and failures and root_cause(failures).exit_status != PreemptedError.exit_status:
                 raise _Stopped(signal.SIGTERM)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
-            print_error(f"stopped by {stop.signal.name}")
-            outcome = Outcome(status="failed", exit_status=128 + stop.signal, reason=f"stopped by {stop.signal.name}")
+            reason = f"stopped by {stop.signal.name}"
+            print_error(reason)
+            outcome = RunOutcome(status="failed", exit_status=128 + stop.signal, reason=reason)
         finally:
-            ear.is_deaf = True
+            relay.is_deaf = True
             _take_down(workers)
     if recipe.run_dir is not None:
         write_outcome(Path(recipe.run_dir), outcome)
@@ -80,7 +88,7 @@ def launch_local(
 
 
 class _Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, wherever the launcher is."""
+    """Raised in the launcher by Ctrl-C or SIGTERM."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -88,22 +96,24 @@ class _Stopped(KeyboardInterrupt):
 
 
 class _Worker:
-    """A local process, and what is known of its end."""
+    """A local worker process, with its report and the time of its end."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.rank = job.rendezvous.rank
         self.coordinates = job.coordinates
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(target=run_job, args=(job, self._sender), name=f"rank-{self.rank}")
+        self.process: BaseProcess = context.Process(
+            target=run_worker_process, args=(job, self._sender), name=f"rank-{self.rank}"
+        )
 
     def start(self) -> None:
         self.process.start()
-        self._sender.close()  # the worker has its own
+        self._sender.close()  # the worker holds a copy of its own
 
     def collect(self) -> Failure | None:
-        """The failure of a process that has just ended, or None for a good end."""
+        """Returns the failure of a process that has just ended, or None for a good end."""
         self.process.join()
         self.ended_at = time.monotonic()
         exitcode = self.process.exitcode
@@ -116,19 +126,8 @@ class _Worker:
         return Failure.of_death(exitcode, self.rank, self.coordinates) if exitcode else None
 
 
-def _job(target: str, recipe: Recipe, rank: int, world_size: int, meeting_place: str) -> Job:
-    rendezvous = Rendezvous(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        init_method=f"file://{meeting_place}/store",
-    )
-    return Job(target=target, recipe=recipe, rendezvous=rendezvous, coordinates=str(recipe.parallel.coordinates(rank)))
-
-
 def _start_server(preload: list[str]) -> None:
-    """Starts the process that forks the workers, deaf to Ctrl-C: the launcher hears it, and the server ends with it."""
+    """Starts the process that forks the workers. It ignores Ctrl-C, which the launcher handles, and ends with it."""
     forkserver.set_forkserver_preload(preload)
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
@@ -140,7 +139,7 @@ def _start_server(preload: list[str]) -> None:
 
 
 def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
-    """Waits until all workers have ended well, or until a first failure and a moment more; returns the failures."""
+    """Waits until all workers have ended well, or until some time after a first failure. Returns the failures."""
     failures: list[Failure] = []
     deadline: float | None = None
     while running := {worker.process.sentinel: worker for worker in workers if worker.ended_at is None}:
@@ -161,29 +160,28 @@ def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
 
 
 def _straggler(workers: Sequence[_Worker]) -> Failure:
+    """Makes the failure of a worker that still runs long after another one was done."""
     running = next(worker for worker in workers if worker.ended_at is None)
-    first = min(
-        (worker for worker in workers if worker.ended_at is not None), key=lambda worker: worker.ended_at or 0.0
-    )
-    waited = time.monotonic() - (first.ended_at or 0.0)
-    message = f"still runs {waited:.0f} s after rank {first.rank} ({first.coordinates}) was done; it hangs"
+    ended_at, first = min((worker.ended_at, worker.rank) for worker in workers if worker.ended_at is not None)
+    waited = time.monotonic() - ended_at
+    message = f"still runs {waited:.0f} s after rank {first} ({workers[first].coordinates}) was done; it hangs"
     return Failure.of_silence(message, running.rank, running.coordinates)
 
 
-def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> Outcome:
-    """Prints the failure that caused the others, if there is one."""
+def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
+    """Prints the failure that caused the others, if any rank failed."""
     if not failures:
-        return Outcome(status="done", exit_status=0)
+        return RunOutcome(status="done", exit_status=0)
     cause = root_cause(failures)
-    line = told_once(cause, failures, world_size)
+    line = summary_line(cause, failures, world_size)
     if cause.traceback and (verbose or not cause.foreseen):
         line += "\n" + cause.traceback.rstrip()
     print_error(line)
-    return Outcome(status="failed", exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
+    return RunOutcome(status="failed", exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
 
 
 def _take_down(workers: Sequence[_Worker]) -> None:
-    """Ends every worker that still runs: at once, since it may take SIGTERM for a request, and hang."""
+    """Kills every worker that still runs, because a worker may take SIGTERM for a request and go on."""
     started = [worker.process for worker in workers if worker.process.pid is not None]
     for process in started:
         process.kill()
@@ -191,9 +189,9 @@ def _take_down(workers: Sequence[_Worker]) -> None:
         process.join()
 
 
-class _Ear:
-    """SIGINT and SIGTERM, raised as `_Stopped`: but the first SIGTERM, once `passes_on`, is the workers' to answer; and
-    nothing any more when it `is_deaf`."""
+class SignalRelay:
+    """Raises `_Stopped` at SIGINT and SIGTERM. Once `passes_on` is set, the first SIGTERM is sent on to the workers
+    instead; once `is_deaf` is set, signals are ignored."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
@@ -201,7 +199,7 @@ class _Ear:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In the main thread; another one gets no signals."""
+        """Handles the signals from here to the end of the block. Only the main thread receives signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):

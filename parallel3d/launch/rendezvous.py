@@ -1,4 +1,4 @@
-"""Who a worker is and where it meets the others, as the launcher says it."""
+"""The place of a worker among all, and where it meets the others, as the launcher says it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel3d.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The place of one worker among all; `init_method` is torch's word for where they meet."""
+    """The place of one worker among all. `init_method` is torch's name for where they meet."""
 
     rank: int
     local_rank: int
@@ -21,11 +21,12 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-        """What torchrun (or srun, an MPI) has set; None where nobody launched this process as one of several."""
+        """Reads what torchrun (or srun, or an MPI) has set. Returns None where no launcher started this process as one
+        of several."""
         if "RANK" in environ:
-            names = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            names = _EnvironmentNames("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "MASTER_ADDR" in environ and environ.get("SLURM_NTASKS", "1") != "1":
-            names = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+            names = _EnvironmentNames("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         else:
             return None
         rank = _whole_number(environ, names.rank)
@@ -49,7 +50,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class _Names:
+class _EnvironmentNames:
     rank: str
     world_size: str
     local_rank: str

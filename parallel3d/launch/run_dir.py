@@ -1,4 +1,4 @@
-"""The folder of a run, made ready before the first worker starts and closed with an outcome after the last.
+"""The folder of a run, prepared before the first worker starts, and closed with an outcome after the last has ended.
 
 Only one process does this: the launcher, or rank 0 where somebody else launched the workers.
 """
@@ -20,17 +20,17 @@ _TRACES_OF_A_RUN = ("metrics.jsonl", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended."""
+class RunOutcome:
+    """The end of a run, as `outcome.json` holds it."""
 
     status: Literal["done", "failed"]
     exit_status: int
-    rank: int | None = None  # the one that failed
+    rank: int | None = None  # the rank that failed
     reason: str | None = None
 
 
 def prepare_run_dir(recipe: Recipe) -> list[str]:
-    """Makes `run_dir` with its `config.yaml`; returns what the user should know, a line each.
+    """Makes `run_dir` with its `config.yaml`. Returns one line for each thing that the user should know.
 
     A run that resumes nothing never mixes with an earlier one: the earlier folder is renamed to `<run_dir>.1` (or the
     next free number). Raises ConfigError where the folder cannot be had, or the checkpoint to resume from is not there.
@@ -53,12 +53,12 @@ def prepare_run_dir(recipe: Recipe) -> list[str]:
     return notes
 
 
-def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Writes `outcome.json`, where there is such a folder to write it to."""
+def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
+    """Writes `outcome.json`, if the folder exists."""
     try:
         _write(run_dir / "outcome.json", json.dumps(asdict(outcome), indent=2) + "\n")
     except OSError:
-        return  # the run is over, and its error (a full disk, say) has been told
+        return  # the run is over, and its error (such as a full disk) has been reported
 
 
 def _set_aside(run_dir: Path) -> Path:
@@ -70,7 +70,7 @@ def _set_aside(run_dir: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of a text or nothing: a reader never sees half of it."""
+    """Writes a text whole or not at all, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

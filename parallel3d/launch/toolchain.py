@@ -1,4 +1,4 @@
-"""What a run needs of its machine beside Python. No torch here."""
+"""The check of what a run needs of its machine beside Python. No torch here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from parallel3d.errors import ConfigError
 
 
 def check_compiler() -> None:
-    """Raises ConfigError where there is no C++ compiler, without which `torch.compile` makes no kernel for a CPU and no
-    launcher of one for a GPU."""
+    """Raises ConfigError where there is no C++ compiler, which `torch.compile` needs for its kernels on a CPU and for
+    their launchers on a GPU."""
     named = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(named) is None:
         raise ConfigError(

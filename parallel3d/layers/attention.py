@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.config.rules.model import divides_key_value_heads
+from parallel3d.config.rules_layout import divides_key_value_heads
 from parallel3d.layers.dropout import Dropout, DropoutMode
 from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel

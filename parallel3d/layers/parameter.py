@@ -8,7 +8,7 @@ autograd functions take the parameter itself, compute with `local_tensor(paramet
 [Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
 `fused_gradients`, the backward pass adds it to `.grad` in place, or to `.main_grad` where there is one, usually in
 float32 (`main_grad`), with no copy of the weight's size per microbatch (Megatron's gradient accumulation fusion), and a
-gradient that is partial over tp stays so until `training.gradients` sums all of them in one collective a step.
+gradient that is partial over tp stays so until `training.update` sums all of them in one collective a step.
 Autograd's hooks on the parameter do not fire then.
 Under `torch.compile` gradients always go through autograd; what is left partial is the same.
 """

@@ -7,7 +7,7 @@ from typing import get_args
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.rules.parallel import replication_error
+from parallel3d.config.rules_layout import replication_error
 from parallel3d.config.strategy import REPLICATED, ShardingName
 from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData, SingleRankData

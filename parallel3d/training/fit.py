@@ -11,11 +11,17 @@ import torch.distributed as dist
 from parallel3d.checkpoint.store import checkpoint_path, keep_newest
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import PreemptedError
-from parallel3d.training.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops, peak_memory_bytes
-from parallel3d.training.progress import Progress
+from parallel3d.launch.stop import StopRequest
+from parallel3d.training.metrics import (
+    MetricsFile,
+    StepMetrics,
+    Stopwatch,
+    flops_per_token,
+    peak_flops,
+    peak_memory_bytes,
+)
+from parallel3d.training.progress import ProgressDisplay
 from parallel3d.training.state import save_trainer
-from parallel3d.training.stop import StopRequest
-from parallel3d.training.stopwatch import Stopwatch
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import StepResult, Trainer
 
@@ -33,7 +39,7 @@ def fit(
     loaders: Loaders,
     checkpoints: Path,
     metrics: MetricsFile | None,
-    progress: Progress,
+    progress: ProgressDisplay,
     stop: StopRequest,
 ) -> None:
     """Trains from the trainer's step to the recipe's last. Every rank calls it; one of them has `metrics`.

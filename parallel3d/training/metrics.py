@@ -6,7 +6,10 @@ import json
 import math
 import resource
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -45,6 +48,27 @@ class MetricsFile:
     def write(self, metrics: StepMetrics) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({name: _valid(value) for name, value in asdict(metrics).items()}) + "\n")
+
+
+@dataclass
+class Stopwatch:
+    """Adds up the time of the blocks that it times, until it is read: steps, but not validation or checkpoints."""
+
+    _seconds: float = field(default=0.0, init=False)
+    _blocks: int = field(default=0, init=False)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+        self._blocks += 1
+
+    def read(self) -> tuple[float, int]:
+        """Returns the seconds and the number of blocks since the last reading, and starts again from 0."""
+        read = self._seconds, self._blocks
+        self._seconds, self._blocks = 0.0, 0
+        return read
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -11,7 +11,7 @@ from parallel3d.training.metrics import StepMetrics
 MIB = 2**20
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Shows how a run comes on. Close it before anything else is printed."""
 
     def say(self, text: str) -> None: ...
@@ -20,14 +20,14 @@ class Progress(Protocol):
 
     def measured(self, metrics: StepMetrics) -> None: ...
 
-    def __enter__(self) -> Progress: ...
+    def __enter__(self) -> ProgressDisplay: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
-def open_progress(steps: int, done: int, *, speaks: bool) -> Progress:
+def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
     """The bar or the lines of a run of `steps` of which `done` are done; silence where this rank does not speak."""
     if not speaks:
         return Silence()

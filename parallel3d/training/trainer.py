@@ -21,11 +21,18 @@ from parallel3d.pipeline.links import Connect, Links
 from parallel3d.schedules.builders import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.training.hooks import CountLabelsFirst, LossScaling, RefuseNonFinite, StepHook, TrainApart
+from parallel3d.training.hooks import (
+    CountLabelsFirst,
+    LossScaling,
+    RefuseNonFinite,
+    StepHook,
+    StepTotals,
+    TrainApart,
+    refuse_no_labels,
+    sum_totals,
+)
 from parallel3d.training.local_sgd.replicas import LocalSgd
-from parallel3d.training.loss import MeanLoss
-from parallel3d.training.loss_scale import LossScaler
-from parallel3d.training.totals import StepTotals, refuse_no_labels, sum_totals
+from parallel3d.training.loss import LossScaler, MeanLoss
 from parallel3d.training.update import Observe, build_update, learning_rate
 
 

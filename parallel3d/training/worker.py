@@ -14,14 +14,14 @@ from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.process_group import choose_device, process_group
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.stop import StopRequest, catch_sigterm
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.training.fit import Loaders, fit
 from parallel3d.training.generation import generate
 from parallel3d.training.metrics import MetricsFile
-from parallel3d.training.progress import Progress, open_progress
+from parallel3d.training.progress import ProgressDisplay, open_progress
 from parallel3d.training.state import load_trainer
-from parallel3d.training.stop import StopRequest, heeding_sigterm
 from parallel3d.training.trainer import Trainer
 
 
@@ -46,7 +46,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
             sweep(checkpoints)
             metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
         # A run without checkpoints has nowhere to save to, and ends at once.
-        heeding = nullcontext(StopRequest()) if recipe.checkpoint.every is None else heeding_sigterm()
+        heeding = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
         with heeding as stop, open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
             _introduce(progress, trainer, corpus, resumed)
             fit(trainer, loaders, checkpoints, metrics, progress, stop)
@@ -105,7 +105,7 @@ def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     return told
 
 
-def _introduce(progress: Progress, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
+def _introduce(progress: ProgressDisplay, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
     recipe = trainer.recipe
     layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
     microbatches = f"{recipe.microbatches} microbatch{'es' * (recipe.microbatches > 1)}"

@@ -72,7 +72,7 @@ def _started(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def _usual_ranks(device: str) -> list[int]:
-    from parallel3d.launch.local_worker import cores
+    from parallel3d.launch.worker_process import cores
 
     if device != "cpu":
         import torch

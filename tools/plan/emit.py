@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
-from parallel3d.config.rules.optimizer import can_step_in_backward
+from parallel3d.config.rules_optimizer import can_step_in_backward
 from parallel3d.config.settings import dump_yaml, read_settings
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards

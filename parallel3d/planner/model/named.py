@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.config.rules.suggestions import any_of, divisors_near
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.shapes import ModelShape, from_config
 

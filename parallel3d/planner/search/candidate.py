@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.rules.optimizer import can_step_in_backward
+from parallel3d.config.rules_optimizer import can_step_in_backward
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.rank_memory import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from parallel3d.config.rules.suggestions import any_of, divisors_near, multiple_from, nearest
+from parallel3d.config.ranges import any_of, divisors_near, multiple_from, nearest
 from parallel3d.errors import ConfigError
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import tp_rule

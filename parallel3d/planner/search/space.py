@@ -12,8 +12,7 @@ from dataclasses import replace
 from math import gcd
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.rules.model import divides_key_value_heads, leaves_no_rank_empty
-from parallel3d.config.rules.parallel import sharding_errors
+from parallel3d.config.rules_layout import divides_key_value_heads, leaves_no_rank_empty, sharding_errors
 from parallel3d.config.strategy import HYBRID_OF, REPLICATED, ShardingName
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question

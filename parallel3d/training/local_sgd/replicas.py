@@ -76,7 +76,7 @@ class LocalSgd:
         for outer in self.parameters:
             self._fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
         self.optimizer = _outer_optimizer([outer.value for outer in self.parameters], config)
-        self._on_their_way: dict[int, list[_Sent]] = {}  # by fragment; empty where all of it has arrived
+        self._on_their_way: dict[int, list[_BucketOnItsWay]] = {}  # by fragment; empty where all of it has arrived
         self._same = set(range(config.fragments))  # fragments of which the replicas now have the outer parameters
 
     def mean(self, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class LocalSgd:
         self._on_their_way[fragment] = []
         for bucket in _buckets(self._fragments[fragment]):
             mean = MeanOverReplicas([outer.pseudo_gradient() for outer in bucket], self._wire, self._codec)
-            self._on_their_way[fragment].append(_Sent(bucket, mean))
+            self._on_their_way[fragment].append(_BucketOnItsWay(bucket, mean))
             if self.config.overlap_steps == 0:
                 self._arrive(fragment)  # one bucket at a time takes less memory
 
@@ -188,7 +188,7 @@ class LocalSgd:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _BucketOnItsWay:
     bucket: list[OuterParameter]
     mean: MeanOverReplicas
 

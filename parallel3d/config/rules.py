@@ -2,20 +2,23 @@
 `shard()` and the layers read.
 
 Each rule is a pure function that yields one line for each value that breaks it: the key, its value, the rule, and a
-value that would do. `ranges` checks each number alone; the files beside this one check what must fit together.
+value that would do. `ranges` checks each number alone; the `rules_` files check what must fit together.
 """
 
 from __future__ import annotations
 
 from parallel3d.config.ranges import range_errors
 from parallel3d.config.recipe import Recipe
-from parallel3d.config.rules.batch import batch_errors, batch_warmup_errors
-from parallel3d.config.rules.local_sgd import local_sgd_errors
-from parallel3d.config.rules.model import model_errors
-from parallel3d.config.rules.optimizer import optimizer_errors, step_in_backward_errors
-from parallel3d.config.rules.parallel import parallel_errors, sharding_errors
-from parallel3d.config.rules.run import run_errors
-from parallel3d.config.rules.schedule import schedule_errors
+from parallel3d.config.rules_layout import (
+    batch_errors,
+    batch_warmup_errors,
+    model_errors,
+    parallel_errors,
+    schedule_errors,
+    sharding_errors,
+)
+from parallel3d.config.rules_optimizer import optimizer_errors, step_in_backward_errors
+from parallel3d.config.rules_run import local_sgd_errors, run_errors
 from parallel3d.errors import ConfigError
 
 _MOST_PROBLEMS = 5  # lines of an error; further problems are counted

@@ -1,5 +1,5 @@
-"""A run that is asked to end, because its time limit nears or its machine is taken back: SIGTERM to any of its workers.
-All ranks then end after the same step, on which they agree by the sum over the mesh that each step makes anyway."""
+"""SIGTERM as a request to end the run, because its time limit nears or its machine is taken back. Each training step
+sums the requests over the mesh, so a signal to any one worker ends all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """Of this process."""
+    """Set by SIGTERM in this process; polled once a step."""
 
     is_made: bool = False
 
 
 @contextmanager
-def heeding_sigterm() -> Iterator[StopRequest]:
-    """From here to the end of the block SIGTERM is a request. In the main thread; another one hears no signals."""
+def catch_sigterm() -> Iterator[StopRequest]:
+    """Turns SIGTERM into a request, from here to the end of the block. Python delivers signals to the main thread only,
+    so in another thread the request is never made."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:

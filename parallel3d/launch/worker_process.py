@@ -1,4 +1,4 @@
-"""What a worker that `launch_local` has forked does: settle in, run its target, and report if that fails."""
+"""The main function of a worker that `launch_local` has forked: set up, run the target, and report if it fails."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class WorkerJob:
     """One worker's share of a run."""
 
     target: str  # module:function, called with the recipe and the rendezvous
     recipe: Recipe
     rendezvous: Rendezvous
-    coordinates: str
+
+    @property
+    def coordinates(self) -> str:
+        """The worker's place on the mesh, in words."""
+        return str(self.recipe.parallel.coordinates(self.rendezvous.rank))
 
 
-def run_job(job: Job, reports: Connection) -> None:
+def run_worker_process(job: WorkerJob, reports: Connection) -> None:
     """The main function of a worker process: returns when the target has, and ends the process where it raises."""
     _die_with_the_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
@@ -49,7 +53,7 @@ def run_job(job: Job, reports: Connection) -> None:
 
 
 def _die_with_the_launcher() -> None:
-    """No worker outlives its launcher, not even one that was killed: a thread waits for its end.
+    """Makes this worker end with its launcher, even if that is killed: a thread waits for the launcher's end.
 
     The kernel does the same for the end of the fork server, which is this process's parent.
     """
@@ -66,7 +70,7 @@ def _die_with_the_launcher() -> None:
 
 
 def _set_environment(rendezvous: Rendezvous) -> None:
-    """What torchrun would have set, and defaults that suit several workers on one host."""
+    """Sets the variables that torchrun would have set, and defaults that suit several workers on one host."""
     os.environ["RANK"] = str(rendezvous.rank)
     os.environ["LOCAL_RANK"] = str(rendezvous.local_rank)
     os.environ["WORLD_SIZE"] = str(rendezvous.world_size)
@@ -81,5 +85,5 @@ def _set_environment(rendezvous: Rendezvous) -> None:
 
 
 def cores() -> int:
-    """Of this host, that this process may run on."""
+    """Returns the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
