@@ -39,7 +39,7 @@ from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.shrink import CheckSize, shrink
-from parallel3d.training import gradients, update
+from parallel3d.training import update
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -116,13 +116,13 @@ def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis]) ->
     return SQUARED_NORM(parameters, axes) + extra / axes["dp_replicate"].size
 
 
-def completed_twice(self: gradients.GradientSync) -> None:
+def completed_twice(self: update.GradientSync) -> None:
     COMPLETE(self)
     COMPLETE(self)
 
 
 ALL_GATHER, LOCAL_PART = dist.all_gather, ParameterSpec.local_part
-SQUARED_NORM, COMPLETE = gradients.squared_norm, gradients.GradientSync.complete
+SQUARED_NORM, COMPLETE = update.squared_norm, update.GradientSync.complete
 FAULTS = {
     "none": nullcontext,
     "norm gradient not reduced": lambda: mock.patch.object(norm, "ParameterSpec", whole_gradient),
@@ -131,7 +131,7 @@ FAULTS = {
     "gather in the wrong order": lambda: mock.patch.object(dist, "all_gather", gathered_backwards),
     "weights cut in the wrong order": lambda: mock.patch.object(ParameterSpec, "local_part", cut_backwards),
     "dp averaging forgotten": lambda: mock.patch(f"{__name__}.divisor", lambda mesh: 1),
-    "tied summed twice": lambda: mock.patch.object(gradients.GradientSync, "complete", completed_twice),
+    "tied summed twice": lambda: mock.patch.object(update.GradientSync, "complete", completed_twice),
 }
 
 
