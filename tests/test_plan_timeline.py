@@ -17,7 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.reply import Reply
 
 Said = pytest.CaptureFixture[str]
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"

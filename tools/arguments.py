@@ -9,9 +9,12 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from parallel3d.errors import ConfigError
+
+HARDWARE = Path(__file__).parent / "hardware"  # the files of devices and clusters that come with the project
 
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

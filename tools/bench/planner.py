@@ -21,8 +21,8 @@ from typing import Protocol
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import Case, CaseFile, read_cases
 from parallel3d.planner.published.score import Prediction, Score, score
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.report import Options, ResultRow, chosen
-from parallel3d.tools.plan.score import HARDWARE
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"

@@ -21,7 +21,7 @@ from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.question import Question
-from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.reply import Reply
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
 SEQ_LEN, BATCH = 96, 16

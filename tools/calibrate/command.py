@@ -17,7 +17,7 @@ from typing import Any
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, RankError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.tools.plan.reply import Reply, write_output
+from parallel3d.tools.reply import Reply, write_output
 
 _PRELOAD = ("torch", "parallel3d.tools.calibrate.worker", "parallel3d.models.llama")
 _PATIENCE_S = 1800.0  # of a collective: under a launcher the others wait for rank 0

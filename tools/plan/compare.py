@@ -22,7 +22,7 @@ from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.plan.hardware import find_cluster
-from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
 _LABELS = {

@@ -24,7 +24,7 @@ from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
 from parallel3d.tools.plan.inputs import ParsedQuestion
 from parallel3d.tools.plan.models import Model
-from parallel3d.tools.plan.reply import write_output
+from parallel3d.tools.reply import write_output
 
 _PLANNED = ("global_batch_size", "seq_len", "precision")
 _TRIAL_STEPS = 100  # where no token budget is given

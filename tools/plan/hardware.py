@@ -12,8 +12,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import hardware_tree
-from parallel3d.tools.plan.reply import Reply
-from parallel3d.tools.plan.score import HARDWARE, recorded_accuracy
+from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.reply import Reply
 
 _SHOWS = "parallel3d-plan hardware h100 shows usual figures"
 # A name that stands for several files means the one that most clusters have.

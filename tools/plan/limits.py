@@ -27,7 +27,7 @@ from parallel3d.planner.search.question import Question, RunLength, Strategy, ru
 from parallel3d.tools.plan.inputs import read_fixed, read_question, with_fixed
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.options import LIMITS
-from parallel3d.tools.plan.reply import NOTHING_FITS, Reply
+from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 
 @dataclass(frozen=True, kw_only=True)

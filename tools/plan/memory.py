@@ -20,7 +20,7 @@ from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout
 from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.tools.plan.inputs import read_parallel, read_question
-from parallel3d.tools.plan.reply import NOTHING_FITS, Reply
+from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 

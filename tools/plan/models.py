@@ -29,7 +29,7 @@ from parallel3d.planner.model.shapes import (
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
 from parallel3d.recipes import shipped_recipes
-from parallel3d.tools.plan.reply import Reply
+from parallel3d.tools.reply import Reply
 
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
 _REQUIRED = ("layers", "hidden", "heads", "vocab")

@@ -26,8 +26,8 @@ from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_layout, read_question, with_fixed
 from parallel3d.tools.plan.launch import LAUNCHERS, launch_text, start_command
 from parallel3d.tools.plan.memory import explained
-from parallel3d.tools.plan.reply import NOTHING_FITS, Reply, write_output
 from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.reply import NOTHING_FITS, Reply, write_output
 
 _TOP = 10
 

@@ -15,9 +15,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.score import Errors, Score, score
 from parallel3d.planner.report.page import Accuracy
-from parallel3d.tools.plan.reply import Reply, write_output
+from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.reply import Reply, write_output
 
-HARDWARE = Path(__file__).parents[1] / "hardware"
 RECORDED = Path(__file__).with_name("accuracy.json")
 
 

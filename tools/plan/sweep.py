@@ -24,7 +24,7 @@ from parallel3d.planner.report.text import (
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.sweep import Size, cheapest, sweep
 from parallel3d.tools.plan.inputs import read_fixed, read_question
-from parallel3d.tools.plan.reply import NOTHING_FITS, Reply
+from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 
 def answer(options: argparse.Namespace) -> Reply:

@@ -19,7 +19,7 @@ from parallel3d.timeline.spans import Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
 from parallel3d.timeline.trace import draw_trace
-from parallel3d.tools.plan.reply import Reply, write_output
+from parallel3d.tools.reply import Reply, write_output
 
 _MOST_ACTIONS = 5_000_000  # some ten seconds and gigabytes
 _WIDTH_WHERE_PIPED = 200

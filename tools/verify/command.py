@@ -25,8 +25,8 @@ from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.plan.reply import Reply
-from parallel3d.tools.plan.score import HARDWARE
+from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.reply import Reply
 
 if TYPE_CHECKING:
     from parallel3d.tools.verify.dry_run import DryRun
