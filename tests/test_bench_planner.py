@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import RunLayout
-from parallel3d.planner.published.cases import Case, CaseFile, read_cases
+from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, predict_case, prediction, score
 from parallel3d.tools.bench import command as bench
 from parallel3d.tools.bench.peers import calculon as calculon_peer
@@ -37,10 +37,10 @@ class StandIn:
     larger: float = 1.0
     unknown: str = ""  # the id of a run that it cannot express
 
-    def cannot(self, case: Case) -> str:
+    def cannot(self, case: PublishedCase) -> str:
         return "has no word for it" if case.id == self.unknown else ""
 
-    def predict(self, case: Case) -> Prediction:
+    def predict(self, case: PublishedCase) -> Prediction:
         ours = predict_case(case)
         step_time_s, memory_gib = self.slower * ours.step_time_s, self.larger * ours.memory_gib
         return prediction(case, parameters=1, fits=True, memory_gib=memory_gib, step_time_s=step_time_s)
@@ -51,7 +51,7 @@ def published() -> CaseFile:
     return read_cases(CASES, [HARDWARE])
 
 
-def measured(case: Case, *, step: float, memory: float, status: str = "ok") -> Case:
+def measured(case: PublishedCase, *, step: float, memory: float, status: str = "ok") -> PublishedCase:
     """Returns the case with measured figures that are so many times those that we predict."""
     ours = predict_case(replace(case, measured={"status": "ok", "peak_memory_gib": 1.0}))
     figures = {"step_time_s": step * ours.step_time_s, "peak_memory_gib": memory * ours.memory_gib}
@@ -118,7 +118,7 @@ def test_a_case_that_a_peer_cannot_answer_after_all_is_an_error(published: CaseF
     """A peer that answers fewer cases would be judged by fewer runs than ours."""
 
     class Refuses(StandIn):
-        def predict(self, case: Case) -> Prediction:
+        def predict(self, case: PublishedCase) -> Prediction:
             raise ValueError("no such layout")
 
     with pytest.raises(ConfigError, match="Someone: megatron-sc21-t1-1.7b: cannot be priced"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.cases import Case, read_cases
+from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
 from parallel3d.planner.published.words import flops_definition, network_gb_per_s
 from parallel3d.tools.plan import command as plan
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_be_priced_says_why_and_the_others_are_scored(
 def test_a_row_without_an_answer_is_skipped_and_says_so(row: Row, tmp_path: Path, step_time_s: float | None) -> None:
     (tmp_path / "cases.json").write_text(json.dumps([row, {**row, "id": "odd"}]))
 
-    def fails_on_odd(case: Case) -> Prediction:
+    def fails_on_odd(case: PublishedCase) -> Prediction:
         said = predict_case(case)
         if case.id != "odd":
             return said

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Protocol
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.cases import Case, CaseFile, read_cases
+from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.report import Options, ResultRow, chosen
@@ -33,10 +33,10 @@ _EFFICIENCIES = [step / 1000 for step in range(1, 1001)]
 class Peer(Protocol):
     """Another planner."""
 
-    def cannot(self, case: Case) -> str:
+    def cannot(self, case: PublishedCase) -> str:
         """Returns why the planner cannot express a case; empty where it can."""
 
-    def predict(self, case: Case) -> Prediction:
+    def predict(self, case: PublishedCase) -> Prediction:
         """Returns the prediction of a case that the planner can express."""
 
 

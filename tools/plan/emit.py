@@ -15,7 +15,6 @@ from parallel3d.config.rules_optimizer import can_step_in_backward
 from parallel3d.config.settings import dump_yaml, read_settings
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import sliding_window
 from parallel3d.planner.model.shapes import ModelShape, total_parameters
 from parallel3d.planner.report.json import sharding_of
@@ -42,7 +41,7 @@ def emit_recipe(path: Path, asked: ParsedQuestion, plan: Plan) -> None:
 def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
     """The user's own recipe, or the defaults, with the plan's model, batch and layout."""
     q = plan.question
-    if q.program.name != PARALLEL3D.name:
+    if not q.program.is_parallel3d:
         raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
     shape = q.shape
     parallel = replace(best.parallel, sharding=sharding_of(best.parallel))

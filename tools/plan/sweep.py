@@ -22,7 +22,7 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.sweep import Size, cheapest, sweep
+from parallel3d.planner.search.sweep import ClusterSize, cheapest, sweep
 from parallel3d.tools.plan.inputs import read_fixed, read_question
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
@@ -43,7 +43,9 @@ def answer(options: argparse.Namespace) -> Reply:
     )
 
 
-def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None) -> Iterator[str]:
+def _page(
+    question: Question, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
+) -> Iterator[str]:
     model, *_ = header(question)
     yield model
     cluster, usable = question.cluster, question.usable_bytes
@@ -80,7 +82,7 @@ def _page(question: Question, options: argparse.Namespace, sizes: Sequence[Size]
 
 
 def _tree(
-    question: Question, options: argparse.Namespace, sizes: Sequence[Size], chosen: Size | None
+    question: Question, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
 ) -> dict[str, Any]:
     asked = question_tree(question)
     del asked["gpus"]

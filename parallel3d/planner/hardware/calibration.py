@@ -1,8 +1,8 @@
 """What `parallel3d-plan calibrate` has measured on one host: curves of kernels and collectives, and what this project's
-own program adds to them. The section `measured` of a hardware file, read; `measured_cost` prices a step with it.
+own program adds to them. It is the section `measured` of a hardware file; `time.calibrated` prices a step with it.
 
-All seconds are those of a process that has a core (or a GPU) to itself: what several ranks on few cores take from each
-other is `Calibration.slowdown`.
+All seconds are those of a process that has a core (or a GPU) to itself. `Calibration.slowdown` says how much longer
+ranks take that share the cores of a host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, straight between the logarithms of neighbouring points; beyond the ends the rate stays."""
+    """Seconds by size. The line between neighbouring points is straight in logarithms; beyond the ends the rate
+    stays."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -35,8 +36,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Grid:
-    """Operations per second by two sizes ([side, depth] x [depth, side]): bilinear in the logarithms, and at the edge
-    what it is there."""
+    """Operations per second by two sizes ([side, depth] x [depth, side]), bilinear in the logarithms. Beyond the edge
+    the rate is that at the edge."""
 
     sides: tuple[float, ...]
     depths: tuple[float, ...]
@@ -52,11 +53,11 @@ class Grid:
 class Overhead:
     """Seconds that the program takes whatever the sizes are (dispatch, Python, tiny messages), and per parameter."""
 
-    block: float  # of a block and a microbatch, forward and backward
-    microbatch: float  # of a microbatch, embedding, head and loss included
-    layer: float  # of a layer, once a step
-    step: float
-    parameter: float  # of a parameter that the rank holds, once a step
+    block: float  # for each block and microbatch, forward and backward
+    microbatch: float  # for each microbatch, embedding, head and loss included
+    layer: float  # for each layer, once a step
+    step: float  # once a step
+    parameter: float  # for each parameter that the rank holds, once a step
 
     def scaled(self, factor: float) -> Overhead:
         return Overhead(**{name: factor * value for name, value in vars(self).items()})
@@ -64,32 +65,34 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class OneProcess:
-    """One process alone, with so many threads (or a GPU)."""
+    """What one process takes alone, with so many threads (or a GPU)."""
 
     matmul: Mapping[str, Grid]  # by precision
-    attention: Mapping[str, tuple[Grid, Grid]]  # by keys and head dim: a causal one's operations, each way
-    byte_s: float  # of the traffic of a block's other operators, were each group of them one kernel
-    gradient_s: float  # of a weight's gradient, added to what earlier microbatches left
-    logit_s: float  # of the loss, per logit, forward and backward
+    attention: Mapping[
+        str, tuple[Grid, Grid]
+    ]  # by keys and head dim: operations of a causal attention, forward and backward
+    byte_s: float  # seconds per byte of a block's other operators, were each group of them one kernel
+    gradient_s: float  # seconds to add a weight's gradient to that of earlier microbatches
+    logit_s: float  # seconds of the loss per logit, forward and backward
     overhead: Overhead
     recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRanks:
-    """So many ranks of one host at once: over one axis, each kind of message, a pipeline."""
+    """What several ranks of one host take together: the work of an axis, each kind of message, a pipeline."""
 
     contention: float  # how much longer equal work takes than the cores' share alone explains
-    action_s: float  # of a pipeline's action
+    action_s: float  # seconds that each action of a pipeline takes beside its work
     transfer: Curve  # a message between two stages, by bytes
     axes: Mapping[str, Overhead]  # what an axis of this size adds
-    collectives: Mapping[str, Curve]  # of the tp layers, by kind: seconds by bytes of the whole tensor
+    collectives: Mapping[str, Curve]  # the tp layers' by kind: seconds by bytes of the whole tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """`cores`: those that the ranks of a host share, 0 where each has a device of its own. `synchronous`: the host
-    computes what it dispatches, one after the other."""
+    """Everything that was measured on a host. `cores` counts those that its ranks share, 0 where each rank has a device
+    of its own. `synchronous` says that the host computes each operator before it dispatches the next."""
 
     cores: int
     synchronous: bool
@@ -97,24 +100,24 @@ class Calibration:
     ranks: Mapping[int, ManyRanks]  # by how many
 
     def process(self, ranks: int) -> OneProcess:
-        """What one of so many ranks of a host is: with its share of the cores as threads."""
+        """Returns the measurement of one of so many ranks of a host, whose threads are its share of the cores."""
         threads = max(1, self.cores // ranks)
         return self.processes[max((n for n in self.processes if n <= threads), default=min(self.processes))]
 
     def together(self, ranks: int) -> ManyRanks | None:
-        """The measurement with as many ranks, or the next fewer."""
+        """Returns the measurement with so many ranks, or the next fewer; None where ranks do not share a host."""
         if not self.ranks or ranks == 1:
             return None
         return self.ranks[max((n for n in self.ranks if n <= ranks), default=min(self.ranks))]
 
     def slowdown(self, ranks: int) -> float:
-        """Of each of so many ranks of a host that all compute."""
+        """Returns how much longer each of so many ranks of a host takes while all of them compute."""
         shared = max(1.0, ranks / self.cores) if self.cores else 1.0
         there = self.together(ranks)
         return shared * (there.contention if there else 1.0)
 
     def overhead(self, axis: str, size: int) -> Overhead | None:
-        """What an axis adds: as measured, or by the logarithm from the next smaller size that was."""
+        """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller size that was."""
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
             return None
@@ -122,7 +125,8 @@ class Calibration:
         return self.ranks[near].axes[axis].scaled(log(size) / log(near))
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
-        """Beyond what the smallest message takes, which is in the overhead of the axis."""
+        """Seconds that a collective takes beyond those of the smallest message, which are in the overhead of the
+        axis."""
         if size == 1 or not self.ranks:
             return 0.0
         near = max((n for n in self.ranks if n <= size), default=min(self.ranks))
@@ -131,7 +135,8 @@ class Calibration:
 
 
 def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
-    """The section `measured` of a hardware file. Raises KeyError, TypeError or ValueError where it misses something."""
+    """Reads the section `measured` of a hardware file. Raises KeyError, TypeError or ValueError where it misses
+    something."""
     return Calibration(
         cores=int(tree["cores"]),
         synchronous=bool(tree["synchronous"]),
@@ -163,7 +168,7 @@ def _together(tree: Mapping[str, Any]) -> ManyRanks:
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
-    """Raises ValueError where sizes do not rise."""
+    """Reads pairs of [size, seconds]. Raises ValueError where sizes do not rise."""
     pairs = tuple((float(size), max(float(seconds), 1e-9)) for size, seconds in points)
     if not pairs or any(a[0] >= b[0] for a, b in zip(pairs[:-1], pairs[1:], strict=True)):
         raise ValueError("a curve of [size, seconds] whose sizes rise")
@@ -171,7 +176,7 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
 
 
 def _grid(rows: Sequence[Sequence[float]]) -> Grid:
-    """From rows of [side, depth, operations per second]. Raises ValueError where one of the pairs is missing."""
+    """Reads rows of [side, depth, operations per second]. Raises ValueError where one of the pairs is missing."""
     rates = {(float(side), float(depth)): float(rate) for side, depth, rate in rows}
     sides, depths = sorted({side for side, _ in rates}), sorted({depth for _, depth in rates})
     if not rates or len(rates) != len(sides) * len(depths):
@@ -180,7 +185,7 @@ def _grid(rows: Sequence[Sequence[float]]) -> Grid:
 
 
 def _place(values: Sequence[float], value: float) -> tuple[int, float]:
-    """The interval of a value, and how far into it."""
+    """Returns the interval that a value lies in, and how far into it the value lies."""
     if len(values) == 1 or value <= values[0]:
         return 0, 0.0
     if value >= values[-1]:

@@ -15,7 +15,7 @@ from parallel3d.planner.hardware.calibration import Calibration, calibration_fro
 from parallel3d.planner.hardware.units import GIB
 
 _LINK_KEYS = ("gb_per_s", "latency_us", "efficiency")
-_KEYS = {  # of a hardware file, by section
+_KEYS = {  # the keys of a hardware file, by section
     "device": (
         *("name", "family", "peak_tflops", "memory_gib", "memory_gb_per_s", "processors", "matmul_efficiency"),
         *("memory_efficiency", "attention_tflops", "kernel_s", "launch_s", "price_per_hour"),
@@ -32,16 +32,16 @@ class Device:
 
     name: str
     peak_flops: Mapping[str, float]  # by precision, dense, per second
-    memory_bytes: float  # that a process can have
+    memory_bytes: float  # what a process can have
     memory_bandwidth: float  # bytes per second
     processors: int  # SMs or CUs: tiles that run at once
-    matmul_efficiency: float  # of the peak, that a large matrix product sustains
-    memory_efficiency: float  # of the bandwidth, that a streaming kernel sustains
+    matmul_efficiency: float  # share of the peak that a large matrix product sustains
+    memory_efficiency: float  # share of the bandwidth that a streaming kernel sustains
     attention_flops: Mapping[str, float]  # sustained by a fused kernel: forward and backward, long sequences
     kernel_s: float = 2.0e-6  # start and drain of one kernel
     launch_s: float = 6.0e-6  # host time to launch one
     price_per_hour: float | None = None  # US dollars
-    family: str = ""  # software that is older than a family runs slower on it
+    family: str = ""  # the architecture; software that is older than a family runs slower on it
 
     @property
     def is_cpu(self) -> bool:
@@ -53,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a collective gets between neighbours of a ring: bytes per second and direction, and seconds per hop."""
+    """What a link gives a collective between neighbours of a ring: bytes per second and direction, seconds per hop."""
 
     bandwidth: float
     latency_s: float
@@ -73,15 +73,15 @@ class Cluster:
     gpus_per_node: int
     node: Link
     network: Link
-    oversubscription: float = 1.0  # of the network's upper tiers
-    whole_nodes: int = 32  # so many nodes share a network without it
+    oversubscription: float = 1.0  # what the network's upper tiers divide its bandwidth by
+    whole_nodes: int = 32  # the most nodes whose network is not oversubscribed
     device_file: str = ""  # the name of the file that its device is from
     measured: Calibration | None = None  # by `parallel3d-plan calibrate`, on one such node
 
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
-    """The cluster of a hardware file: a name in `folders` (the last wins) or a path. Raises ConfigError naming the
-    nearest that there are."""
+    """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. Raises ConfigError naming
+    the nearest that there are."""
     path = _path(name, folders)
     tree, device_file = _load(path), path
     if isinstance(tree.get("device"), str):  # a cluster's file, which names its device's
@@ -132,7 +132,7 @@ def _check_keys(tree: Mapping[str, Any], keys: tuple[str, ...], where: str) -> N
 
 
 def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A device's file with what a cluster's says in its place: links key by key, and the price."""
+    """Lays a cluster's file over its device's: the links key by key, and the price."""
     if isinstance(device.get("device"), str):
         raise ConfigError(f"hardware {path}: device = {cluster['device']}: is a cluster's file; name a device's")
     sections = {name: {**device.get(name, {}), **cluster.get(name, {})} for name in ("node", "network")}
@@ -141,8 +141,8 @@ def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Pa
 
 
 def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
-    """A cluster from the keys of a device's file (docs/planner.md says what each means). `where` is what an error calls
-    the file. Raises ConfigError for the first key that misses or holds no number."""
+    """Builds a cluster from the keys of a device's file (docs/planner.md says what each means). `where` is what an
+    error calls the file. Raises ConfigError for the first key that misses or holds no number."""
     section = ""
     try:
         section = "device"
@@ -178,7 +178,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
 def with_links(
     cluster: Cluster, *, network_gb_per_s: float | None, node_gb_per_s: float | None, gpus_per_node: int | None
 ) -> Cluster:
-    """The same devices behind other links or in nodes of another size; None: as they are."""
+    """Returns the same devices behind other links or in nodes of another size; None leaves what it stands for."""
     network, node = cluster.network, cluster.node
     if network_gb_per_s is not None:
         network = replace(network, bandwidth=network_gb_per_s * 1e9)

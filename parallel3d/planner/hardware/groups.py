@@ -1,4 +1,4 @@
-"""Which ranks of a cluster a mesh axis joins: how many there are, and how they lie on its nodes."""
+"""How the ranks that a mesh axis joins lie on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Group:
 
 
 def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
-    """`size` ranks, `stride` apart, of `world`. Where a node is no multiple of such a group, some groups lie across two
-    nodes, and the slowest of them counts; unless all ranks are on one."""
+    """Returns the group of `size` ranks, `stride` apart, among `world` ranks. Where a node is no multiple of such
+    groups some of them lie across two nodes, and the slowest counts, unless all ranks are on one node."""
     node = cluster.gpus_per_node
     if world <= node:
         return Group(size=size, per_node=size)

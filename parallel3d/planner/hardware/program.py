@@ -35,7 +35,7 @@ class TrainingProgram:
     gathers_hidden: float = 0.0  # ZeRO-1: share of the parameter gather beside the forward
     one_ring: bool = False  # collectives use one network port of a node
     p2p_hidden: float = 0.0
-    contention: float = 0.45  # of a hidden collective's time at the node's speed that the kernels beside it lose
+    contention: float = 0.45  # share of a hidden collective's time at the node's speed that kernels beside it lose
     prefetch: float = 1.0  # share of the compute that sharded parameters' traffic can hide behind
     tp_speed: float = 1.0  # of tp collectives: copies around them, no fusion
     broadcast_s: float = 0.0  # ZeRO-1 that broadcasts shard after shard: seconds for each
@@ -72,6 +72,11 @@ class TrainingProgram:
     default_schedule: str = "1f1b"
     default_recompute: str = "none"
     default_sequence_parallel: bool = False
+
+    @property
+    def is_parallel3d(self) -> bool:
+        """Whether this project's own program is meant, whose layouts and memory are known exactly."""
+        return self.name == "parallel3d"
 
 
 # This project: layers/ for the kernels and what they keep, sharding/ for the data dimension, layers/loss.py.

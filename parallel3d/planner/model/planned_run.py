@@ -108,7 +108,7 @@ class PlannedRun:
     @property
     def is_own(self) -> bool:
         """Whether this project's own program runs it, in a layout of its own."""
-        return self.program.name == "parallel3d" and self.layout.strategy is not None
+        return self.program.is_parallel3d and self.layout.strategy is not None
 
     @cached_property
     def block_parameters(self) -> int:

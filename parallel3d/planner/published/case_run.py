@@ -30,7 +30,8 @@ _NEW_DEVICES = ("H100", "H200", "H800", "B200")
 
 
 def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> PlannedRun:
-    """The run of a case. `clusters` has the clusters that were read before, by hardware file, and gets those read now.
+    """Returns the run of a case. `clusters` has the clusters that were read before, by hardware file, and gets those
+    read now.
 
     Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
     gpu = str(fields.stated("hardware", "gpu"))

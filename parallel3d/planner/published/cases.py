@@ -22,7 +22,7 @@ from parallel3d.planner.published.words import MeasuredMemory, flops_definition,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PublishedCase:
     """A published run. `apart`: why it is reported apart, or empty."""
 
     id: str
@@ -42,15 +42,15 @@ class Case:
 class CaseFile:
     """The cases of a file, and those that could not be read: (id, why)."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[PublishedCase, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
-    """The cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that misses
-    what no default can fill, or says what cannot be, is skipped, and said so."""
+    """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that
+    misses what no default can fill, or says what cannot be, is skipped, and said so."""
     clusters: dict[str, Cluster] = {}
-    cases: list[Case] = []
+    cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
     for number, tree in enumerate(_trees(path), start=1):
         name = tree.get("id") if isinstance(tree, dict) else None
@@ -91,11 +91,11 @@ def _line(text: str) -> Any:
         return text
 
 
-def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> Case:
+def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> PublishedCase:
     fields = Fields(tree)
     run = run_of_case(fields, hardware, clusters)
     measured = fields.measured()
-    return Case(
+    return PublishedCase(
         id=name,
         source=fields.text("source_key") or "unknown",
         run=run,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-# Of `measured`, what the planner's answers are compared with: positive, or not there.
+# The figures of `measured` that the planner's answers are compared with: each is positive, or not there.
 FIGURES = (
     "step_time_s",
     "tokens_per_s_per_gpu",
@@ -43,7 +43,7 @@ class Fields:
         return self.section(section).get(key)
 
     def text(self, key: str) -> str:
-        """Of the case itself: its framework, its notes."""
+        """Returns a text of the case itself, such as its framework or its notes."""
         return str(self.tree.get(key) or "")
 
     def get(self, section: str, key: str, default: Any) -> Any:
@@ -58,7 +58,8 @@ class Fields:
         self.filled.append(f"{section}.{key} ({why})")
 
     def number(self, section: str, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number. Raises ValueError where it is none, less than `least`, or missing without a default."""
+        """Reads a whole number. Raises ValueError where it is something else, less than `least`, or missing without a
+        default."""
         value = self.get(section, key, default)
         if value is None:
             raise ValueError(f"{section}.{key}: is missing and nothing stands for it; the source's figure would do")

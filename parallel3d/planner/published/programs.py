@@ -175,8 +175,8 @@ def named_program(name: str) -> TrainingProgram:
 
 
 def program_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: bool) -> TrainingProgram:
-    """The program of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the run, as
-    far as its source says, else 0. `fsdp`: it shards parameters, and has no pipeline."""
+    """Returns the program of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the
+    run, as far as its source says, else 0. `fsdp`: it shards parameters, and has no pipeline."""
     text = framework.lower()
     for part, program in _BY_FRAMEWORK:
         if part in text:

@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
 from parallel3d.planner.model.shapes import total_parameters
-from parallel3d.planner.published.cases import Case, CaseFile
+from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
 
@@ -91,11 +91,11 @@ class Score:
     apart: dict[str, dict[str, Errors]]
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, floats rounded."""
+        """Returns plain data with rounded floats."""
         return {key: rounded(value) for key, value in asdict(self).items()}
 
 
-def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -> Score:
+def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None = None) -> Score:
     """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals leave out what is
     reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's."""
     scored: list[ScoredCase] = []
@@ -134,14 +134,14 @@ def score(file: CaseFile, predict: Callable[[Case], Prediction] | None = None) -
 
 
 def _answer(predicted: Prediction) -> Prediction:
-    """Raises ValueError where a prediction is none."""
+    """Returns a prediction. Raises ValueError where its memory or its time is no positive number."""
     for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
         if not (isfinite(value) and value > 0):
             raise ValueError(f"{name} = {value}")
     return predicted
 
 
-def score_case(case: Case, predicted: Prediction) -> ScoredCase:
+def score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
     measured = _measured(case)
     errors: dict[str, float] = {}
     if measured.metric is not None:
@@ -162,8 +162,8 @@ def score_case(case: Case, predicted: Prediction) -> ScoredCase:
     )
 
 
-def predict_case(case: Case) -> Prediction:
-    """This planner's."""
+def predict_case(case: PublishedCase) -> Prediction:
+    """Predicts a case with this planner."""
     run = case.run
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
@@ -178,7 +178,9 @@ def predict_case(case: Case) -> Prediction:
     )
 
 
-def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float) -> Prediction:
+def prediction(
+    case: PublishedCase, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float
+) -> Prediction:
     """The whole of a prediction: what follows from the step's time, by the case's own definition of a FLOP."""
     run = case.run
     tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
@@ -194,7 +196,7 @@ def prediction(case: Case, *, parameters: int, fits: bool, memory_gib: float, st
     )
 
 
-def _measured(case: Case) -> Measurement:
+def _measured(case: PublishedCase) -> Measurement:
     said, run = case.measured, case.run
     tokens = said.get("tokens_per_s_per_gpu")
     samples = said.get("samples_per_s_per_gpu")

@@ -51,7 +51,7 @@ _NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """Which memory a case's figure is: the kind, and the pipeline rank that it is of."""
+    """What a case's memory figure is: a kind of memory, on one of the pipeline ranks."""
 
     kind: MemoryKind
     rank: Literal["worst", "first", "last"]
@@ -80,7 +80,7 @@ def hardware_file(gpu: str) -> str | None:
 
 
 def schedule_of(name: str) -> str:
-    """The schedule of a pipeline without virtual stages by its name in lower case."""
+    """Returns the schedule of a pipeline without virtual stages by its name in lower case."""
     return _SCHEDULES.get(name, "1f1b")
 
 
@@ -93,7 +93,7 @@ def precision_of(train: Mapping[str, Any], gpu: str) -> str:
 
 
 def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
-    """GB/s per device and direction from a source's own words, None where they state no figure."""
+    """Reads GB/s per device and direction from a source's own words, None where they state no figure."""
     words = text.lower()
     if omni := _OMNI_PATH.search(words):
         return _count(omni.group(1)) * _OMNI_PATH_GBIT / 8 / gpus_per_node
@@ -122,7 +122,7 @@ def flops_definition(text: str) -> FlopsDefinition:
 
 
 def measured_memory(note: str, *, moments_at_start: bool) -> MeasuredMemory:
-    """Which memory a figure is, by its note. A note that names no kind is taken to mean what is reserved.
+    """Reads from its note which memory a figure is. A note that names no kind is taken to mean what is reserved.
 
     `moments_at_start`: the program makes the optimizer's states before its first step, so that a figure "after 1
     iteration" has them too.

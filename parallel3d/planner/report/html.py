@@ -47,7 +47,7 @@ dt { float: left; clear: left; width: 6rem; color: var(--quiet) } dd { margin: 0
 
 
 def html_page(plan: Plan) -> str:
-    """The whole file."""
+    """Returns the whole file."""
     question = plan.question
     title = f"{question.shape.name} on {question.gpus} x {question.cluster.device.name}"
     best = plan.best

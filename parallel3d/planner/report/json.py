@@ -16,7 +16,7 @@ from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.candidate import planned_shape
 from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
-from parallel3d.planner.search.ranking import Comparison, at_size
+from parallel3d.planner.search.ranking import WhyNot, at_size
 
 SCHEMA = "parallel3d.plan/1"
 
@@ -48,7 +48,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
-    """A recipe's `parallel` section, with the strategy of sharding spelt out."""
+    """Returns a recipe's `parallel` section, with the strategy of sharding spelt out."""
     tree = asdict(replace(parallel, sharding=sharding_of(parallel)))
     if parallel.stage_boundaries is None:
         del tree["stage_boundaries"]
@@ -139,7 +139,7 @@ def strategy_tree(question: Question, found: Strategy, length: RunLength | None)
     }
 
 
-def _why(plan: Plan, why: Comparison) -> dict[str, Any]:
+def _why(plan: Plan, why: WhyNot) -> dict[str, Any]:
     return {
         "asked": why.asked,
         "strategy": strategy_tree(plan.question, why.found, plan.length(why.found)) if why.found else None,

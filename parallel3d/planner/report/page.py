@@ -27,7 +27,7 @@ from parallel3d.planner.report.text import (
 )
 from parallel3d.planner.search.candidate import planned_shape
 from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy, run_length
-from parallel3d.planner.search.ranking import Comparison, Objective, at_size, slower_by
+from parallel3d.planner.search.ranking import Objective, WhyNot, at_size, slower_by
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
@@ -63,7 +63,7 @@ class Plan:
     seconds: float = 0.0
     top: int | None = None  # lines of the table
     tokens: float | None = None
-    why: Comparison | None = None
+    why: WhyNot | None = None
     remedies: tuple[str, ...] = ()
     accuracy: Accuracy | None = None
     notes: tuple[str, ...] = ()  # on what the model's file says
@@ -142,7 +142,7 @@ def _sizes_differ(plan: Plan) -> bool:
 
 
 def _shown(plan: Plan) -> list[tuple[int, Strategy]]:
-    """The strategies of the table, with their places."""
+    """Returns the strategies of the table, with their places."""
     return list(enumerate(plan.answer.strategies, 1))[: plan.top or _MOST_SHOWN]
 
 
@@ -200,7 +200,7 @@ def _nothing_fits(plan: Plan) -> Iterator[str]:
         yield from wrapped("" if number else "would do", line)
 
 
-def why_text(plan: Plan, why: Comparison) -> str:
+def why_text(plan: Plan, why: WhyNot) -> str:
     best, found = plan.best, why.found
     if why.refused:
         return f"{why.asked}: no such layout: {why.refused}"

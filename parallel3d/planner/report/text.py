@@ -20,7 +20,7 @@ _LEAST_SHOWN = 0.002  # of a step
 
 
 def bar(share: float) -> str:
-    """How full, of a device: [########--]."""
+    """Draws how full a device is: [########--]."""
     full = min(_BAR, max(0, round(share * _BAR)))
     return f"[{'#' * full}{'-' * (_BAR - full)}]"
 
@@ -35,7 +35,8 @@ def layout_text(parallel: ParallelConfig) -> str:
 
 
 def layout_columns(parallel: ParallelConfig) -> str:
-    """Of a table: tp, pp, stages of a rank, data ranks (sharded x replicated), microbatch, recompute."""
+    """Writes a layout as columns: tp, pp, stages of a rank, data ranks (sharded x replicated), microbatch,
+    recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
     return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {parallel.recompute:<9}"

@@ -1,10 +1,9 @@
-"""A layout of a question as a job, and priced exactly."""
+"""A layout of a question as a planned run, and priced exactly."""
 
 from __future__ import annotations
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_optimizer import can_step_in_backward
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.rank_memory import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape, padded
@@ -14,12 +13,12 @@ from parallel3d.schedules.balance import sizes_between
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
-    """The model as the program takes it: this project's own with any vocabulary, others with one that tp divides."""
-    return question.shape if question.program.name == PARALLEL3D.name else padded(question.shape, tp)
+    """The model as the program takes it: parallel3d takes any vocabulary, other programs one that tp divides."""
+    return question.shape if question.program.is_parallel3d else padded(question.shape, tp)
 
 
 def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
-    """A layout as a job."""
+    """Returns the run that answers the question with a layout."""
     training, boundaries = question.training, parallel.stage_boundaries
     return PlannedRun(
         shape=planned_shape(question, parallel.tp),
@@ -42,6 +41,6 @@ def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
 
 
 def strategy(question: Question, parallel: ParallelConfig) -> Strategy:
-    """A layout priced exactly, whether it fits or not."""
+    """Prices a layout exactly, whether it fits or not."""
     run = planned_run(question, parallel)
     return Strategy(parallel=parallel, memory=worst_rank(run), cost=step_cost(run))

@@ -47,7 +47,7 @@ def _check_product(question: Question) -> None:
 
 def _check_batch(question: Question) -> None:
     fixed, batch = question.fixed, question.global_batch_size
-    # Ranks that the batch is divided over at least: what is fixed of them, or all that tp and pp leave.
+    # The batch is divided over these ranks at least: those that are fixed, or all that tp and pp leave.
     least = (fixed.dp_shard or 1) * (fixed.dp_replicate or 1)
     if fixed.tp is not None and fixed.pp is not None:
         least = question.gpus // (fixed.tp * fixed.pp)

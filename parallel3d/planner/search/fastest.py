@@ -1,5 +1,5 @@
-"""The best layouts for a model on a cluster: the whole space of `ParallelConfig` (`space`), each way of cutting the
-model in the order of predicted step time (`cut`): by a closed form first, the finalists by simulating their schedule.
+"""The best layouts for a model on a cluster: the whole space of `ParallelConfig` (`space`), each tp x pp in the
+order of predicted step time (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule.
 """
 
 from __future__ import annotations
@@ -29,103 +29,107 @@ def search(question: Question, *, top: int = 10) -> Answer:
     ranks hold. Where the question fixes both tp and pp, those are what differs.
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
-    cuts = _cuts(question)
-    found, best = _fastest(question, cuts, top, everywhere=True)
-    nearest = [priced for cut in cuts if cut not in best and (priced := cut.leanest()) is not None]
+    searches = _searches(question)
+    found, best = _fastest(question, searches, top, everywhere=True)
+    nearest = [priced for each in searches if each not in best and (priced := each.leanest()) is not None]
     return Answer(
         strategies=tuple(found),
         rejected=tuple(_reject(question, priced) for priced in sorted(nearest, key=lambda p: p.bytes)),
-        left_out=tuple(_left_out(question, found, cuts, best)),
-        considered=sum(cut.size for cut in cuts),
-        checked=sum(cut.checked for cut in cuts),
-        fitting=sum(cut.fitting for cut in cuts),
+        left_out=tuple(_left_out(question, found, searches, best)),
+        considered=sum(each.size for each in searches),
+        checked=sum(each.checked for each in searches),
+        fitting=sum(each.fitting for each in searches),
     )
 
 
 def fastest(question: Question, *, top: int = 1, blocks: BlockTimeCache | None = None) -> list[Strategy]:
-    """`search`'s strategies alone; `blocks`: what searches of the same model on other numbers of devices have computed.
-    Raises ConfigError likewise."""
-    return _fastest(question, _cuts(question, blocks), top, everywhere=False)[0]
+    """Returns the strategies of `search` alone, sooner. `blocks` has what searches of the same model on other numbers
+    of devices have computed. Raises ConfigError as `search` does."""
+    return _fastest(question, _searches(question, blocks), top, everywhere=False)[0]
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
-    """Of each way of cutting the model the layout that needs least memory, those that fit, the leanest first. Raises
-    ConfigError likewise."""
-    found = sorted((priced for cut in _cuts(question) if (priced := cut.leanest())), key=lambda priced: priced.bytes)
+    """Returns the layout of each tp x pp that needs least memory, where it fits, the leanest first. Raises ConfigError
+    as `search` does."""
+    found = sorted(
+        (priced for each in _searches(question) if (priced := each.leanest())), key=lambda priced: priced.bytes
+    )
     return [strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
 
 
 def one_that_fits(question: Question) -> ParallelConfig | None:
-    """Any layout that fits: found much sooner than the best. None where none does, and where the question allows no
-    layout at all."""
+    """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
     try:
         _check(question)
     except ConfigError:
         return None
-    by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
-    for family in families(question):
-        by_way.setdefault((family.tp, family.pp), []).append(family)
-    # One layout of each way first, the smallest microbatch without virtual stages, which is most often the leanest.
+    by_size = _families_by_size(question)
+    # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
     for few in (True, False):
-        for (tp, pp), own in by_way.items():
-            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).one_that_fits()
+        for (tp, pp), own in by_size.items():
+            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(enough=question.usable_bytes)
             if found is not None:
                 return found.parallel
     return None
 
 
-def _cuts(question: Question, blocks: BlockTimeCache | None = None) -> list[TpPpSearch]:
+def _families_by_size(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
+    by_size: dict[tuple[int, int], list[ParallelConfig]] = {}
+    for family in families(question):
+        by_size.setdefault((family.tp, family.pp), []).append(family)
+    return by_size
+
+
+def _searches(question: Question, blocks: BlockTimeCache | None = None) -> list[TpPpSearch]:
     _check(question)
     shared: BlockTimeCache = {} if blocks is None else blocks
-    by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
-    for family in families(question):
-        by_way.setdefault((family.tp, family.pp), []).append(family)
-    cuts = [cut for (tp, pp), own in by_way.items() if (cut := TpPpSearch(question, tp, pp, own, shared)).size]
-    if not cuts:
+    searches = (TpPpSearch(question, tp, pp, own, shared) for (tp, pp), own in _families_by_size(question).items())
+    found = [each for each in searches if each.size]
+    if not found:
         raise ConfigError(_nothing_allowed(question))
-    return cuts
+    return found
 
 
 def _fastest(
-    question: Question, cuts: list[TpPpSearch], top: int, *, everywhere: bool
+    question: Question, searches: list[TpPpSearch], top: int, *, everywhere: bool
 ) -> tuple[list[Strategy], dict[TpPpSearch, Candidate]]:
-    """The best, priced exactly; and of each way of cutting the model, or unless `everywhere` of those that may have one
-    of them, the best by the closed form."""
+    """Returns the best, priced exactly, and the best by the closed form of each tp x pp. Where it is not asked for
+    `everywhere`, a tp x pp that cannot have one of the best is left out."""
     best: dict[TpPpSearch, Candidate] = {}
     orders: dict[TpPpSearch, Iterator[Candidate]] = {}
-    for cut in sorted(cuts, key=lambda cut: cut.least_s):
+    for each in sorted(searches, key=lambda each: each.least_s):
         times = sorted(priced.step_time_s for priced in best.values())
         is_enough = not everywhere and len(times) >= top + _SPARE_WAYS
-        orders[cut] = cut.fastest(within_s=times[top + _SPARE_WAYS - 1] if is_enough else inf)
-        priced = next(orders[cut], None)
+        orders[each] = each.fastest(within_s=times[top + _SPARE_WAYS - 1] if is_enough else inf)
+        priced = next(orders[each], None)
         if priced is not None:
-            best[cut] = priced
+            best[each] = priced
     is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
-    ways = sorted(best, key=lambda cut: (best[cut].step_time_s, best[cut].bytes))[: top + _SPARE_WAYS]
+    ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[: top + _SPARE_WAYS]
     more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
-    finalists = [priced for cut in ways for priced in (best[cut], *islice(orders[cut], more - 1))]
+    finalists = [priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))]
     ranked = sorted((strategy(question, priced.parallel) for priced in finalists), key=_rank)
     first: dict[object, Strategy] = {}
-    for each in ranked:
-        first.setdefault(each.parallel if is_fixed else (each.parallel.tp, each.parallel.pp), each)
+    for one in ranked:
+        first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)
     return list(first.values())[:top], best
 
 
 def _left_out(
-    question: Question, told: list[Strategy], cuts: list[TpPpSearch], best: dict[TpPpSearch, Candidate]
+    question: Question, told: list[Strategy], searches: list[TpPpSearch], best: dict[TpPpSearch, Candidate]
 ) -> Iterator[NotShown]:
-    """Every tp x pp that is not told of and has layouts that fit, with how much slower it is; or has none at all, with
-    the first rule that it breaks."""
+    """Yields every tp x pp without a strategy among those `told`: how much slower it is where its layouts fit, and
+    where it has no layout the first rule that it breaks."""
     ways = {(each.parallel.tp, each.parallel.pp) for each in told}
-    by_size = {(cut.tp, cut.pp): cut for cut in cuts}
+    by_size = {(each.tp, each.pp): each for each in searches}
     least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
     for tp in divisors(question.gpus):
         for pp in divisors(question.gpus // tp):
-            cut = by_size.get((tp, pp))
-            if cut is None:
+            each = by_size.get((tp, pp))
+            if each is None:
                 yield NotShown(tp=tp, pp=pp, reason=_rule_broken(question, tp, pp))
-            elif cut in best and (tp, pp) not in ways:
-                slower = best[cut].step_time_s / least_s - 1
+            elif each in best and (tp, pp) not in ways:
+                slower = best[each].step_time_s / least_s - 1
                 yield NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")
 
 
@@ -148,7 +152,7 @@ def _rule_broken(question: Question, tp: int, pp: int) -> str:
 
 
 def _rank(candidate: Strategy) -> tuple[float, float, int]:
-    """Fastest first; layouts within a per mille of each other by memory, then by fewer tp ranks."""
+    """Sorts the fastest first, and layouts within a per mille of each other by memory, then by fewer tp ranks."""
     return (float(f"{candidate.cost.step_time_s:.3g}"), candidate.memory.total, candidate.parallel.tp)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.shapes import ModelShape, total_parameters
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.fastest import one_that_fits
@@ -40,8 +39,8 @@ class Extent:
 
 
 def smallest_cluster(question: Question) -> Extent | None:
-    """The fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a 32nd to
-    a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
+    """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a
+    32nd to a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
     node, least = question.cluster.gpus_per_node, _least_devices(question)
 
     def tried(gpus: int) -> Extent | None:
@@ -63,8 +62,8 @@ def smallest_cluster(question: Question) -> Extent | None:
 
 
 def longest_sequence(question: Question) -> Extent | None:
-    """The longest sequence that fits: the question's, doubled or halved, and then by 16ths of that. A learned table of
-    positions ends it."""
+    """Finds the longest sequence that fits: the question's, doubled or halved, and then by 16ths of that. A learned
+    table of positions ends it."""
     rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
     first = min(question.seq_len, rows)
 
@@ -77,8 +76,8 @@ def longest_sequence(question: Question) -> Extent | None:
 
 
 def largest_batch(question: Question) -> Extent | None:
-    """The most sequences that all data ranks together take at once, without accumulating gradients: any larger batch
-    fits too, as several microbatches, since what a device holds does not grow with their number."""
+    """Finds the most sequences that all data ranks together take at once, without accumulating gradients: any larger
+    batch fits too, as several microbatches, since what a device holds does not grow with their number."""
     best: Extent | None = None
     fixed, replicas = question.fixed, question.fixed.dp_replicate or 1
     for dp in reversed(divisors(question.gpus)):
@@ -96,7 +95,7 @@ def largest_batch(question: Question) -> Extent | None:
 
 
 def largest_model(question: Question) -> Extent | None:
-    """The largest model of the same kind that fits: see `grown`."""
+    """Finds the largest model of the same kind, as `grown` makes it, that fits."""
     step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
 
     def tried(steps: int) -> Extent | None:
@@ -106,7 +105,7 @@ def largest_model(question: Question) -> Extent | None:
 
 
 def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Extent | None:
-    """The largest of these models that fits and has the positions for the sequence."""
+    """Finds the largest of these models that fits and has the positions for the sequence."""
     enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
     for shape in sorted(enough, key=total_parameters, reverse=True):
         asked = replace(question, shape=shape)
@@ -133,7 +132,7 @@ def grown(shape: ModelShape, heads: int) -> ModelShape:
 
 
 def remedies(question: Question) -> Iterator[str]:
-    """Where nothing fits: what would, in words, each tried and not guessed."""
+    """Yields, in words, what would make something fit where nothing does; each remedy was tried."""
     found = smallest_cluster(question)
     if found is not None and found.question.gpus > question.gpus:
         yield f"{found.question.gpus} devices instead of {question.gpus}"
@@ -151,7 +150,7 @@ def remedies(question: Question) -> Iterator[str]:
 def _least_devices(question: Question) -> float:
     """A lower bound: what must be somewhere, over what a device may use. In this project's program that is each
     parameter's master and its states."""
-    if question.program.name != PARALLEL3D.name:
+    if not question.program.is_parallel3d:
         return 0.0
     master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
     least = master + (0.0 if training.factors else training.state_bytes)

@@ -49,9 +49,9 @@ class Question:
     precision: str = "bf16"
     program: TrainingProgram = PARALLEL3D
     fixed: Fixed = Fixed()
-    training: OptimizerMemory = OptimizerMemory()  # of this project's own program
+    training: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
     memory_fraction: float = 0.95
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # those that may be chosen
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
 
     @property
     def usable_bytes(self) -> float:
@@ -63,7 +63,7 @@ class Strategy:
     """A layout that fits, with what it costs."""
 
     parallel: ParallelConfig
-    memory: RankMemory  # of the worst pipeline rank
+    memory: RankMemory  # what the fullest pipeline rank holds
     cost: Cost
 
 

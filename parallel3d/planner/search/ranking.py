@@ -18,7 +18,7 @@ _FROM_THE_WHOLE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class WhyNot:
     """The best layout with what the user asked `--why` for: it fits (`found`), does not (`rejected`), or breaks a rule
     (`refused`)."""
 
@@ -29,7 +29,8 @@ class Comparison:
 
 
 def rank(question: Question, objective: Objective, *, top: int) -> Answer:
-    """The answer with its strategies in this order. By cost `question.gpus` is the most, and halves of it compete."""
+    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
+    halves of it compete."""
     answer = search(question, top=top)
     if objective == "memory" and answer.strategies:
         return replace(answer, strategies=tuple(leanest(question, top=top)))
@@ -38,17 +39,17 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     return answer
 
 
-def compare(question: Question, wanted: Fixed, asked: str) -> Comparison:
+def compare(question: Question, wanted: Fixed, asked: str) -> WhyNot:
     """The best that the cluster can do with `wanted`, in the place of what else is fixed."""
     try:
         other = replace(question, fixed=wanted)
         check_fixed(other)
         answer = search(other, top=1)
     except ConfigError as error:
-        return Comparison(asked=asked, refused=str(error))
+        return WhyNot(asked=asked, refused=str(error))
     if answer.strategies:
-        return Comparison(asked=asked, found=answer.strategies[0])
-    return Comparison(asked=asked, rejected=answer.rejected[0])
+        return WhyNot(asked=asked, found=answer.strategies[0])
+    return WhyNot(asked=asked, rejected=answer.rejected[0])
 
 
 def slower_by(best: Strategy, other: Strategy) -> list[tuple[str, float]]:

@@ -1,8 +1,8 @@
-"""The space that a search goes through: every layout that the rules of `validation` and of the layers allow.
+"""The space that a search goes through: every layout that the rules of `config.rules` allow.
 
-What is left out is left out exactly: where another layout is never slower and never needs more memory (sequence
-parallelism wherever tp > 1 allows it; 1F1B against GPipe). Layouts that differ only in recompute and in how the data
-ranks are used are a *family*: they take one pipeline, and their activations are the same.
+A layout is left out only where another one is never slower and never needs more memory: sequence parallelism is used
+wherever tp > 1 allows it, and 1F1B stands for GPipe. Layouts that differ only in recompute and in how the data ranks
+are used are a *family*: they run one pipeline, and their activations are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from math import gcd
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.rules_layout import divides_key_value_heads, leaves_no_rank_empty, sharding_errors
 from parallel3d.config.strategy import HYBRID_OF, REPLICATED, ShardingName
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.search.question import Question
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shards import divisors
@@ -24,7 +23,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fa
 
 
 def families(question: Question) -> Iterator[ParallelConfig]:
-    """Layouts that differ in more than recompute and the split of the data ranks: tp, pp, schedule, microbatch."""
+    """Yields one layout of each family: of each tp, pp, schedule and microbatch size."""
     shape, fixed = question.shape, question.fixed
     for tp in _tensor_sizes(question):
         for pp in divisors(question.gpus // tp):
@@ -50,8 +49,8 @@ def families(question: Question) -> Iterator[ParallelConfig]:
 
 
 def tp_rule(question: Question, tp: int) -> str | None:
-    """The rule of the layers that a tp breaks."""
-    shape, is_own = question.shape, question.program.name == PARALLEL3D.name
+    """The rule of the layers that a tp breaks, as an error says it; None where it keeps them all."""
+    shape, is_own = question.shape, question.program.is_parallel3d
     if gcd(shape.heads, shape.ffn_hidden) % tp:
         return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
     if not (divides_key_value_heads(shape.kv_heads, tp) if is_own else shape.kv_heads % tp == 0):
@@ -75,7 +74,8 @@ def _sequence_parallel(question: Question, tp: int) -> bool:
 
 
 def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules and stages per rank: without a pipeline 1F1B alone, which is gradient accumulation."""
+    """Yields each schedule with each number of stages per rank; a pipeline of one rank needs 1F1B alone, which then
+    accumulates gradients."""
     fixed = question.fixed
     names = (fixed.schedule,) if fixed.schedule is not None else question.schedules if pp > 1 else ("1f1b",)
     for name in names:
@@ -85,8 +85,8 @@ def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple
 
 
 def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
-    """One where the schedule has one; two on a V; else every number that divides the layers, or where none does all
-    up to 8."""
+    """The numbers of stages that a rank may hold: the schedule's own where it is fixed, else every number that divides
+    the layers, or all up to 8 where none does."""
     traits, deepest = SCHEDULES[name], layers // pp
     if traits.usual_stages == 1:
         return [1]
@@ -99,7 +99,7 @@ def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
 
 
 def recompute_choices(question: Question) -> list[Recompute]:
-    """What may be recomputed, from the fastest to the leanest."""
+    """The choices of recompute that the question allows, from the fastest to the leanest."""
     return [kind for kind in _RECOMPUTE if _allowed(kind, question.fixed.recompute)]
 
 
@@ -110,26 +110,22 @@ def leanest_recompute_choices(question: Question, pp: int) -> list[Recompute]:
 
 
 def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
-    """A family's ways of using its data ranks, without recompute, and gathering and reducing once a step."""
-    for split in _splits(question, family):
-        yield from _strategies(question, split)
-
-
-def _splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields a family's ways of using its data ranks, without recompute, that gather and reduce once a step."""
     fixed = question.fixed
     for shards in divisors(family.dp_shard):
         replicas = family.dp_shard // shards
         if _allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate):
-            yield replace(family, dp_shard=shards, dp_replicate=replicas)
+            yield from _strategies(question, replace(family, dp_shard=shards, dp_replicate=replicas))
 
 
 def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelConfig]:
-    """The strategies of `sharding/` that differ at this split: parameters split and kept for a step, which is what
-    SHARD_GRAD_OP is, too; over all data ranks also parameters whole and the optimizer's states split; with nothing
-    split NO_SHARD."""
+    """Yields the split with each strategy of `sharding/` that differs there.
+
+    FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER splits over all data
+    ranks, and NO_SHARD splits nothing. Other programs' runs are told apart by dp_shard alone."""
     fixed = question.fixed
-    if question.program.name != PARALLEL3D.name or split.dp == 1:
-        yield split  # other programs' runs are told apart by dp_shard alone
+    if not question.program.is_parallel3d or split.dp == 1:
+        yield split
         return
     names: list[ShardingName] = ["FULL_SHARD"] if split.dp_shard > 1 else ["NO_SHARD"]
     if split.dp_shard > 1 and split.dp_replicate == 1:
@@ -148,9 +144,10 @@ def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelC
 
 
 def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelConfig | None:
-    """The layout with parameters gathered and gradients reduced for each microbatch, where that is another one: leaner
-    and never faster, so it is tried where the layout itself does not fit as it is."""
-    fixed, is_own = question.fixed, question.program.name == PARALLEL3D.name
+    """The layout that gathers parameters and reduces gradients for each microbatch, None where that is the same one.
+
+    It is leaner and never faster, so it is tried where the layout itself does not fit."""
+    fixed, is_own = question.fixed, question.program.is_parallel3d
     several = question.global_batch_size > way.dp * way.microbatch_size
     can = is_own and several and way.dp_shard > 1 and way.sharding not in REPLICATED
     if not can or SCHEDULES[way.schedule].splits_backward or fixed.gather or fixed.reduce:

@@ -1,9 +1,9 @@
-"""One way of cutting the model, tp x pp, and its layouts in the order of their time.
+"""One tp x pp of a question, and its layouts in the order of their time.
 
 Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a heap is ordered by
-the least that a family, and then each of its layouts, can take, and a layout that comes to its top either fits, and
-nothing left is faster, or gives its place to itself with more recompute. A lower bound of a family's memory (`floor`)
-spares those that cannot fit.
+the least time that a family, and then each of its layouts, can take. A layout that comes to its top either fits, and
+nothing left is faster, or gives its place to itself with more recompute. A lower bound of a family's memory, its
+floor, spares the layouts that cannot fit.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Family:
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A layout whose memory is not known yet, or where `is_family` all of a family's with this recompute."""
+class _Waiting:
+    """A layout whose memory is not known yet; where `is_family`, all layouts of a family with this recompute."""
 
     family: _Family
     parallel: ParallelConfig
@@ -59,12 +59,13 @@ class _Pending:
 
 
 class TpPpSearch:
-    """A tp x pp of a question. `checked`, `fitting`: layouts whose memory was computed so far, and fits."""
+    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` those that
+    fit."""
 
     def __init__(
         self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: BlockTimeCache | None = None
     ) -> None:
-        """`blocks`: those of other cuts of the same model on the same cluster."""
+        """`blocks` has the block times of other searches of the same model on the same cluster."""
         shared: BlockTimeCache = {} if blocks is None else blocks
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
         self._question = question
@@ -74,8 +75,8 @@ class TpPpSearch:
 
     @property
     def size(self) -> int:
-        """Its layouts, each with every recompute."""
-        counts: dict[tuple[int, int, str], int] = {}  # of families that are used alike
+        """How many layouts it has, each with every recompute."""
+        counts: dict[tuple[int, int, str], int] = {}  # the layouts of families that are used alike
         found = 0
         for each in (family.parallel for family in self._families):
             key = (each.dp, each.microbatch_size, each.schedule)
@@ -89,30 +90,30 @@ class TpPpSearch:
 
     @cached_property
     def least_s(self) -> float:
-        """What none of its layouts takes less than."""
-        families = (self._with(family, 0) for family in self._families)
-        return min(self._least_s(family, parallel) for family, parallel in families)
+        """Seconds of a step that none of its layouts goes below."""
+        kind = self._recompute_choices[0]
+        return min(self._least_s(family, replace(family.parallel, recompute=kind)) for family in self._families)
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
-        """What fits, in the order of time; of one use of the data ranks with the least recompute that fits. Nothing
-        that takes longer than `within_s`."""
+        """Yields the layouts that fit in the order of time, each use of the data ranks with the least recompute that
+        fits, and none that takes longer than `within_s`."""
         usable, order = self._question.usable_bytes, count()
-        heap: list[tuple[float, int, _Pending]] = []
+        heap: list[tuple[float, int, _Waiting]] = []
 
         def push_family(family: _Family, kind: int) -> None:
             if kind < len(self._recompute_choices):
                 parallel = replace(family.parallel, recompute=self._recompute_choices[kind])
                 least_s = self._least_s(family, parallel)
-                heappush(heap, (least_s, next(order), _Pending(family, parallel, kind, is_family=True)))
+                heappush(heap, (least_s, next(order), _Waiting(family, parallel, kind, is_family=True)))
 
         def push(family: _Family, way: ParallelConfig, kind: int) -> bool:
-            """With the first recompute from this one on that may fit; whether that is this one."""
+            """Pushes it with the first recompute from `kind` on that may fit; returns whether that is `kind` itself."""
             for index in range(kind, len(self._recompute_choices)):
                 parallel = replace(way, recompute=self._recompute_choices[index])
                 run = planned_run(self._question, parallel)
                 if self._floor(family, run, parallel.recompute) <= usable:
                     seconds = step_cost(run, exact=False, known=family.known).step_time_s
-                    heappush(heap, (seconds, next(order), _Pending(family, parallel, index)))
+                    heappush(heap, (seconds, next(order), _Waiting(family, parallel, index)))
                     return index == kind
             return False
 
@@ -148,38 +149,27 @@ class TpPpSearch:
                         push(at.family, leaner, at.kind)
         yield from sorted(ready, key=lambda priced: priced.bytes)
 
-    def leanest(self) -> Candidate | None:
-        """The layout that needs least, whether it fits or not."""
+    def leanest(self, *, enough: float | None = None) -> Candidate | None:
+        """Returns the layout that needs least, whether it fits or not; with `enough` the first found that needs no more
+        than so many bytes, and None where every layout needs more."""
         found: Candidate | None = None
+        most = inf if enough is None else enough
         for floor, family, kind in self._by_floor():
-            if found is not None and floor >= found.bytes:
+            if floor > most:
                 break
             for parallel in self._leanest_ways(family, kind):
                 run = planned_run(self._question, parallel)
-                if found is not None and self._floor(family, run, kind) >= found.bytes:
+                if self._floor(family, run, kind) > most:
                     continue
-                bytes_ = self._bytes(run, enough=found.bytes if found else inf)
-                if found is None or bytes_ < found.bytes:
-                    found = Candidate(parallel, inf, bytes_)
+                bytes_ = self._bytes(run, enough=most)
+                if bytes_ < most or (enough is not None and bytes_ == most):
+                    found, most = Candidate(parallel, inf, bytes_), bytes_
+                    if enough is not None:
+                        return found
         return found
 
-    def one_that_fits(self) -> Candidate | None:
-        """The first found, those tried first that may be the leanest; None where none does."""
-        usable = self._question.usable_bytes
-        for floor, family, kind in self._by_floor():
-            if floor > usable:
-                break
-            for parallel in self._leanest_ways(family, kind):
-                run = planned_run(self._question, parallel)
-                if self._floor(family, run, kind) > usable:
-                    continue
-                bytes_ = self._bytes(run, enough=usable)
-                if bytes_ <= usable:
-                    return Candidate(parallel, inf, bytes_)
-        return None
-
     def _by_floor(self) -> list[tuple[float, _Family, Recompute]]:
-        """Families with what may be their leanest recompute, by what they cannot do without."""
+        """Families with what may be their leanest recompute, in the order of their floors."""
         recompute_choices = leanest_recompute_choices(self._question, self.pp)
         found = [
             (self._family_floor(family, kind), family, kind) for family in self._families for kind in recompute_choices
@@ -192,9 +182,6 @@ class TpPpSearch:
                 if each is not None:
                     yield replace(each, recompute=kind)
 
-    def _with(self, family: _Family, kind: int) -> tuple[_Family, ParallelConfig]:
-        return family, replace(family.parallel, recompute=self._recompute_choices[kind])
-
     def _bytes(self, run: PlannedRun, *, enough: float) -> float:
         self.checked += 1
         return quick_worst_bytes(run, enough=enough)
@@ -203,7 +190,7 @@ class TpPpSearch:
         return least_step_s(planned_run(self._question, parallel), known=family.known)
 
     def _floor(self, family: _Family, run: PlannedRun, kind: Recompute) -> float:
-        """What a family's layout holds at least, recomputed so."""
+        """Bytes that a family's layout holds at least with this recompute."""
         layout = run.layout
         data = (layout.strategy, layout.dp_shard, layout.gather, layout.reduce)
         key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
@@ -212,13 +199,13 @@ class TpPpSearch:
         return least_bytes(run, self._states[key], self._work(family, kind))
 
     def _family_floor(self, family: _Family, kind: Recompute) -> float:
-        """What no layout of a family with this recompute can do without."""
+        """Bytes that every layout of a family with this recompute holds at least."""
         least = self._work(family, kind)
         at_rest = [Least(at_rest=each.at_rest) for each in least]
         return least_bytes(planned_run(self._question, family.parallel), at_rest, least)
 
     def _work(self, family: _Family, kind: Recompute) -> tuple[Least, ...]:
-        """Of a family with everything split over all of its data ranks."""
+        """What a family holds at least with everything split over all of its data ranks."""
         if kind not in family.held:
             parallel = family.parallel
             split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD", recompute=kind)

@@ -18,7 +18,7 @@ _SWIGLU_FORWARD, _SWIGLU_BACKWARD = 6.0, 10.0
 # dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 10.0, 14.0
 _UNFUSED = 2.2  # mask, scale, softmax and its float32 copies as kernels of their own
-_ACCUMULATE = 0.15  # of a gradient's read and write that the matmul does not hide
+_ACCUMULATE = 0.15  # share of a gradient's read and write that the matmul does not hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class BlockTimes:
     forward_s: float
     backward_s: float
     again_s: float
-    weight_s: float  # of backward_s, what only weights' gradients need
+    weight_s: float  # the part of backward_s that only weights' gradients need
     launches_s: float  # host time of the forward's launches
 
     @property
@@ -41,8 +41,8 @@ class BlockTimes:
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Forward and backward of one group of kernels, and of the backward what is for weights."""
+class _KernelTimes:
+    """Seconds of one group of kernels; `weight_s` is the part of the backward that weights' gradients need."""
 
     forward_s: float
     backward_s: float
@@ -74,7 +74,7 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
     )
 
 
-def _matmuls(run: PlannedRun, kernels: Kernels) -> _Parts:
+def _matmuls(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
     shape, tp, t = run.shape, run.layout.tp, run.tokens
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     sizes = [
@@ -90,11 +90,11 @@ def _matmuls(run: PlannedRun, kernels: Kernels) -> _Parts:
         weight += matmul_s(kernels, out_features, in_features, t) + _accumulate_s(
             run, kernels, out_features * in_features
         )
-    return _Parts(forward, backward + weight, weight)
+    return _KernelTimes(forward, backward + weight, weight)
 
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
-    """Adding a microbatch's gradient to what there is."""
+    """Returns the seconds to add a microbatch's gradient to that of earlier ones."""
     program = run.program
     if run.layout.microbatches == 1 and not program.fused_weight_gradient:
         return 0.0
@@ -104,7 +104,7 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
     return weights * passes / kernels.memory_rate
 
 
-def _attention(run: PlannedRun, kernels: Kernels) -> _Parts:
+def _attention(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
     shape, layout, program = run.shape, run.layout, run.program
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
@@ -121,7 +121,7 @@ def _attention(run: PlannedRun, kernels: Kernels) -> _Parts:
             )
             for is_backward in (False, True)
         )
-        return _Parts(forward, backward)
+        return _KernelTimes(forward, backward)
     s, d = run.seq_len // layout.cp, shape.head_dim
     speed = 0.5  # batched products of few columns
     if d % 8:
@@ -132,11 +132,11 @@ def _attention(run: PlannedRun, kernels: Kernels) -> _Parts:
     dropout = 3.0 if program.dropout else 0.0
     forward = max(product_s, 0.0) + traffic * (_SOFTMAX_FORWARD + dropout) / kernels.memory_rate
     backward = 2 * product_s + traffic * (_SOFTMAX_BACKWARD + dropout) / kernels.memory_rate
-    return _Parts(forward, backward)
+    return _KernelTimes(forward, backward)
 
 
 def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
-    """Moved forward and backward by what is neither a product nor attention: norms, residuals, activations, rope."""
+    """Bytes that norms, residuals, activations and rope move, forward and backward."""
     shape, layout, program, t = run.shape, run.layout, run.program, run.tokens
     outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     dropped = 1.0 if program.dropout else 0.0
@@ -155,16 +155,16 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
     return forward * scale, backward * scale
 
 
-def _elementwise(run: PlannedRun, kernels: Kernels) -> _Parts:
+def _elementwise(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
     forward, backward = elementwise_bytes(run)
-    return _Parts(
+    return _KernelTimes(
         memory_bound_s(kernels, forward, launches=8),
         memory_bound_s(kernels, backward, launches=12),
     )
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Forward and backward of the last norm, the output table and the loss."""
+    """Returns the seconds that the last norm, the output table and the loss take, forward and backward."""
     shape, t = run.shape, run.tokens
     vocab = run.rank_vocab
     product = matmul_s(kernels, t, vocab, shape.hidden, precision=kernels.half)
@@ -176,6 +176,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Forward and backward of the look-up: rows read and written, the gradient scattered into float32."""
+    """Returns the seconds that the look-up takes: forward it reads and writes rows, backward it scatters gradients into
+    float32."""
     rows = run.tokens * run.shape.hidden
     return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(kernels, rows * 12.0, launches=4)

@@ -1,8 +1,8 @@
 """The time of a step on a host that was calibrated: its own curves, and what this program adds to them as measured.
 
-The same parts as `cost` has, put together otherwise: on a CPU dispatch does not run beside the kernels but before each,
-and ranks that are more than the cores share them. So a pipeline is simulated with as many of its ranks at full speed as
-there are cores for (`timeline.shared_makespan_s`), and everything that all ranks do at once takes `slowdown` longer.
+The parts are those of `step`, put together otherwise: a CPU dispatches before each kernel and not beside it, and ranks
+that are more than the cores share them. So a pipeline is simulated with as many of its ranks at full speed as there are
+cores for (`pipeline.shared_makespan_s`), and everything that all ranks do at once takes `slowdown` longer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel3d.planner.time.roofline import Kernels
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.timeline.simulate import StageTimes
 
-_FORWARD = 0.4  # of what a block dispatches, forward and backward
+_FORWARD = 0.4  # the forward's share of what a block dispatches
 _NONE = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
 
 
@@ -57,7 +57,7 @@ class _Host:
 
 
 def measured_parts(run: PlannedRun, measured: Calibration, *, exact: bool) -> TimeParts:
-    """Seconds of a step by cause. `exact` simulates the schedule."""
+    """Prices a step by cause, in seconds. `exact` simulates the schedule."""
     host = _host(run, measured)
     forward, backward = _block(run, host)
     times, ends_s = _stage_times(run, host, forward, backward)
@@ -112,7 +112,7 @@ def _sum(parts: list[Overhead]) -> Overhead:
 
 
 def _kernels(run: PlannedRun, host: _Host) -> tuple[PlannedRun, Kernels]:
-    """The run with what was measured in the place of what its program assumes."""
+    """Returns the run without what its program assumes of kernels, and the kernels as they were measured."""
     program = replace(run.program, elementwise=1.0, launches=0, blocking=False, loss_passes=0.0)
     return replace(run, program=program), Kernels(
         device=run.cluster.device, precision=run.precision, process=host.process
@@ -166,7 +166,7 @@ def _tp_s(run: PlannedRun, host: _Host) -> tuple[float, float]:
 
 
 def _stage_times(run: PlannedRun, host: _Host, forward: _Way, backward: _Way) -> tuple[list[StageTimes], list[float]]:
-    """The stages, and of each what its embedding and head take."""
+    """Returns the seconds of each stage, and those that its embedding and head take."""
     calibrated_run, kernels = _kernels(run, host)
     head, embedding = head_times(calibrated_run, kernels), embedding_times(calibrated_run, kernels)
     loss = host.process.logit_s * run.tokens * run.loss_vocab / 2
@@ -180,14 +180,14 @@ def _stage_times(run: PlannedRun, host: _Host, forward: _Way, backward: _Way) ->
             ends_f, ends_b = ends_f + embedding[0] + _FORWARD * micro / 2, ends_b + embedding[1] + 0.6 * micro / 2
         if stage.head:
             ends_f, ends_b = ends_f + head[0] + loss + _FORWARD * micro / 2, ends_b + head[1] + loss + 0.6 * micro / 2
-        half_s = (b + ends_b + action) / 2  # of a backward, which is for weights
+        half_s = (b + ends_b + action) / 2
         times.append(StageTimes(forward=f + ends_f + action, input=half_s, weight=half_s))
         ends.append(ends_f + ends_b)
     return times, ends
 
 
 def _action_s(run: PlannedRun, host: _Host) -> float:
-    """What an action of a pipeline takes beside its stage: its place in the schedule, and a message."""
+    """Seconds that an action of a pipeline takes beside its stage: its place in the schedule, and a message."""
     layout = run.layout
     if layout.pp == 1:
         return 0.0
@@ -215,7 +215,7 @@ def _pipeline_s(run: PlannedRun, host: _Host, times: list[StageTimes], *, exact:
 
 
 def _once(run: PlannedRun, host: _Host, parameters: int, layers: int) -> dict[str, float]:
-    """What comes once a step."""
+    """Returns the seconds, by cause, of what comes once a step."""
     base, slow = host.process.overhead, host.slowdown
     own = parameters / run.layout.optimizer_shards
     added = _sum([host.tp, host.dp])

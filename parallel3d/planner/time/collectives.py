@@ -22,7 +22,7 @@ def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) ->
 
 
 def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
-    """Each rank ends with `whole_bytes`; a reduce-scatter of them takes the same."""
+    """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
     if group.size == 1:
         return 0.0
     hops = (group.per_node - 1) * cluster.node.latency_s + (group.nodes - 1) * cluster.network.latency_s
@@ -31,7 +31,8 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
-    """A reduce-scatter and an all-gather; small ones go by trees, whose latency grows with the logarithm."""
+    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, whose latency grows with the
+    logarithm."""
     if group.size == 1:
         return 0.0
     ring = 2 * all_gather_s(cluster, group, whole_bytes, one_ring=one_ring)
@@ -43,17 +44,17 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def contention_s(cluster: Cluster, bytes_: float) -> float:
-    """Processors and memory that a hidden collective takes from the kernels beside it: its time at the node's speed."""
+    """Seconds at the node's speed in which a hidden collective takes processors and memory from kernels beside it."""
     return bytes_ / cluster.node.sustained
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """One transfer between neighbouring stages of a pipeline that lies on so many nodes, by the slowest link between
-    any two of them."""
+    """Seconds of one transfer between neighbouring stages of a pipeline that lies on so many nodes, by the slowest link
+    between any two of them."""
     link = cluster.network if nodes > 1 else cluster.node
     return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
 
 
 def _spread(cluster: Cluster, nodes: int) -> float:
-    """What the network's upper tiers divide its bandwidth by, among so many nodes."""
+    """Returns what the network's upper tiers divide its bandwidth by where so many nodes share it."""
     return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0

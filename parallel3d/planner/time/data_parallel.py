@@ -9,8 +9,9 @@ from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, cont
 
 
 def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> float:
-    """Parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a sharded optimizer one
-    gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may send in buckets."""
+    """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a
+    sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may
+    send in buckets."""
     program, layout, cluster = run.program, run.layout, run.cluster
     group = run.dp_group
     if group.size == 1:
@@ -34,9 +35,10 @@ def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> 
 
 
 def sharded_s(run: PlannedRun, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:
-    """Parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters are gathered and the
-    last one's gradients reduced; what takes longer than the compute shows. The first gather and the last reduction
-    always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward and backward."""
+    """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters
+    are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
+    the last reduction always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward
+    and backward."""
     program, layout, shape = run.program, run.layout, run.shape
     gather_s, reduce_s = _unit_s(run, run.block_parameters)
     ends = embedding_parameters(shape, layout.tp) + head_parameters(
@@ -58,7 +60,7 @@ def sharded_s(run: PlannedRun, block: BlockTimes, tp_s: tuple[float, float], end
 
 
 def _unit_s(run: PlannedRun, parameters: int) -> tuple[float, float]:
-    """Gather and reduction of one unit's parameters."""
+    """Returns the seconds to gather one unit's parameters, and to reduce their gradients."""
     program, layout, cluster = run.program, run.layout, run.cluster
     inner, outer = run.shard_group(layout.parameter_shards), run.replica_group(layout.parameter_shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)

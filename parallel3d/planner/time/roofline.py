@@ -23,7 +23,7 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-_TAIL = 0.5  # of a last, partly filled wave of tiles: half is hidden by split-k and by the next kernel's prologue
+_TAIL = 0.5  # share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not hide
 _DEPTH = 128  # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
 _FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Kernels:
 
 
 def _of_precision(table: Mapping[str, T], precision: str) -> T:
-    """What was measured in this precision, or in the first that was."""
+    """Returns what was measured in this precision, or in the first one that was."""
     return table[precision] if precision in table else next(iter(table.values()))
 
 
@@ -75,7 +75,7 @@ def _matmul_s(
 
 
 def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None = None) -> float:
-    """[m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
+    """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
     device, precision = kernels.device, precision or kernels.precision
     if kernels.process is not None:
         return 2.0 * m * n * k / _of_precision(kernels.process.matmul, precision).at(sqrt(m * n), k)
@@ -102,7 +102,8 @@ def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1)
 def flash_attention_s(
     kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool, causal: bool
 ) -> float:
-    """A tiled kernel (Dao 2023, arXiv 2307.08691): half the products under a causal mask, 5 for 2 in the backward."""
+    """Returns the seconds of a tiled kernel (Dao 2023, arXiv 2307.08691): half the products under a causal mask, 5 for
+    2 in the backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * (0.5 if causal else 1.0)
     if kernels.process is not None:
         return products / _of_precision(kernels.process.attention, kernels.precision)[backward].at(keys, head_dim)

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.own.muon import busiest_shapes, hidden_matrices, ranks_of
@@ -21,19 +20,19 @@ from parallel3d.schedules.registry import ScheduleName
 from parallel3d.timeline.simulate import StageTimes
 
 ZERO_BUBBLE = ("zb-1p", "zb-2p")
-EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: of what the device does since
+EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a step takes and what that is worth."""
+    """What a step takes, and what that is worth."""
 
     parts: TimeParts
     step_time_s: float
     tokens_per_s_per_gpu: float
     model_flops_per_gpu: float  # per second
     mfu: float  # model FLOPs (`flops.model_flops_per_token`) over the device's dense peak
-    hfu: float  # likewise with what recompute repeats
+    hfu: float  # the same with what recompute repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class _Microbatch:
 
 
 def kernels_of(run: PlannedRun) -> Kernels:
-    """The device as the program's kernels use it."""
+    """Returns the device as the program's kernels use it."""
     program, matmul, attention = run.program, 1.0, 1.0
     if run.cluster.device.family == "hopper":
         matmul, attention = EARLY_HOPPER if program.early_hopper else (1.0, program.hopper_attention)
@@ -68,13 +67,11 @@ class _Pipeline:
 
     micro: _Microbatch
     rank_s: list[float]
-    stage_layers: int  # of the largest
+    stage_layers: int  # layers of the largest stage
     seconds: float
 
 
-BlockTimeCache = dict[
-    tuple[object, ...], _Microbatch
-]  # of one model on one kind of cluster, by all that they depend on
+BlockTimeCache = dict[tuple[object, ...], _Microbatch]  # one model's on one kind of cluster, by all that they depend on
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class CostCache:
 
 
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
-    """The cost of a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
+    """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
     project's own program on a calibrated host is priced by what was measured there. `known` is filled, and read."""
     parts = _calibrated(run, exact=exact) or _modelled(run, exact=exact, known=known)
     tokens = run.tokens_per_step / parts.total / run.layout.world_size
@@ -105,21 +102,22 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
 
 
 def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
-    """Seconds of every stage for one microbatch, and of a transfer between two: what the schedule is simulated with."""
+    """Returns what the schedule is simulated with: every stage's seconds for one microbatch, and those of a
+    transfer."""
     return _stage_times(run, _microbatch(run, kernels_of(run))), _send_s(run)
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
-    """What no layout with this pipeline takes less than, however it uses its data ranks: its microbatches, and what
-    every step has. 0.0 where measurements price the step as a whole."""
-    if run.cluster.measured is not None and run.program.name == PARALLEL3D.name:
+    """Seconds that no layout with this pipeline goes below, however it uses its data ranks: its microbatches, and what
+    every step has. It is 0.0 where measurements price the step as a whole."""
+    if run.cluster.measured is not None and run.program.is_parallel3d:
         return 0.0
     return _known_pipeline(run, kernels_of(run), exact=False, known=known).seconds + run.program.step_overhead_s
 
 
 def _calibrated(run: PlannedRun, *, exact: bool) -> TimeParts | None:
     measured = run.cluster.measured
-    if measured is None or run.program.name != PARALLEL3D.name:
+    if measured is None or not run.program.is_parallel3d:
         return None
     return measured_parts(run, measured, exact=exact)
 
@@ -171,9 +169,9 @@ def _microbatch(run: PlannedRun, kernels: Kernels) -> _Microbatch:
 
 
 def _tp_s(run: PlannedRun) -> tuple[float, float, float]:
-    """Exposed tp traffic of a block: forward, backward, and what recompute repeats. Two all-reduces each way, or as
-    many reduce-scatters and all-gathers; sequence parallelism gathers the inputs once more for the weights' gradients,
-    beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2)."""
+    """Seconds of a block's tp traffic that show: forward, backward, and what recompute repeats. Two all-reduces each
+    way, or as many reduce-scatters and all-gathers; sequence parallelism gathers the inputs once more for the weights'
+    gradients, beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2)."""
     layout, cluster, group = run.layout, run.cluster, run.tp_group
     if layout.tp == 1:
         return 0.0, 0.0, 0.0
@@ -186,7 +184,8 @@ def _tp_s(run: PlannedRun) -> tuple[float, float, float]:
 
 
 def _cp_s(run: PlannedRun, block: BlockTimes) -> float:
-    """Context parallelism: keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889)."""
+    """Returns the seconds of context parallelism in a forward: keys and values go round a ring beside the attention
+    (Liu et al. 2023, arXiv 2310.01889)."""
     layout = run.layout
     if layout.cp == 1:
         return 0.0
@@ -230,8 +229,8 @@ def _pipeline_s(run: PlannedRun, micro: _Microbatch, times: list[StageTimes], *,
 
 
 def _send_s(run: PlannedRun) -> float:
-    """An activation on its way to the next stage; with tp and without sequence parallelism each rank sends its part
-    and gathers (Narayanan et al. 2021, arXiv 2104.04473, section 4.1)."""
+    """Seconds of an activation on its way to the next stage; with tp and without sequence parallelism each rank sends
+    its part and gathers (Narayanan et al. 2021, arXiv 2104.04473, section 4.1)."""
     layout = run.layout
     if layout.pp == 1:
         return 0.0
@@ -251,8 +250,8 @@ def _data_parallel_s(run: PlannedRun, pipeline: _Pipeline, rank_parameters: int)
 
 
 def _optimizer_s(run: PlannedRun, kernels: Kernels, rank_parameters: int) -> float:
-    """AdamW: weights, two moments and gradients read, all but the last written, the computing copy written; before it
-    the gradient norm reads every gradient, and clipping writes it."""
+    """Seconds of AdamW: weights, two moments and gradients read, all but the last written, the computing copy written;
+    before it the gradient norm reads every gradient, and clipping writes it."""
     program, layout = run.program, run.layout
     own = rank_parameters / layout.optimizer_shards
     gradients = rank_parameters / layout.gradient_shards
@@ -262,8 +261,8 @@ def _optimizer_s(run: PlannedRun, kernels: Kernels, rank_parameters: int) -> flo
 
 
 def _muon_s(run: PlannedRun, kernels: Kernels) -> float:
-    """Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of a rank's part, through
-    one port each (`training.optimizers.muon`)."""
+    """Returns the seconds of Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of
+    a rank's part, through one port each (`training.optimizers.muon`)."""
     if run.muon is None:
         return 0.0
     ranks, blocks = ranks_of(run), max(part.layers for part in run.ranks)
@@ -281,8 +280,8 @@ def _muon_s(run: PlannedRun, kernels: Kernels) -> float:
 
 
 def _tied_embeddings_s(run: PlannedRun) -> float:
-    """The two copies of a tied table, on the first and the last stage, sum their gradients: a ring of two, each sends
-    one half to be summed and then the other, summed."""
+    """Seconds for tied tables: the two copies, on the first and the last stage, sum their gradients: a ring of two,
+    each sends one half to be summed and then the other, summed."""
     if not run.shape.tied_embeddings or run.layout.pp == 1:
         return 0.0
     bytes_ = run.shape.vocab * run.shape.hidden / run.layout.tp * run.program.reduce_bytes

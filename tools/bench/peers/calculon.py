@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import RunLayout
-from parallel3d.planner.published.cases import Case
+from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
 _GIB = 2.0**30
@@ -47,7 +47,7 @@ class Calculon:
                 "the clone on PYTHONPATH, pip install pandas psutil"
             ) from missing
 
-    def cannot(self, case: Case) -> str:
+    def cannot(self, case: PublishedCase) -> str:
         """Why it cannot express a case; empty where it can."""
         run = case.run
         if not any(part in run.cluster.device.name for part in _SYSTEMS):
@@ -61,7 +61,7 @@ class Calculon:
             return "gated feed-forward"
         return "grouped keys" if run.shape.kv_heads != run.shape.heads else ""
 
-    def predict(self, case: Case) -> Prediction:
+    def predict(self, case: PublishedCase) -> Prediction:
         """What it says of a case that it can express. Raises ConfigError where it refuses that after all."""
         answers, refusals = [], []
         for networks in _networks(case.run.layout):
@@ -80,7 +80,7 @@ class Calculon:
             step_time_s=step_time_s,
         )
 
-    def _asked(self, case: Case, networks: tuple[int, int, int]) -> tuple[float, float]:
+    def _asked(self, case: PublishedCase, networks: tuple[int, int, int]) -> tuple[float, float]:
         """Seconds of a step and bytes of a device, with tp, pp and dp over those of the system's networks."""
         tree = next(tree for part, tree in self._systems.items() if part in case.run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
@@ -89,7 +89,7 @@ class Calculon:
         model.run(system)
         return model.get_total_time(), model.get_mem_tier1_cap_req()
 
-    def _application(self, case: Case) -> Any:
+    def _application(self, case: PublishedCase) -> Any:
         shape = case.run.shape
         return self._llm.Application(
             {
@@ -102,7 +102,7 @@ class Calculon:
             }
         )
 
-    def _execution(self, case: Case, networks: tuple[int, int, int]) -> dict[str, Any]:
+    def _execution(self, case: PublishedCase, networks: tuple[int, int, int]) -> dict[str, Any]:
         run, layout = case.run, case.run.layout
         keeps_no_scores = run.program.attention == "flash" and layout.recompute == "none"
         return {

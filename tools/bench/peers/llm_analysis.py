@@ -16,7 +16,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import RunLayout
-from parallel3d.planner.published.cases import Case
+from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
 _GIB = 2.0**30
@@ -34,11 +34,11 @@ class LlmAnalysis:
         self._config = _module("llm_analysis.config")
         _module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)  # it warns of every run several times
 
-    def cannot(self, case: Case) -> str:
+    def cannot(self, case: PublishedCase) -> str:
         """Why it cannot express a case; empty where it can."""
         return why_not(case.run.layout)
 
-    def predict(self, case: Case) -> Prediction:
+    def predict(self, case: PublishedCase) -> Prediction:
         """What it says of a case that it can express."""
         summary = self._asked(case)
         return prediction(
@@ -49,7 +49,7 @@ class LlmAnalysis:
             step_time_s=summary["latency_per_iter"],
         )
 
-    def _asked(self, case: Case) -> dict[str, Any]:
+    def _asked(self, case: PublishedCase) -> dict[str, Any]:
         run, words = case.run, self._analysis
         layout = run.layout
         question = words.LLMAnalysis(
@@ -76,7 +76,7 @@ class LlmAnalysis:
         )
         return summary
 
-    def _model(self, case: Case) -> Any:
+    def _model(self, case: PublishedCase) -> Any:
         shape = case.run.shape
         inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
         return self._config.ModelConfig(
@@ -91,7 +91,7 @@ class LlmAnalysis:
             expansion_ratio=inner / shape.hidden,
         )
 
-    def _device(self, case: Case) -> Any:
+    def _device(self, case: PublishedCase) -> Any:
         cluster = case.run.cluster
         device = cluster.device
         return self._config.GPUConfig(
