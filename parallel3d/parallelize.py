@@ -1,4 +1,4 @@
-"""From a model and a layout to what this rank trains: its stages, cut, sharded and filled, and their pipeline."""
+"""Turns a model and a layout into what this rank trains: its stages, sharded and initialised, and their pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 
 class ModelClass(Protocol):
-    """How a model is built: whole, on the meta device, its layers split over `tp`."""
+    """The constructor of a model, which is built whole, on the meta device, with its layers split over `tp`."""
 
     def __call__(
         self,
@@ -44,14 +44,14 @@ class ModelClass(Protocol):
 
 @dataclass(frozen=True)
 class Parallelized:
-    """What this rank owns."""
+    """The stages, parameters and pipeline that this rank owns."""
 
     stages: list[Stage]
-    data: list[ShardedData]  # of each stage
+    data: list[ShardedData]  # the data dimension of each stage
     parameters: list[LocalParameter]
     pipeline: PipelineRuntime
-    parameter_count: int  # of the whole model
-    tied: frozenset[str]  # names of the parameters that the model uses twice
+    parameter_count: int  # in the whole model
+    tied: frozenset[str]  # the names of the parameters that the model uses twice
 
 
 def parallelize(
@@ -114,7 +114,7 @@ def parallelize(
 
 
 def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
-    """Master weights are float32 but in pure bf16, where there are none."""
+    """Returns the types of a precision. Master weights are float32, and bf16 only in pure bf16."""
     compute = {
         "fp32": torch.float32,
         "bf16": torch.bfloat16,
@@ -135,8 +135,9 @@ def shard_stage(
     *,
     step_in_backward: bool,
 ) -> ShardedData:
-    """A stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the tokens
-    of the global batch. Each block is gathered by itself; where gradients alone are sent, the head's go ahead, too."""
+    """Lays a stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the
+    tokens of the global batch. Each block is gathered by itself; where only gradients are sent, the head's leave by
+    themselves, too."""
     strategy = parallel.strategy
     layers = module.layers
     assert isinstance(layers, nn.ModuleDict)
@@ -161,7 +162,7 @@ def shard_stage(
 
 
 def stage_block_ranges(recipe: Recipe, stages: int) -> list[BlockRange]:
-    """The blocks of each stage: where the recipe says, or balanced by cost."""
+    """Returns the blocks of each stage, cut where the recipe says, or balanced by cost."""
     model, boundaries = recipe.model, recipe.parallel.stage_boundaries
     if boundaries is not None:
         return block_ranges(sizes_between(boundaries, model.layers))
@@ -169,7 +170,7 @@ def stage_block_ranges(recipe: Recipe, stages: int) -> list[BlockRange]:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Memory for parameters on the meta device, tied ones still tied: `to_empty` gives plain tensors memory each."""
+    """Gives parameters on the meta device memory. Tied ones stay tied, which `to_empty` alone would undo."""
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, original in tied.items():
@@ -178,7 +179,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The later name of each parameter that has two -> the first."""
+    """Maps the later name of each parameter that has two names to the first."""
     first: dict[int, str] = {}
     pairs = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
     return {name: original for name, original in pairs if name != original}
@@ -186,7 +187,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def initialize_parameters(parameters: list[LocalParameter], mesh: DeviceMesh, seed: int) -> None:
-    """Initial weights: each global tensor drawn, cut over tp, then as the data ranks have it."""
+    """Draws each parameter's global tensor, and keeps the part of it that tp and the data ranks leave this rank."""
     tp = Axis.of(mesh["tp"])
     for own in parameters:
         own.part.initialize(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))

@@ -12,12 +12,12 @@ from parallel3d.errors import ConfigError
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes of this folder, by their bare names."""
+    """Returns the recipes of this folder, by their bare names."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """The file of a recipe: a path, or the bare name of a shipped recipe."""
+    """Returns the file of a recipe, which is given by its path or as the bare name of a shipped recipe."""
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]

@@ -29,7 +29,7 @@ from parallel3d.tools.arguments import Parser, add_recipe
 
 _INTERRUPTED = 130
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
-# Imported once for all local workers. Of torch._dynamo even eager code needs some, half a second in each.
+# These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
 _EPILOG = """\
 examples:
@@ -114,7 +114,7 @@ def _as_override(option: str) -> str:
 
 
 def _launch(command: _TrainCommand) -> int:
-    """Starts the workers on this machine, also where that is a single one."""
+    """Starts the workers on this machine, even if it is only one. Returns the exit status."""
     recipe = command.load()
     if command.print_config:
         print(to_yaml(recipe), end="")
@@ -130,7 +130,8 @@ def _launch(command: _TrainCommand) -> int:
 
 
 def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
-    """Runs this process's rank. Rank 0 speaks for all where all fail alike, which they do until training starts."""
+    """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike, and only rank 0
+    says so."""
     speaks = rendezvous.rank == 0
     try:
         recipe = command.load()
@@ -147,7 +148,7 @@ def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
         return error.exit_status
     try:
         work(recipe, rendezvous)
-    except PreemptedError as error:  # of all ranks alike
+    except PreemptedError as error:  # all ranks raise it
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(status="failed", exit_status=error.exit_status, reason=str(error))
@@ -170,8 +171,9 @@ def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
 
 
 def _prepare(recipe: Recipe) -> None:
-    """What one process does for all, before they meet."""
-    from parallel3d.data import check_data  # numpy, which --help and a wrong key need not wait for
+    """Checks the data and the compiler, and makes the folder of the run: one process does so for all, before they
+    meet."""
+    from parallel3d.data import check_data  # this imports numpy, which --help and a wrong key need not wait for
 
     if recipe.train.compile:
         check_compiler()
@@ -181,7 +183,7 @@ def _prepare(recipe: Recipe) -> None:
 
 
 def _product(recipe: Recipe) -> str:
-    """The layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
+    """Returns the layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
     factors = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "1"
     return f"{factors} = {recipe.parallel.world_size}"
 

@@ -24,7 +24,7 @@ def loader(tokens: NDArray[np.integer] = TOKENS) -> BatchLoader:
 
 
 def sequences(*shares: Batch) -> list[int]:
-    """The first token of each sequence, in order."""
+    """Returns the first token of each sequence, in order."""
     return [first for share in shares for first in share.inputs[..., 0].flatten().tolist()]
 
 

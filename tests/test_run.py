@@ -47,7 +47,7 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=4", "checkpoint.keep=2")
     assert done.returncode == 0, done.stderr
-    assert "RuntimeWarning" not in done.stderr  # of a worker that runs the main module once more
+    assert "RuntimeWarning" not in done.stderr  # a worker that runs the main module once more
     assert done.stdout.startswith("--- sample after step 10\ndef ")
     assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr)
     lines = metrics(straight)
@@ -110,7 +110,7 @@ def test_a_worker_that_hears_sigterm_has_all_save_and_end(tmp_path: Path) -> Non
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, oldest first."""
+    """Returns the processes below `pid`, oldest first."""
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]

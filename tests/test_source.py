@@ -1,4 +1,4 @@
-"""Which files a corpus is made of, and what is said where there are none."""
+"""The files of a corpus, and the errors where a recipe names no file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def peak(parallel: ParallelConfig, *, in_backward: bool) -> int:
 @pytest.mark.parametrize(
     ("parallel", "share"),
     [
-        (ParallelConfig(), 0.75),  # of a step's gradients; the peak moves on to where activations or the ends are
+        (
+            ParallelConfig(),
+            0.75,
+        ),  # share of the gradients; the peak moves to the activations
         (ParallelConfig(dp_shard=4, sharding="NO_SHARD"), 0.65),
         (ParallelConfig(dp_shard=4, sharding="FULL_SHARD"), 0.35),
     ],

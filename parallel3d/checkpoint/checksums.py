@@ -1,6 +1,6 @@
-"""Checksums of a checkpoint's files, always on: a flipped bit loads silently otherwise.
+"""Checksums of a checkpoint's files, without which a flipped bit would load silently.
 
-They stand in one file that people can check too: `sha256sum -c checksums.sha256`.
+They stand in one file that people can check, too: `sha256sum -c checksums.sha256`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from parallel3d.errors import DamagedCheckpointError
 
 CHECKSUMS = "checksums.sha256"
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")  # as sha256sum writes it
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")  # a line as sha256sum writes it
 
 
 def write_checksums(folder: Path, names: Iterable[str], into: str) -> None:
@@ -23,7 +23,7 @@ def write_checksums(folder: Path, names: Iterable[str], into: str) -> None:
 
 
 def merge_checksums(folder: Path, parts: Iterable[str], more: Iterable[str]) -> None:
-    """One file of checksums from those that the ranks wrote, which go, and of the files `more`."""
+    """Merges the ranks' files of checksums, which are deleted, and the checksums of the files `more` into one file."""
     own = "more.sha256"
     write_checksums(folder, more, own)
     files = [folder / part for part in (*parts, own)]
@@ -34,8 +34,8 @@ def merge_checksums(folder: Path, parts: Iterable[str], more: Iterable[str]) -> 
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256 of what was saved. Raises DamagedCheckpointError where they cannot be read, and where the
-    folder's files are not the ones that they name."""
+    """Returns the SHA-256 of each saved file, by its name. Raises DamagedCheckpointError where the checksums cannot be
+    read, and where the folder has other files than they name."""
     path = folder / CHECKSUMS
     try:
         lines = path.read_text().splitlines()
@@ -54,7 +54,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def differs(folder: Path, name: str, checksum: str) -> bool:
-    """Whether a file is not what was saved."""
+    """True if a file is not what was saved."""
     return _sha256(folder / name) != checksum
 
 

@@ -1,7 +1,7 @@
-"""Tensors by their global names, laid over the mesh, on their way to a folder and back.
+"""Saves tensors that are laid over the mesh, by their global names, and loads them.
 
-The layout leaves no trace: DCP writes each rank's part with its place in the global tensor, and any other layout reads
-the parts that it needs.
+A checkpoint does not depend on the layout: DCP writes each rank's part with its place in the global tensor, and any
+other layout reads the parts that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel3d.checkpoint.store import PROGRESS_FILE, SavedProgress, commit, re
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, SaveError
 
 _NEARLY_FULL_BYTES = 64 << 20
-_OWN_INDEX = (INDEX, PROGRESS_FILE)  # small, and read before the rest can be understood
+_OWN_INDEX = (INDEX, PROGRESS_FILE)  # small files, which are read before the others
 
 
 def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) -> None:
@@ -59,12 +59,12 @@ def load_tensors(
     check: Callable[[SavedProgress], None] = lambda progress: None,
     choose: Callable[[SavedProgress], dict[str, Tensor]] | None = None,
 ) -> SavedProgress:
-    """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` gives once it is known what
-    was saved. Every rank calls it. `check` is asked before names are compared, and raises CheckpointError where the
-    checkpoint is not one to go on from.
+    """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` returns for what was saved.
+    Every rank calls it. `check` is called before names are compared, and raises CheckpointError where this run cannot
+    resume from the checkpoint.
 
-    Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or not what was saved
-    to the bit, and CheckpointError where it is of another model.
+    Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or differs in a bit
+    from what was saved, and CheckpointError where the checkpoint is of another model.
     """
     checksums = read_checksums(path)
     for name in _OWN_INDEX:
@@ -94,7 +94,7 @@ def load_tensors(
 
 
 def _check_shards(path: Path, checksums: dict[str, str], device: torch.device) -> None:
-    """Raises the same on every rank, each of which reads its share of the files."""
+    """Raises DamagedCheckpointError on every rank if a file differs. Each rank reads its share of the files."""
     names = sorted(checksums.keys() - set(_OWN_INDEX))
     mine = range(dist.get_rank(), len(names), dist.get_world_size())
     first = next((at for at in mine if differs(path, names[at], checksums[names[at]])), len(names))
@@ -113,7 +113,7 @@ def _checksums_of(rank: int) -> str:
 
 
 def _if_full(folder: Path) -> str:
-    """That a disk is full, which torch's writer of files does not say (`unexpected pos 704 vs 598`)."""
+    """Returns a note that a disk is nearly full, which torch's own error does not say (`unexpected pos 704 vs 598`)."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -126,7 +126,7 @@ def _device_of(state: dict[str, Tensor]) -> torch.device:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong, on the first rank where it did."""
+    """Returns the first line of the error, on the first rank that had one."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
         rank, (failure, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]

@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint folders without running what is in them.
 
-DCP keeps its index as a pickle, and its reader unpickles whatever it finds. Here only the classes that an index is
-made of are let through; a pickle that names anything else is refused before it is run.
+DCP keeps its index as a pickle, and its reader unpickles whatever it finds. The reader here allows only the classes
+that an index is made of, and refuses a pickle that names anything else before it is run.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class IndexReader(dcp.FileSystemReader):
-    """DCP's reader of a folder, with the index read as above."""
+    """DCP's reader of a folder, which refuses an index that names foreign classes."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # the arguments are DCP's, and it passes none
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # DCP's signature; it passes no argument
         path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
@@ -61,7 +61,7 @@ class IndexReader(dcp.FileSystemReader):
         return metadata
 
     def _check_files(self, metadata: Metadata) -> None:
-        """Every file that the index names is there and long enough."""
+        """Raises DamagedCheckpointError if a file that the index names is missing or too short."""
         needed: dict[str, int] = {}
         for info in metadata.storage_data.values():
             needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)

@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: which there are, how one is put in place, which are dropped. No torch here.
+"""The folder of a run's checkpoints: listing them, putting one in place, dropping old ones. No torch here.
 
 A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, so that a
-folder with a checkpoint's name is always a whole checkpoint. One that is dropped is renamed first, too.
+folder with a checkpoint's name is always a whole checkpoint. A dropped checkpoint is renamed before it is deleted.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _UNFINISHED = re.compile(r"step_\d{8,}\.(partial|dropped)")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """Where a run stands: what a checkpoint holds beside tensors."""
+    """The progress of a run, which a checkpoint holds beside tensors."""
 
     step: int
     tokens: int  # labels seen
     seed: int
     global_batch_size: int
     seq_len: int
-    parameters: int  # of the whole model
-    parallel: dict[str, Any]  # the layout that wrote it; for people, never needed to read it
-    sequences: int | None = None  # seen: the place in the data; None: step * global_batch_size
-    skipped_steps: int = 0  # by the loss scaler
-    loss_scale: float | None = None  # of the next step; None: not trained in float16
-    loss_scale_good_steps: int = 0  # in a row, at that scale
-    optimizer: str = "adamw"  # whose states it has
-    local_sgd: dict[str, Any] | None = None  # of replicas that train apart (training/local_sgd/state.py)
+    parameters: int  # in the whole model
+    parallel: dict[str, Any]  # the layout that wrote the checkpoint, for people; reading does not need it
+    sequences: int | None = None  # sequences seen, the place in the data; None: step * global_batch_size
+    skipped_steps: int = 0  # steps that the loss scaler has skipped
+    loss_scale: float | None = None  # the scale of the next step; None: not trained in float16
+    loss_scale_good_steps: int = 0  # finite steps in a row at that scale
+    optimizer: str = "adamw"  # the optimizer whose states the checkpoint has
+    local_sgd: dict[str, Any] | None = None  # replicas that train apart (training/local_sgd/state.py)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -45,7 +45,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a folder, oldest first."""
+    """Returns the whole checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -53,8 +53,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
-    """What `checkpoint.resume` means, in the order to try: none; auto, those of `folder` from the newest; or the path
-    itself."""
+    """Returns the checkpoints that `checkpoint.resume` means, in the order to try: none of them, those of `folder` from
+    the newest for `auto`, or the one at a path."""
     if resume == "none":
         return []
     if resume == "auto":
@@ -81,7 +81,7 @@ def read_progress(path: Path) -> SavedProgress:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Puts a written checkpoint in place, in the stead of one of the same step."""
+    """Puts a written checkpoint in place, replacing one of the same step."""
     if final.exists():
         drop(final)
     partial.rename(final)
@@ -89,7 +89,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def drop(path: Path) -> None:
-    """Deletes a checkpoint; what is half deleted has another name."""
+    """Deletes a checkpoint, under another name, so that a half-deleted one is not taken for whole."""
     dropped = path.with_name(f"{path.name}.dropped")
     if dropped.exists():
         shutil.rmtree(dropped)
@@ -103,7 +103,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Deletes what an interrupted run left half written or half deleted."""
+    """Deletes the checkpoints that an interrupted run left half written or half deleted."""
     if folder.is_dir():
         for path in folder.iterdir():
             if _UNFINISHED.match(path.name):

@@ -1,1 +1,1 @@
-"""A recipe: its keys as dataclasses, the YAML file that holds them, and the rules that they keep. Without torch."""
+"""A recipe: its keys as dataclasses, the YAML file that holds them, and the rules that they keep. No torch here."""

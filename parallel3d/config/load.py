@@ -121,7 +121,7 @@ def build_recipe(settings: Mapping[str, Setting], *, hints: Mapping[str, str]) -
 
 
 def unknown_keys(settings: Iterable[Setting]) -> list[str]:
-    """One error line for each setting whose key is not in the schema. A section without any key is known."""
+    """Returns one error line for each setting whose key is not in the schema. A section without keys is known."""
     return [
         unknown_key(setting)
         for setting in settings
@@ -130,8 +130,8 @@ def unknown_keys(settings: Iterable[Setting]) -> list[str]:
 
 
 def parse_override(text: str) -> Setting:
-    """The setting of a `key=value` on the command line. Raises ConfigError where it has another form, or the key is not
-    in the schema."""
+    """Reads a `key=value` of the command line as a setting. Raises ConfigError where it has another form, or the key is
+    not in the schema."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -144,7 +144,7 @@ def parse_override(text: str) -> Setting:
 
 
 def unknown_key(setting: Setting) -> str:
-    """The error line of a key that is not in the schema, with the nearest key that is."""
+    """Returns the error line of a key that is not in the schema, with the nearest key that is."""
     if setting.key in SECTIONS:
         example = next(key for key in KEYS if key.startswith(setting.key + "."))
         return f"{setting}: a section, not a value; set its keys, such as {example}"
@@ -185,7 +185,7 @@ def _assign(config: DictConfig, setting: Setting) -> str | None:
 
 
 def _describe(hint: Any) -> str:
-    """The words for one type."""
+    """Returns one type in words."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
@@ -195,7 +195,7 @@ def _describe(hint: Any) -> str:
 
 
 def _yaml_trap(value: object, hint: Any) -> str:
-    """The reason why YAML read a value other than its writer meant; empty where there is no such reason."""
+    """Returns the reason why YAML read a value other than its writer meant; empty where there is no such reason."""
     if isinstance(value, bool) and hint is not bool:
         words = "yes or on as true" if value else "no or off as false"
         return f" (YAML reads a bare {words}: quote it if you mean the word)"

@@ -1,5 +1,4 @@
-"""What a run is: the sections of a recipe as frozen dataclasses. `recipe_file` reads and writes them, `validation` says
-what they may be."""
+"""The sections of a recipe as frozen dataclasses. `load` reads and writes them, `rules` checks them."""
 
 from __future__ import annotations
 
@@ -32,14 +31,15 @@ Transport = Literal["fp32", "fp16", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a transformer. `name` picks a shape card of `models/`; the numbers beside it win over the card's."""
+    """The shape of a transformer. `name` picks a shape card of `models/`; numbers that stand beside it replace the
+    card's."""
 
     name: str | None = None
     architecture: Literal["llama", "gpt"] = "llama"
     layers: int
     hidden: int
     heads: int
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: equal to heads
     ffn_hidden: int
     vocab: int
     rope_theta: float = within(ABOVE_ZERO, 10_000.0)
@@ -51,7 +51,7 @@ class ModelConfig:
     attention_dropout: float = within(BELOW_ONE, 0.0, example="0.1")  # ... of attention's probabilities
     qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
-    window: int | None = None  # llama: keys that a query sees at most (Mistral's sliding window); None: all before it
+    window: int | None = None  # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
     max_positions: int | None = None  # gpt: rows of the table of learned positions
 
     @property
@@ -79,7 +79,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands on the mesh."""
+    """The coordinates of a rank on the mesh."""
 
     pp: int
     dp_replicate: int
@@ -92,7 +92,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many ways along each axis of the mesh, and how. The fields pp to tp are the axes, outermost first."""
+    """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes, outermost first."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -104,18 +104,18 @@ class ParallelConfig:
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
     zero_stage: int | None = within(FROM_ZERO, None, example="0")  # 0 to 3: ZeRO's number of the strategy
-    gather: Cadence = "step"  # parameters that are split at rest: kept for a step, or freed after each microbatch
-    reduce: Cadence = "step"  # gradients are summed over the data ranks once a step, or for each microbatch
-    reduce_dtype: ReduceDtype = "fp32"  # of gradients on their way
+    gather: Cadence = "step"  # whether gathered parameters are kept for a step, or freed after each microbatch
+    reduce: Cadence = "step"  # whether gradients are summed over the data ranks once a step, or for each microbatch
+    reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
     bucket_mib: float = within(ABOVE_ZERO, USUAL_BUCKET_MIB)  # least size of the gradients that are reduced in one go
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    recompute_every: int | None = None  # every_n: of so many blocks one is recomputed in full
+    recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
 
     @property
     def strategy(self) -> ShardingName:
-        """What `sharding` and `zero_stage` stand for."""
+        """The strategy that `sharding` and `zero_stage` stand for."""
         return strategy_of(self.sharding, self.zero_stage, self.dp_replicate)
 
     @property
@@ -124,21 +124,21 @@ class ParallelConfig:
 
     @property
     def dp(self) -> int:
-        """Ranks that the global batch is divided over."""
+        """The number of ranks that the global batch is divided over."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def stages(self) -> int:
-        """Pipeline stages in the whole model."""
+        """The number of pipeline stages in the whole model."""
         return self.pp * self.virtual_stages
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh's axes, outermost first."""
+        """The sizes of the mesh's axes, outermost first."""
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of `rank` (row-major over `axes`, tp innermost)."""
+        """Returns the coordinates of `rank`, which counts row-major over `axes`, tp innermost."""
         place = {}
         for axis, size in reversed(self.axes.items()):
             rank, place[axis] = divmod(rank, size)
@@ -147,18 +147,20 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, on how much at a time, and on what."""
+    """The length of a run, its batches, its precision and its device."""
 
     steps: int
     global_batch_size: int  # sequences
     batch_warmup_start: int | None = None  # sequences of the first steps' global batch; None: no warm-up
-    batch_warmup_increment: int | None = None  # sequences that it grows by at a time; None: batch_warmup_start
-    batch_warmup_steps: int | None = None  # steps until it has its full size
+    batch_warmup_increment: int | None = None  # sequences that the batch grows by at a time; None: batch_warmup_start
+    batch_warmup_steps: int | None = None  # steps until the batch has its full size
     seq_len: int  # tokens
     seed: int = within(FROM_ZERO, 0)
     precision: Precision = "fp32"
-    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, where they are not large
-    compile: bool = False  # each block by torch.compile
+    loss_chunk_tokens: int | None = (
+        None  # tokens whose logits exist at a time; None: all, unless their logits are large
+    )
+    compile: bool = False  # torch.compile each block
     grad_clip: float | None = within(ABOVE_ZERO, 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
@@ -166,52 +168,52 @@ class TrainConfig:
     sample_prompt: str = "def "
     sample_top_k: int = 1  # 1: greedy
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = within(ABOVE_ZERO, 300.0)  # of a collective
+    timeout_s: float = within(ABOVE_ZERO, 300.0)  # the longest that a collective may take
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """What the loss is multiplied by with train.precision = fp16, so that small gradients do not vanish."""
+    """The factor on the loss with train.precision = fp16, which keeps small gradients from vanishing."""
 
     initial: float = within(ABOVE_ZERO, 65536.0)
-    growth: float = within(ABOVE_ONE, 2.0)  # the factor after `interval` steps in a row with finite gradients
-    backoff: float = within(BETWEEN_ZERO_AND_ONE, 0.5)  # the factor after a step whose gradients are not finite
+    growth: float = within(ABOVE_ONE, 2.0)  # the scale's factor after `interval` steps in a row with finite gradients
+    backoff: float = within(BETWEEN_ZERO_AND_ONE, 0.5)  # the scale's factor after a step whose gradients are not finite
     interval: int = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, with linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
+    """The optimizer, and its rate: a linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
 
-    A key that an optimizer has no use for is refused unless it is left at its default (`validation_optimizer`). None
-    stands for the optimizer's own default, which docs/optimizers.md gives."""
+    A key that the optimizer does not read is refused unless it is left at its default (`rules_optimizer`). None stands
+    for the optimizer's own default, which docs/optimizers.md gives."""
 
     name: OptimizerName = "adamw"
     lr: float = within(ABOVE_ZERO, 3e-4)
-    weight_decay: float = within(ZERO_OR_MORE, 0.1)  # of matrices; norms and biases have none
-    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon those that are no block's matrix.
+    weight_decay: float = within(ZERO_OR_MORE, 0.1)  # applies to matrices, not to norms and biases
+    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon all but the blocks' matrices.
     betas: tuple[float, float] = within(BELOW_ONE, (0.9, 0.95), example="[0.9, 0.95]")
     eps: float = within(ABOVE_ZERO, 1e-8)
-    momentum: float | None = within(BELOW_ONE, None, example="0.9")  # of sgd and muon
-    nesterov: bool | None = None  # of sgd and muon
+    momentum: float | None = within(BELOW_ONE, None, example="0.9")  # sgd and muon read it
+    nesterov: bool | None = None  # sgd and muon read it
     # The peak rate of muon's matrices; None: lr.
     muon_lr: float | None = within(Range("above 0", lambda x: x > 0), None, example="0.02")
-    lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # of muon, by a matrix's shape
-    ns_steps: int | None = None  # Newton-Schulz iterations of muon
-    ns_dtype: Literal["fp32", "bf16"] | None = None  # that they, and what is sent for them, have
-    # adafactor: beta2 of step t is 1 - t ** beta2_decay; update_clip is the largest root mean square of an update.
+    lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # muon: how a matrix's shape changes its rate
+    ns_steps: int | None = None  # muon: Newton-Schulz iterations
+    ns_dtype: Literal["fp32", "bf16"] | None = None  # muon: the type of the iterations and of what is sent for them
+    # adafactor: beta2 of step t is 1 - t ** beta2_decay, and update_clip the largest root mean square of an update.
     beta2_decay: float | None = within(Range("at least -1 and below 0", lambda x: -1 <= x < 0), None, example="-0.8")
     update_clip: float | None = within(Range("at least 1", lambda x: x >= 1), None, example="1.0")
-    state_dtype: Literal["fp32", "bf16"] | None = None  # of moments and momentum; None: that of the parameters
-    step_in_backward: bool = False  # each parameter when its gradient is complete, which is then dropped
-    stochastic_rounding: bool = False  # of what is kept in bf16 (train.precision = bf16_pure)
+    state_dtype: Literal["fp32", "bf16"] | None = None  # the type of moments and momentum; None: the parameters' type
+    step_in_backward: bool = False  # step each parameter when its gradient is complete, and drop the gradient
+    stochastic_rounding: bool = False  # round the bf16 weights of train.precision = bf16_pure stochastically
     warmup_steps: int = within(FROM_ZERO, 0)
     decay_steps: int | None = None  # None: train.steps
     min_lr_ratio: float = within(Range("between 0 and 1", lambda x: 0 <= x <= 1), 0.1)
 
     @property
     def resolved(self) -> OptimizerConfig:
-        """With the optimizer's own defaults in the place of None, where it has one."""
+        """This section with the optimizer's own defaults in the place of None, where it has a default."""
         defaults = _OPTIMIZER_DEFAULTS[self.name]
         missing = {key: value for key, value in defaults.items() if getattr(self, key) is None}
         return replace(self, **missing)
@@ -233,15 +235,15 @@ _OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Replicas (dp_replicate) that train apart and meet every `sync_every` steps: local SGD, DiLoCo, Streaming DiLoCo.
-    docs/low-bandwidth.md says when."""
+    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD, DiLoCo, Streaming
+    DiLoCo. docs/low-bandwidth.md says when to use them."""
 
     sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
     outer_lr: float = within(ABOVE_ZERO, 0.7)
     outer_momentum: float = within(BELOW_ONE, 0.9)
     nesterov: bool = True
-    transport: Transport = "fp32"  # of what replicas send each other
-    fragments: int = 1  # parts of the model that are synchronised by turns, each every `sync_every` steps
+    transport: Transport = "fp32"  # the type in which replicas send each other their differences
+    fragments: int = 1  # parts of the model that are synchronised in turn, each every `sync_every` steps
     overlap_steps: int = within(FROM_ZERO, 0)  # steps trained while a fragment is on its way
     # The share of a replica's own parameters that it keeps; None: 0, and 0.5 with overlap_steps.
     mixing: float | None = within(
@@ -250,7 +252,7 @@ class LocalSgdConfig:
 
     @property
     def kept(self) -> float:
-        """What `mixing` stands for."""
+        """The share of its own parameters that a replica keeps: what `mixing` stands for."""
         if self.mixing is None:
             return 0.5 if self.overlap_steps else 0.0
         return self.mixing
@@ -258,7 +260,7 @@ class LocalSgdConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from. Sequences are windows of one stream, in an order that the seed alone decides."""
+    """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
 
     source: Literal["stdlib", "text"] = "stdlib"  # stdlib: the Python standard library's own source files
     path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
@@ -266,25 +268,25 @@ class DataConfig:
     tokenizer: Literal["bytes"] = "bytes"
     # The share of the files (of the bytes, where there is a single file) that is kept for validation.
     validation_fraction: float = within(BETWEEN_ZERO_AND_ONE, 0.05)
-    ignore_token_ids: tuple[int, ...] = ()  # labels that are not trained on, such as padding
+    ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int | None = None  # steps; None: no checkpoints
-    keep: int = 2  # newest ones kept
+    keep: int = 2  # the newest checkpoints to keep
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     every: int = 10  # steps
-    timeline: int | None = None  # the step whose actions are recorded on all ranks, into run_dir; None: none
+    timeline: int | None = None  # the step whose actions all ranks record into run_dir; None: no step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One YAML file that says everything about a run."""
+    """Everything about a run, as one YAML file says it."""
 
     model: ModelConfig
     train: TrainConfig
@@ -299,7 +301,7 @@ class Recipe:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that each pipeline runs per step (fewer during a warm-up of the batch)."""
+        """The microbatches that each pipeline runs per step (fewer during a warm-up of the batch)."""
         return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
 
     @property
@@ -312,7 +314,7 @@ class Recipe:
 
     @property
     def of_one_replica(self) -> Recipe:
-        """The run of each replica where they train apart: one of its own, on its share of the batch. Else this run."""
+        """The recipe of one replica's run, on its share of the batch, where replicas train apart; else this recipe."""
         if self.local_sgd.sync_every is None:
             return self
         share = self.train.global_batch_size // self.parallel.dp_replicate

@@ -26,7 +26,7 @@ class Setting:
 
     key: str  # dotted: optimizer.lr
     value: object  # a number, text, a bool, None, or a list of them
-    origin: str  # where it was said: "my.yaml:12", "command line"
+    origin: str  # the place that gives it: "my.yaml:12", "command line"
 
     def __str__(self) -> str:
         return f"{self.key} = {shown(self.value)} ({self.origin})"

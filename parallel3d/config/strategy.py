@@ -1,4 +1,4 @@
-"""The strategies of the data dimension by the names that people know; no torch.
+"""The strategies of the data dimension by their usual names; no torch.
 
     strategy             ZeRO   split over dp_shard                       repeated over
     NO_SHARD             0      nothing                                   dp_replicate and dp_shard
@@ -43,7 +43,7 @@ REPLICATED = tuple(name for name, each in STRATEGIES.items() if each.zero_stage 
 FREED_BETWEEN_USES = tuple(name for name, each in STRATEGIES.items() if each.zero_stage == 3)
 HYBRID_OF = {name: each.hybrid for name, each in STRATEGIES.items() if each.hybrid is not None}
 OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
-USUAL_BUCKET_MIB = 25.0  # as DistributedDataParallel's
+USUAL_BUCKET_MIB = 25.0  # the size of DistributedDataParallel's buckets
 
 
 def strategy_of(sharding: ShardingName | None, zero_stage: int | None, dp_replicate: int) -> ShardingName:

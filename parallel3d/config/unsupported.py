@@ -1,10 +1,8 @@
-"""What people ask of a recipe and this version does not have, with the reason, so that an error says more than that a
-key or a value is none. No torch.
-"""
+"""Keys and values that people try and this version does not support, with the reason that an error line gives."""
 
 from __future__ import annotations
 
-# (key, value) -> the reason, and what would do.
+# (key, value) -> the reason, and a value that would do
 _VALUES = {
     ("train.precision", "fp8"): (
         "float8 is not offered: only GPUs multiply in it (H100 and newer), and this version is tested on CPUs alone; "
@@ -19,12 +17,12 @@ _ALIASES = {"float8": "fp8", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit"}
 
 
 def hint_for_value(key: str, value: object) -> str | None:
-    """The reason why `value` is none that the key could have; None where it is no more than a slip."""
+    """Returns why this version does not support a value of a key; None for a value that nobody would expect."""
     name = str(value).lower()
     return _VALUES.get((key, _ALIASES.get(name, name)))
 
 
-# What other programs call a key, or an axis that there is none of -> what to say.
+# A key as other programs call it, or an axis that this version lacks -> the hint.
 _TWO_WAYS = "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try parallel.dp_shard=2"
 _ELSEWHERE = {
     "dp": _TWO_WAYS,
@@ -42,7 +40,7 @@ _ELSEWHERE = {
 
 
 def hint_for_key(leaf: str) -> str | None:
-    """Likewise of a key, by the last part of its name."""
+    """Returns what to do in the place of an unsupported key, by the last part of its name; None for any other key."""
     if "offload" in leaf:
         return (
             "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; split more over "

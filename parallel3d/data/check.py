@@ -1,4 +1,4 @@
-"""What a launcher asks of the data before any worker starts: it is there, long enough, and fits the model."""
+"""The check of the data before any worker starts: it exists, is long enough, and fits the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 def check_data(data: DataConfig, *, seq_len: int, vocab: int) -> None:
     """Raises ConfigError where a run on `data` could not train or validate, DataError for a file that cannot be read.
 
-    Cheap: reads only as many files as fill one window of each part.
+    It reads only as many files as fill one window of each part.
     """
     tokenizer = build_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > vocab:
@@ -36,7 +36,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int) -> None:
 
 
 def _count_tokens(documents: Iterable[Document], tokenizer: Tokenizer, *, enough: int) -> int:
-    """Tokens in `documents`, counted no further than `enough`."""
+    """Counts the tokens in `documents`, and stops at `enough`."""
     tokens = 0
     for document in documents:
         tokens += len(tokenizer.encode(document.read())) + 1  # its end_of_text

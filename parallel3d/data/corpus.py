@@ -23,7 +23,8 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads and tokenizes all that `config` names. Raises ConfigError and DataError as `find_documents` does."""
+    """Reads and tokenizes all documents that `config` names. Raises ConfigError and DataError as `find_documents`
+    does."""
     tokenizer = build_tokenizer(config.tokenizer)
     split = split_documents(find_documents(config), config.validation_fraction)
     return Corpus(

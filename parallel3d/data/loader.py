@@ -1,4 +1,4 @@
-"""Batches of a token stream: windows of it, in the order of `order.py`, cut into each rank's microbatches.
+"""Batches of a token stream: its windows in the order of `order.py`, cut into each rank's microbatches.
 
 A window is seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the labels. Nothing is kept between
 steps, so a loader for another step, or for another layout, is a new loader.
@@ -33,12 +33,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Gives the share of dp rank `dp_rank` of any step's global batch, shuffled by `seed` (None: in order).
+    """Gives dp rank `dp_rank` its share of any step's global batch, shuffled by `seed` (None: in order).
 
-    A step's samples follow on those of the steps before it: s * global_batch_size onward, or as many as a warm-up of
-    the batch has had by then. Rank r has the r-th of `dp_size` equal runs of them, so the global batch is the same
-    sequences whatever the layout. Past the last window the samples go on with the next epoch. Labels that are among
-    `ignored_ids` are not learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the
+    A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
+    batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
+    whatever the layout. Past the last window the samples go on with the next epoch. Labels among `ignored_ids` are not
+    learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the
     batch does not divide.
     """
 
@@ -51,7 +51,7 @@ class BatchLoader:
     dp_size: int
     vocab: int
     seed: int | None
-    sizes: BatchSizes | None = None  # of the global batch where it warms up to `global_batch_size`
+    sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     ignored_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,17 +72,18 @@ class BatchLoader:
 
     @property
     def windows(self) -> int:
-        """Sequences in one epoch."""
+        """The number of sequences in one epoch."""
         return (len(self.tokens) - 1) // self.seq_len
 
     def batch(self, step: int) -> Batch:
-        """This rank's share of the global batch of `step` (from 0). Raises DataError for an id beyond `vocab`."""
+        """Returns this rank's share of the global batch of `step`, which counts from 0. Raises DataError for an id
+        beyond `vocab`."""
         sizes = self.sizes or BatchSizes.of(self.global_batch_size, None, None, None)
         first = sizes.before(step)
         samples = np.arange(first, first + sizes.at(step), dtype=np.int64)
         every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
         drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
-        # The whole global batch, not this rank's share: all ranks then stop at once, with one message, and none hangs.
+        # The whole global batch is checked, so that all ranks stop at once, with one message, and no rank hangs.
         _check_ids(drawn, first, self.vocab)
         by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
         share = by_rank[self.dp_rank]

@@ -1,6 +1,6 @@
 """The order of samples: sample i lies in epoch i // windows, at a place of that epoch's permutation of the windows.
 
-A pure function of (seed, i), so a run resumes at any step and at any layout by arithmetic, with no state to save.
+The order is a pure function of (seed, i), so a run resumes at any step and in any layout by arithmetic, without state.
 The permutation is computed a sample at a time by a small cipher, never stored: a table for 10^9 windows would be
 8 GB in every process and tens of seconds at every epoch, and numpy's `permutation` may change with its version.
 
@@ -25,7 +25,7 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def window_order(samples: NDArray[np.int64], *, windows: int, seed: int | None) -> NDArray[np.int64]:
-    """The window that each of `samples` (global indices, `[count]`) is; `seed` None: in the corpus's own order.
+    """Returns the window of each of `samples` (global indices, `[count]`); where `seed` is None, in the corpus's order.
 
     Each epoch (`windows` consecutive samples from a multiple of `windows`) holds every window once.
     """
@@ -48,7 +48,7 @@ def _permute(place: Uint64s, key: Uint64s, windows: int) -> Uint64s:
 
 
 def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
-    """A bijection of the `wide` x `tall` cells for each key."""
+    """Maps each cell of the `wide` x `tall` grid to another one, a bijection for each key."""
     columns, rows = np.uint64(wide), np.uint64(tall)
     row, column = np.divmod(cell, columns)
     for _ in range(ROUNDS // 2):
@@ -60,7 +60,7 @@ def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
 
 
 def _hash(x: Uint64s) -> Uint64s:
-    """SplitMix64's next output from state `x`; products wrap around 2^64."""
+    """Returns SplitMix64's next output from state `x`; products wrap around 2^64."""
     x = x + GOLDEN_RATIO
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,7 @@
-"""Which documents a corpus is made of: the non-empty files that `data` names, in an order that no file system decides.
+"""The documents of a corpus: the non-empty files that `data` names, in an order that does not depend on the file
+system.
 
-Nothing is read here but folders and sizes, so a launcher can look at a corpus before any worker starts.
+Only folders and sizes are read here, so a launcher can look at a corpus before any worker starts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Document:
     stop: int
 
     def read(self) -> bytes:
-        """The document's bytes. Raises DataError where the file cannot be read or has shrunk."""
+        """Reads the document's bytes. Raises DataError where the file cannot be read or has shrunk."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
@@ -43,7 +44,7 @@ class Document:
 
 
 def find_documents(config: DataConfig) -> list[Document]:
-    """The non-empty files of the corpus, sorted by name.
+    """Returns the non-empty files of the corpus, sorted by name.
 
     Links to files are followed, links to folders are not (they may loop).
     Raises ConfigError where `config` names no file with text in it, DataError for a file or folder that cannot be read.
@@ -113,7 +114,7 @@ def _folder_documents(root: Path, config: DataConfig) -> list[Document]:
 
 
 def _walk(root: Path, *, prune: Container[str]) -> Iterator[str]:
-    """Names of everything below `root` that is not a folder, outside folders named in `prune`."""
+    """Yields the names of all files below `root`, outside folders named in `prune`."""
     for folder, folders, files in os.walk(root, onerror=_refuse):  # without onerror, what cannot be listed is left out
         folders[:] = [name for name in folders if name not in prune]
         for file in files:
@@ -126,7 +127,7 @@ def _non_empty(root: Path, names: list[str]) -> list[Document]:
 
 
 def _document(path: Path, name: str) -> Document | None:
-    """None for what is no regular file: opening a pipe would wait for ever."""
+    """Returns None for anything but a regular file, because opening a pipe would wait for ever."""
     try:
         status = path.stat()
     except OSError as error:

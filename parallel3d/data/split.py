@@ -1,4 +1,4 @@
-"""Which documents are for training and which for validation.
+"""Divides the documents into those for training and those for validation.
 
 Each file's own name decides (a hash of it against the fraction), so that a file added to a corpus moves no other across
 the border, and a run that is resumed on a larger corpus does not validate on what it was trained on.
@@ -17,12 +17,14 @@ from parallel3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainValidationSplit:
+    """The documents of a corpus, divided into two parts."""
+
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
 
 
 def split_documents(documents: Sequence[Document], validation_fraction: float) -> TrainValidationSplit:
-    """Both parts non-empty, each in the order of `documents`.
+    """Divides `documents` into two parts that are not empty, each in the order of `documents`.
 
     Of a single document the last `validation_fraction` of the bytes is for validation. Where few documents leave a part
     empty, the one whose hash is nearest to the border goes there (the only case where adding a file may move another).
@@ -49,6 +51,6 @@ def _split_one(document: Document, validation_fraction: float) -> TrainValidatio
 
 
 def _draw(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone, on every machine alike."""
+    """Returns a number in [0, 1) that depends on the name alone, and is the same on every machine."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()  # 48 bits: exact in a float
     return int.from_bytes(digest, "big") / 2**48

@@ -16,7 +16,7 @@ TokenIds = NDArray[np.integer]  # uint16, or uint32 where a vocabulary needs it
 
 
 class Tokenizer(Protocol):
-    """What the rest of the project asks of a tokenizer."""
+    """A tokenizer as the rest of the project uses it."""
 
     @property
     def vocab_size(self) -> int:
@@ -35,19 +35,21 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte (ids 0 to 255) and `end_of_text` (256)."""
+    """One token for each byte (ids 0 to 255), and `end_of_text` (256)."""
 
     vocab_size: int = 257
     end_of_text: int = 256
     end_of_text_mark: str = "<|end_of_text|>"  # how `decode` shows it: a reader of a sample wants to see the border
 
     def encode(self, text: bytes | str) -> NDArray[np.uint16]:
-        """The bytes of `text` (UTF-8 where it is a str) as ids, `[bytes]`. Text that spells the mark stays text."""
+        """Returns the bytes of `text` (UTF-8 where it is a str) as ids, `[bytes]`. Text that spells the mark stays
+        text."""
         raw = text.encode() if isinstance(text, str) else text
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of `ids`. Broken UTF-8 and ids that a padded vocabulary adds become U+FFFD: a sample always prints."""
+        """Returns the text of `ids`. Broken UTF-8 and ids that a padded vocabulary adds become U+FFFD: a sample always
+        prints."""
         flat = np.asarray(ids, dtype=np.int64).ravel()
         is_byte = (flat >= 0) & (flat < 256)
         raw = np.where(is_byte, flat, 0xFF).astype(np.uint8)  # 0xFF occurs in no UTF-8 text, so it decodes to U+FFFD
@@ -61,7 +63,7 @@ TOKENIZERS: Mapping[str, type[ByteTokenizer]] = MappingProxyType({"bytes": ByteT
 
 
 def build_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. Raises ConfigError for a name that is not in `TOKENIZERS`."""
+    """Returns the tokenizer that `data.tokenizer` names. Raises ConfigError for a name that is not in `TOKENIZERS`."""
     if name not in TOKENIZERS:
         raise ConfigError(f"data.tokenizer = {name}: no such tokenizer; try {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()

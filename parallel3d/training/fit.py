@@ -1,4 +1,4 @@
-"""The loop of a run: steps, and between them validation, a line of metrics, a checkpoint."""
+"""The loop of a run: steps, and between them validation, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel3d.training.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class Loaders:
-    """Where this data rank's batches come from."""
+    """The loaders of this data rank's batches."""
 
     train: BatchLoader
     validation: BatchLoader
@@ -42,13 +42,13 @@ def fit(
     progress: ProgressDisplay,
     stop: StopRequest,
 ) -> None:
-    """Trains from the trainer's step to the recipe's last. Every rank calls it; one of them has `metrics`.
+    """Trains from the trainer's step to the recipe's last. Every rank calls it; one rank has `metrics`.
 
-    Raises NonFiniteError, SaveError, DataError; PreemptedError after the step in which a rank has heard of a `stop`.
+    Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which any rank had a `stop`.
     """
     recipe = trainer.recipe
     watch = Stopwatch()
-    told_tokens = trainer.tokens
+    reported_tokens = trainer.tokens
     for step in range(trainer.step + 1, recipe.train.steps + 1):
         last = step == recipe.train.steps
         report = None
@@ -65,8 +65,8 @@ def fit(
         if _due(recipe.train.eval_every, step, last):
             val_loss = trainer.evaluate(loaders.validation.batch(0))
         if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
-            line = measure(trainer, result, watch, trainer.tokens - told_tokens, val_loss)
-            told_tokens = trainer.tokens
+            line = measure(trainer, result, watch, trainer.tokens - reported_tokens, val_loss)
+            reported_tokens = trainer.tokens
             progress.measured(line)
             if metrics is not None:
                 metrics.write(line)
@@ -80,12 +80,14 @@ def fit(
 
 
 def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int, val_loss: float | None) -> StepMetrics:
-    """The line of metrics of a step; every rank calls it. `tokens` are those of the steps that `watch` has timed."""
+    """Returns the metrics of a step; every rank calls it. `tokens` counts those of the steps that `watch` has timed."""
     recipe = trainer.recipe
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
     peak = peak_flops(trainer.device, recipe.train.precision)
     flops = flops_per_token(recipe.model, recipe.train.seq_len)
+    peak_bytes = torch.tensor(peak_memory_bytes(trainer.device), device=trainer.device)
+    dist.all_reduce(peak_bytes, op=dist.ReduceOp.MAX)
     return StepMetrics(
         step=trainer.step,
         loss=result.loss,
@@ -96,19 +98,13 @@ def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int,
         tokens_per_s=tokens / seconds,
         tokens_per_s_per_device=per_device,
         mfu=None if peak is None else per_device * flops / peak,
-        peak_memory_bytes=_largest(peak_memory_bytes(trainer.device), trainer.device),
+        peak_memory_bytes=int(peak_bytes.item()),
         val_loss=val_loss,
         loss_scale=result.loss_scale,
         skipped_steps=trainer.skipped_steps,
     )
 
 
-def _largest(value: int, device: torch.device) -> int:
-    """Over all ranks."""
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest.item())
-
-
 def _due(every: int | None, step: int, last: bool) -> bool:
+    """True after each `every` steps and after the last one; never where `every` is None."""
     return every is not None and (last or step % every == 0)

@@ -1,4 +1,4 @@
-"""Text from the model, one plain forward of the pipeline per token: in every layout, the same text."""
+"""Generates text with one forward of the pipeline per token. Every layout generates the same text."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from parallel3d.training.trainer import Trainer
 
 
 def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
-    """The prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the `top_k` most
-    likely (1: greedy) by a generator seeded with the run's seed. Every rank calls it and has the same text."""
+    """Returns the prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the
+    `top_k` most likely (1: greedy) by a generator seeded with the run's seed. Every rank calls it and gets the same
+    text."""
     seq_len = trainer.recipe.train.seq_len
     ids = [int(i) for i in tokenizer.encode(prompt)][-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
     generator = torch.Generator().manual_seed(trainer.recipe.train.seed)
     for _ in range(tokens):
         window = ids[-seq_len:]
-        # Every length is padded to the one that the model was trained with; causal attention does not look ahead.
+        # Every window is padded to the length of training, because causal attention does not look ahead.
         padded = window + window[-1:] * (seq_len - len(window))
         outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
         logits = None
-        if outputs:  # ids beyond the tokenizer's are there to make the vocabulary divisible, and mean nothing
+        if outputs:  # ids beyond the tokenizer's only make the vocabulary divisible
             logits = _whole_vocabulary(outputs[0][0, len(window) - 1], trainer.axes["tp"])[: tokenizer.vocab_size]
         ids.append(_choose(logits, top_k, generator, trainer.axes["pp"], trainer.pipeline.last_rank, trainer.device))
         if ids[-1] == tokenizer.end_of_text:
@@ -34,7 +35,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int
 
 
 def _whole_vocabulary(logits: Tensor, tp: Axis) -> Tensor:
-    """[vocab / tp] -> [vocab]"""
+    """Gathers this tp rank's logits [vocab / tp] into all logits [vocab]."""
     if tp.size == 1:
         return logits
     parts = [torch.empty_like(logits) for _ in range(tp.size)]
@@ -45,7 +46,7 @@ def _whole_vocabulary(logits: Tensor, tp: Axis) -> Tensor:
 def _choose(
     logits: Tensor | None, top_k: int, generator: torch.Generator, pp: Axis, last_rank: int, device: torch.device
 ) -> int:
-    """The next token, chosen where the last stage is and told to the pipeline's other ranks."""
+    """Chooses the next token on the rank of the last stage, and broadcasts it to the pipeline's other ranks."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     if logits is not None:
         likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))

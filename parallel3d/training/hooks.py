@@ -28,7 +28,7 @@ class StepTotals:
     grad_norm: float  # before clipping
     tokens: int  # that have a label
     factor: float
-    own_norm: float  # of this rank's replica, which clips by it; grad_norm where the replicas are one run
+    own_norm: float  # the norm by which this rank's replica clips; grad_norm where the replicas are one run
     is_asked_to_stop: bool  # some rank received SIGTERM
 
     @property
@@ -79,7 +79,7 @@ class StepHook:
     these moments; a hook overrides the methods that it needs. `step` counts from 1."""
 
     def before_forward(self, step: int, labels: Tensor) -> None:
-        """Called before the forward with this rank's labels."""
+        """Prepares the step; called before the forward with this rank's labels."""
 
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the totals of the whole run, given those of this rank's replica."""

@@ -1,4 +1,4 @@
-"""What a run measures of itself, and the file that it is written to."""
+"""The metrics of a run, the clock of its steps, and the file that the metrics are written to."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from parallel3d.config.recipe import ModelConfig, Precision
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Means are over the steps since the line before."""
+    """One line of metrics.jsonl. Times and rates are means over the steps since the line before."""
 
     step: int
     loss: float  # mean over the tokens of this step's global batch
     lr: float
     grad_norm: float  # before clipping
-    tokens: int  # since the start of the run; those that are ignored do not count, and those of skipped steps do
+    tokens: int  # labels since the start of the run, including those of skipped steps
     step_time_s: float
     tokens_per_s: float
     tokens_per_s_per_device: float
-    mfu: float | None  # of the dense bf16 peak; None where that is not known
-    peak_memory_bytes: int  # of the worst rank: CUDA's allocator, or the process on a CPU
+    mfu: float | None  # the share of the dense bf16 peak that was used; None where the peak is not known
+    peak_memory_bytes: int  # on the worst rank: CUDA's allocator, or the process on a CPU
     val_loss: float | None = None
-    loss_scale: float | None = None  # of this step; None where the precision needs none
-    skipped_steps: int = 0  # since the start of the run: gradients that overflowed
+    loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
+    skipped_steps: int = 0  # steps since the start of the run whose gradients overflowed
 
 
 class MetricsFile:
-    """metrics.jsonl, a JSON object a line. Lines beyond the step that a run goes on from are dropped."""
+    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped."""
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         self._path = path
@@ -91,6 +91,7 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most memory that this process has held: by CUDA's allocator, or its resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere
@@ -98,12 +99,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _valid(value: float | None) -> float | None:
-    """JSON has no infinity: the norm of a skipped step is null."""
+    """Returns None for a number that is not finite, such as a skipped step's norm, because JSON has no infinity."""
     return value if value is None or math.isfinite(value) else None
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of a file; a last one that was cut off by a crash is no line."""
+    """Returns the whole lines of a file, without a last line that a crash has cut off."""
     if not path.exists():
         return []
     *whole, _cut_off = path.read_text().split("\n")

@@ -1,4 +1,4 @@
-"""What a person sees of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class ProgressDisplay(Protocol):
-    """Shows how a run comes on. Close it before anything else is printed."""
+    """Shows the progress of a run. Close it before anything else is printed."""
 
     def say(self, text: str) -> None: ...
 
@@ -28,14 +28,14 @@ class ProgressDisplay(Protocol):
 
 
 def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
-    """The bar or the lines of a run of `steps` of which `done` are done; silence where this rank does not speak."""
+    """Opens the bar or the lines of a run of `steps` of which `done` are done; no display unless this rank `speaks`."""
     if not speaks:
         return Silence()
     return Bar(steps, done) if sys.stderr.isatty() else Lines(steps, sys.stderr)
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:
-    """`step 20/300  loss 3.1234  grad 0.812  lr 1.0e-03  8,192 tok/s  mem 412 MiB  eta 1:23`"""
+    """Returns the line of a step: `step 20/300  loss 3.1234  grad 0.812  lr 1.0e-03  8,192 tok/s  mem 412 MiB`."""
     parts = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
     if metrics.val_loss is not None:
         parts.append(f"val {metrics.val_loss:.4f}")
@@ -53,12 +53,15 @@ def describe(metrics: StepMetrics, steps: int) -> str:
 
 
 def clock(seconds: float) -> str:
+    """Returns a duration as `1:23` or `1:02:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Silence:
+    """Shows nothing, on the ranks that do not speak."""
+
     def say(self, text: str) -> None:
         pass
 
@@ -78,6 +81,8 @@ class Silence:
 
 
 class Lines(Silence):
+    """Prints a line for each measured step."""
+
     def __init__(self, steps: int, stream: TextIO) -> None:
         self._steps = steps
         self._stream = stream
@@ -90,6 +95,8 @@ class Lines(Silence):
 
 
 class Bar(Silence):
+    """Shows a live bar on a terminal."""
+
     def __init__(self, steps: int, done: int) -> None:
         from rich import progress  # 0.3 s that a run into a file does not pay
         from rich.console import Console

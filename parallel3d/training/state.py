@@ -1,4 +1,4 @@
-"""The state of a trainer as tensors by global names, which is what a checkpoint holds."""
+"""Saves and loads a trainer. A checkpoint holds its state as tensors by their global names."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
 
 
 def load_trainer(trainer: Trainer, path: Path) -> None:
-    """Puts the trainer where the checkpoint's was, whatever the layouts of the two; every rank calls it.
+    """Loads a checkpoint, whatever the layout that saved it; every rank calls it.
 
-    Raises CheckpointError, with nothing changed, where it is damaged, of another model or another optimizer, or of a
-    run whose batches were others: the place in the data is a count of sequences, which would then mean other ones.
+    Raises CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model, another
+    optimizer, or a run with other batches: the place in the data is a count of sequences, which must mean the same.
     """
     for parameter in trainer.parameters:
         parameter.sync_views()
@@ -72,6 +72,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
 
 
 def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:
+    """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than this one."""
     train = trainer.recipe.train
     for key in ("seed", "global_batch_size", "seq_len"):
         then, now = getattr(progress, key), getattr(train, key)
@@ -93,11 +94,12 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
 
 
 def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
-    """Name -> tensor that shares the memory of the model's and the optimizer's. A tied parameter is there once."""
+    """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A tied parameter is
+    there once."""
     state: dict[str, Tensor] = {}
     for parameter in parameters:
         name = parameter.name
-        if f"model.{name}" in state:  # a V has both ends of the pipeline, and a tied weight twice, alike
+        if f"model.{name}" in state:  # a rank on a V has both ends of the pipeline, and a tied weight twice
             continue
         state[f"model.{name}"] = parameter.distributed(parameter.local.detach())
         state |= {f"optimizer.{kind}.{name}": tensor for kind, tensor in optimizer.distributed_states(parameter)}
@@ -106,7 +108,7 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) 
 
 @torch.no_grad()
 def _copy_to_twins(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> None:
-    """What was loaded into the first of two parameters of one name, into the second."""
+    """Copies what was loaded into the first of two parameters of one name into the second."""
     first: dict[str, LocalParameter] = {}
     for parameter in parameters:
         twin = first.setdefault(parameter.name, parameter)

@@ -1,10 +1,10 @@
-"""A measured timeline: what every pipeline rank did in one step of training, and when, beside its simulation."""
+"""Measures the timeline of one training step on all pipeline ranks, and writes it beside its simulation."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -22,7 +22,7 @@ from parallel3d.training.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class TimelineReport:
-    """The share of rank-time in which a rank of the pipeline computed nothing, as it was and as the schedule has it."""
+    """The share of rank-time in which pipeline ranks computed nothing, measured and as the schedule has it."""
 
     path: Path
     measured_bubble: float
@@ -36,10 +36,10 @@ class TimelineReport:
 
 
 def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResult, TimelineReport | None]:
-    """A step of training whose actions are recorded on all ranks, as a trace that Perfetto opens:
+    """Trains a step whose actions all ranks record, and writes them as a trace that Perfetto opens:
     `folder/timeline_step_00000007.json` holds the pipeline of each data and tensor rank, and the simulated one last.
 
-    Every rank calls it; rank 0 writes the file and has the report.
+    Every rank calls it; rank 0 writes the file and returns the report.
     """
     dist.barrier()
     start_s = time.perf_counter()
@@ -47,9 +47,9 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     result = trainer.train_step(batch, recorder)
     place = trainer.recipe.parallel.coordinates(dist.get_rank())
     pipeline = f"dp_replicate {place.dp_replicate}, dp_shard {place.dp_shard}, tp {place.tp}"
-    told = RankTimeline(socket.gethostname(), start_s, pipeline, recorder.spans(place.pp))
-    everyone: list[RankTimeline] | None = [told] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(told, everyone)
+    own = RankTimeline(socket.gethostname(), start_s, pipeline, recorder.spans(place.pp))
+    everyone: list[RankTimeline] | None = [own] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, everyone)
     if everyone is None:
         return result, None
     schedule = trainer.schedule_of(len(batch.inputs))
@@ -63,7 +63,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """What a rank tells of its step."""
+    """The spans of one rank in the step, as it sends them to rank 0."""
 
     host: str
     start_s: float  # on its host's clock
@@ -72,12 +72,15 @@ class RankTimeline:
 
 
 def _timelines(everyone: Sequence[RankTimeline], schedule: Schedule) -> list[Timeline]:
-    """One for each pipeline. On one host all clocks are the same; else each starts where the ranks last met."""
-    is_one_host = len({told.host for told in everyone}) == 1
+    """Makes one timeline for each pipeline. The ranks of one host share a clock; on several hosts each rank's time
+    starts where the ranks last met."""
+    is_one_host = len({rank.host for rank in everyone}) == 1
     spans: dict[str, list[Span]] = {}
-    for told in everyone:
-        start_s = everyone[0].start_s if is_one_host else told.start_s
-        spans.setdefault(told.pipeline, []).extend(_shifted(told.spans, start_s))
+    for rank in everyone:
+        start_s = everyone[0].start_s if is_one_host else rank.start_s
+        spans.setdefault(rank.pipeline, []).extend(
+            span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in rank.spans
+        )
     return [
         Timeline(
             name=f"{schedule.name}, measured, {pipeline}",
@@ -87,7 +90,3 @@ def _timelines(everyone: Sequence[RankTimeline], schedule: Schedule) -> list[Tim
         )
         for pipeline, found in spans.items()
     ]
-
-
-def _shifted(spans: Iterable[Span], start_s: float) -> list[Span]:
-    return [span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]

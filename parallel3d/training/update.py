@@ -34,7 +34,7 @@ class Update(Protocol):
     `apply` only where loss and norm are finite."""
 
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        """Called before the backward of `step`, counted from 0. `observe` is called with each parameter when its
+        """Prepares the backward of `step`, which counts from 0. `observe` is called with each parameter when its
         gradient is complete, before anything is done with it."""
         ...
 

@@ -26,7 +26,7 @@ from parallel3d.training.trainer import Trainer
 
 
 def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) -> None:
-    """Trains as the recipe says, as one of its workers. Rank 0 speaks and writes `run_dir`.
+    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`.
 
     Raises the errors of `parallel3d.errors`; the process group is closed on every way out.
     """
@@ -45,9 +45,9 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
             run_dir.mkdir(parents=True, exist_ok=True)
             sweep(checkpoints)
             metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
-        # A run without checkpoints has nowhere to save to, and ends at once.
-        heeding = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
-        with heeding as stop, open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
+        # A run without checkpoints has nowhere to save to, so SIGTERM ends it at once.
+        sigterm = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
+        with sigterm as stop, open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
             _introduce(progress, trainer, corpus, resumed)
             fit(trainer, loaders, checkpoints, metrics, progress, stop)
         if recipe.train.sample_tokens:
@@ -63,16 +63,16 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
 
 
 def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
-    """The batches of the data rank that `rank` belongs to."""
+    """Returns the loaders of the data rank that `rank` belongs to."""
     loader = training_loader(recipe, corpus.train, rank)
-    # Drawn from all of the validation files, and the same for every seed of the run.
+    # Validation sequences are drawn from all validation files, and are the same for every seed of the run.
     sequences = recipe.train.eval_sequences
     validation = replace(loader, tokens=corpus.validation, global_batch_size=sequences, sizes=None, seed=0)
     return Loaders(loader, validation)
 
 
 def training_loader(recipe: Recipe, tokens: TokenIds, rank: int) -> BatchLoader:
-    """The recipe's batches of `tokens` for the data rank that `rank` belongs to."""
+    """Returns the loader of the recipe's batches of `tokens` for the data rank that `rank` belongs to."""
     parallel, train = recipe.parallel, recipe.train
     place = parallel.coordinates(rank)
     return BatchLoader(
@@ -90,22 +90,23 @@ def training_loader(recipe: Recipe, tokens: TokenIds, rank: int) -> BatchLoader:
 
 
 def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads the first of `checkpoints` that is not damaged; returns what a person should know of it, a line each.
-    Raises CheckpointError where all of them are damaged, or one is of another model."""
-    told = []
+    """Loads the first of `checkpoints` that is not damaged. Returns lines for the user: the ones that were passed over,
+    and where the run goes on. Raises CheckpointError where all are damaged, or one is of another model."""
+    lines = []
     for at, path in enumerate(checkpoints):
         try:
             load_trainer(trainer, path)
         except DamagedCheckpointError as error:
             if at + 1 == len(checkpoints):
                 raise
-            told.append(f"passed over: {error}")
+            lines.append(f"passed over: {error}")
         else:
-            return [*told, f"goes on from step {trainer.step} of {path}"]
-    return told
+            return [*lines, f"goes on from step {trainer.step} of {path}"]
+    return lines
 
 
 def _introduce(progress: ProgressDisplay, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
+    """Shows what is trained, on which layout, and where the run was resumed."""
     recipe = trainer.recipe
     layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
     microbatches = f"{recipe.microbatches} microbatch{'es' * (recipe.microbatches > 1)}"

@@ -29,7 +29,7 @@ class PlainDiloco:
         self.step = 0
 
     def train_step(self) -> tuple[float, float]:
-        """The mean of the replicas' losses, and the root of the mean of their squared gradient norms."""
+        """Trains a step. Returns the mean of the replicas' losses, and the root of the mean of their squared norms."""
         share = replace(self.recipe, parallel=ParallelConfig(dp_replicate=len(self.replicas)))
         results = []
         for index, replica in enumerate(self.replicas):
@@ -40,7 +40,7 @@ class PlainDiloco:
         return sum(losses) / len(losses), (sum(norm**2 for norm in norms) / len(norms)) ** 0.5
 
     def outer_loss(self, batch: Batch) -> float:
-        """Of the outer parameters."""
+        """Returns the loss of the outer parameters."""
         model = PlainStack(self.recipe, self.outer).model
         with torch.no_grad():
             return sum(token_loss(model(x), y).item() for x, y in zip(batch.inputs, batch.labels, strict=True)) / len(

@@ -90,8 +90,8 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable, size
 
 
 def average_and_compare() -> float:
-    """The largest difference, in units of float32's rounding, of the parameters after a step from the mean of the two
-    replicas' own before it."""
+    """Returns the largest difference, in units of float32's rounding, of the parameters after a step from the mean of
+    the two replicas' own before it."""
     trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2), AVERAGING))
     assert trainer.local_sgd is not None
     after_step, worst = trainer.local_sgd.after_step, 0.0
@@ -132,7 +132,7 @@ def resumed(case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path
     return loss, train(trainer, STEPS - trainer.step)
 
 
-HALF = 6  # of STREAMING, a fragment has just left: neither averaged nor applied
+HALF = 6  # in STREAMING a fragment has just left: it is neither averaged nor applied
 
 
 def test_resuming_between_synchronisations_is_bitwise(world: Callable, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(world: Callable
 def poison_one_replica() -> str:
     trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), DILOCO))
     train(trainer, 1)
-    if dist.get_rank() == 3:  # of the second replica, its second tp rank
+    if dist.get_rank() == 3:  # the second tp rank of the second replica
         trainer.parameters[1].local.data[0] = float("nan")  # not of the embedding, most of whose rows are not used
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)

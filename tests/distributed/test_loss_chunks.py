@@ -30,7 +30,7 @@ STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
 
 
 def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
-    """The curve of each; validation and generation in between see the same model."""
+    """Returns the curve of each run; validation and generation in between see the same model."""
     curves = []
     for model, parallel in cases:
         trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))

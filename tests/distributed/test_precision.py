@@ -119,7 +119,7 @@ def scales_of_trainer(recipe: Recipe, planted: set[int], steps: int) -> tuple[li
 
 
 def scales_of_torch(recipe: Recipe, planted: set[int], steps: int) -> tuple[list[float], list[float]]:
-    """A plain loop, as torch's own users write it: float32 weights, a copy in float16, torch.amp.GradScaler."""
+    """Trains in a plain loop, as torch's users write it: float32 weights, a copy in float16, torch.amp.GradScaler."""
     model = PlainLlama(recipe.model)
     model.load(initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed))
     optimizer, scale = adamw(model.parameters(), recipe.optimizer), recipe.loss_scale
@@ -197,7 +197,7 @@ def test_a_resumed_run_goes_on_with_its_scale_to_the_bit(world: Callable, tmp_pa
 
 
 def noise_as_whole(parallel: ParallelConfig) -> dict[str, torch.Tensor]:
-    """The noise of each parameter as the global tensor."""
+    """Returns the noise of each parameter as the global tensor."""
     trainer = make_trainer(recipe_of("bf16_pure", parallel))
     whole = {}
     for p in trainer.parameters:

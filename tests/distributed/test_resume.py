@@ -199,7 +199,7 @@ def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
             refused = has_weights(trainer, before)
         file.write_bytes(whole)
         results.append((file.name, refused))
-    load_trainer(trainer, path)  # and whole again it loads
+    load_trainer(trainer, path)  # the file is whole again, and loads
     return results
 
 

@@ -25,7 +25,7 @@ from tests.distributed.training_cases import (
 
 
 def generated(parallel: ParallelConfig) -> list[str]:
-    """The likeliest text, and one drawn from the five likeliest at each token."""
+    """Returns the likeliest text, and one drawn from the five likeliest tokens at each place."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     train(trainer, 20)
     return [generate(trainer, ByteTokenizer(), prompt="def ", tokens=12, top_k=top_k) for top_k in (1, 5)]
@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(
 
 
 def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool]:
-    """Of two steps, in the second of which the last rank is asked to stop."""
+    """Returns whether each of two steps was asked to stop; the last rank is asked in the second."""
     recipe = replace(make_recipe(GROUPED, parallel), local_sgd=local_sgd)
     trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
     is_last = dist.get_rank() == dist.get_world_size() - 1

@@ -5,8 +5,8 @@ DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradien
 replicas go on. With outer rate 1 and no momentum it is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
 With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
-Everything here works on this rank's plain parts of the parameters, so that tp, pp and dp_shard inside a replica are
-none of its business: the outer parameters and their momentum are cut as `LocalParameter.local` is.
+Everything here works on this rank's plain parts of the parameters, whatever tp, pp and dp_shard are inside a replica:
+the outer parameters and their momentum are cut as `LocalParameter.local` is.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from parallel3d.sharding.parts import LocalParameter
 from parallel3d.training.local_sgd.schedule import SyncSchedule
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 
-BUCKET_ELEMENTS = 2**24  # of parameters that are sent in one go: 64 MiB of float32
+BUCKET_ELEMENTS = 2**24  # the most elements that are sent in one go: 64 MiB of float32
 
 
 class OuterParameter:
-    """What all replicas hold alike of one parameter: float32, of the shape of this rank's part."""
+    """The outer value of one parameter, equal on all replicas: float32, of the shape of this rank's part."""
 
     def __init__(self, inner: LocalParameter) -> None:
         self.inner = inner
         self.value = inner.local.detach().float().clone()
-        self.mean: Tensor | None = None  # of the pseudo-gradients, where it has arrived before it is due
+        self.mean: Tensor | None = None  # the mean pseudo-gradient, from its arrival until it is due
 
     def pseudo_gradient(self) -> Tensor:
         return self.value - self.inner.local.detach()
 
     @torch.no_grad()
     def give(self, kept: float) -> None:
-        """The outer value to this replica, which keeps so much of its own."""
+        """Sets this replica's parameter to the outer value, mixed with the share `kept` of its own."""
         if kept == 0.0:
             self.inner.local.copy_(self.value)
         else:
@@ -51,7 +51,7 @@ class OuterParameter:
 
 
 class LocalSgd:
-    """The outer loop. Every rank makes it at once, when the parameters have their initial weights."""
+    """The outer loop. All ranks build it at once, when the parameters have their initial weights."""
 
     def __init__(
         self,
@@ -62,30 +62,31 @@ class LocalSgd:
         axes: Mapping[str, Axis],
         steps: int,
     ) -> None:
-        """`replicas`: the axis dp_replicate; `axes`: those of the replica's own mesh; `steps`: of the whole run."""
+        """`replicas` is the axis dp_replicate, `axes` are the axes of the replica's own mesh, and `steps` counts the
+        steps of the whole run."""
         assert config.sync_every is not None
         self.config, self.steps, self.replicas = config, steps, replicas
         self.schedule = SyncSchedule(
             sync_every=config.sync_every, fragments=config.fragments, overlap_steps=config.overlap_steps
         )
         self._axes, self._codec = axes, CODECS[config.transport]
-        # A group of its own: what is sent in every step must not queue behind a fragment on its way.
+        # Fragments have a group of their own, because what is sent in every step must not queue behind a fragment.
         self._wire = replace(replicas, group=_group_like(replicas))
         self.parameters = [OuterParameter(parameter) for parameter in parameters]
         self._fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
         for outer in self.parameters:
             self._fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
         self.optimizer = _outer_optimizer([outer.value for outer in self.parameters], config)
-        self._on_their_way: dict[int, list[_BucketOnItsWay]] = {}  # by fragment; empty where all of it has arrived
-        self._same = set(range(config.fragments))  # fragments of which the replicas now have the outer parameters
+        self._on_their_way: dict[int, list[_BucketOnItsWay]] = {}  # by fragment; an empty list once all has arrived
+        self._same = set(range(config.fragments))  # fragments whose outer parameters the replicas now have
 
     def mean(self, x: Tensor) -> Tensor:
-        """Over the replicas, of what each knows of itself; sent with every step, so keep it small."""
+        """Returns the mean of `x` over the replicas. It is sent in every step, so keep it small."""
         return all_reduce(x, self.replicas) / self.replicas.size
 
     def after_step(self, step: int) -> None:
-        """What is to be done after the replicas' own optimizers have made `step`. Raises NonFiniteError, with the outer
-        parameters unchanged, where a pseudo-gradient is not finite."""
+        """Sends and receives what is due after the replicas' own optimizers have made `step`. Raises NonFiniteError,
+        with the outer parameters unchanged, where a pseudo-gradient is not finite."""
         self._same.clear()
         for fragment in self.schedule.sent(step):
             self._send(fragment)
@@ -100,7 +101,7 @@ class LocalSgd:
 
     @contextmanager
     def outer_parameters(self, publish: Callable[[], None]) -> Iterator[None]:
-        """The outer parameters in the place of this replica's own, from here to the end of the block; `publish` is
+        """Puts the outer parameters in the place of this replica's own, from here to the end of the block. `publish` is
         called after each change."""
         if len(self._same) == self.config.fragments:
             yield
@@ -117,14 +118,14 @@ class LocalSgd:
             publish()
 
     def settle(self) -> list[int]:
-        """Waits for all that is on its way, and leaves it in `OuterParameter.mean`; those fragments."""
+        """Waits for all fragments on their way, leaves them in `OuterParameter.mean`, and returns their numbers."""
         for fragment in sorted(self._on_their_way):
             self._arrive(fragment)
         return sorted(self._on_their_way)
 
     def resume(self, on_their_way: Sequence[int], *, from_outer: bool) -> None:
-        """Goes on with values that were put into the parameters, the outer ones, and the `mean` of the fragments that
-        are on their way. `from_outer`: this replica starts from the outer parameters."""
+        """Goes on with values that were loaded into the parameters, the outer parameters, and the `mean` of the
+        fragments on their way. With `from_outer` this replica starts from the outer parameters."""
         self._on_their_way = {fragment: [] for fragment in on_their_way}
         self._same = set()
         if from_outer:
@@ -138,7 +139,7 @@ class LocalSgd:
             outer.give(0.0)
 
     def _finish(self, step: int) -> None:
-        """Nothing stays apart at the end of a run: its result is the same on all replicas."""
+        """Brings all replicas together at the end of a run, so that its result is the same on all of them."""
         for fragment in sorted(self._on_their_way):
             self._receive(fragment, step, self.config.kept)
         for fragment in range(self.config.fragments):
@@ -176,7 +177,8 @@ class LocalSgd:
             self._same.add(fragment)
 
     def _check_finite(self, means: Sequence[Tensor], step: int) -> None:
-        """Replicas have the same means, but ranks of one replica do not: one decision for all."""
+        """Raises NonFiniteError on all ranks if a mean is not finite on any. Replicas have the same means, but ranks of
+        one replica do not."""
         bad = sum(int(not torch.isfinite(mean).all()) for mean in means)
         device = self.parameters[0].value.device
         if all_reduce_over(self._axes, torch.tensor(float(bad), dtype=torch.float64, device=device)).item():
@@ -194,7 +196,7 @@ class _BucketOnItsWay:
 
 
 def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParameter]]:
-    """Runs of parameters of BUCKET_ELEMENTS at most, or of one that is larger."""
+    """Yields runs of parameters of at most BUCKET_ELEMENTS, or a single larger parameter."""
     bucket: list[OuterParameter] = []
     for outer in parameters:
         if bucket and sum(other.value.numel() for other in (*bucket, outer)) > BUCKET_ELEMENTS:
@@ -207,7 +209,7 @@ def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParamet
 
 def _outer_optimizer(values: list[Tensor], config: LocalSgdConfig) -> torch.optim.SGD:
     optimizer = torch.optim.SGD(values, config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
-    if config.outer_momentum > 0:  # made now, not in the first step, so that every checkpoint has it
+    if config.outer_momentum > 0:  # the buffers are made now, so that every checkpoint has them
         for value in values:
             optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
     return optimizer

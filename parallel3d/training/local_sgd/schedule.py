@@ -1,4 +1,4 @@
-"""Which part of the model local SGD synchronises after which step: plain arithmetic, the same on every rank."""
+"""The steps after which local SGD synchronises each part of the model: plain arithmetic, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class SyncSchedule:
     overlap_steps: int = 0
 
     def fragment_of(self, name: str) -> int:
-        """The fragment of a parameter by its global name. Blocks go round (the paper's strided pattern), so that every
-        pipeline stage has some of each; what is before them is of the first fragment, what is after them of the last.
-        """
+        """Returns the fragment of a parameter by its global name. Blocks take turns (the paper's strided pattern), so
+        that every pipeline stage has some of each fragment. The embedding is in the first fragment, the last norm and
+        the head are in the last."""
         block = _BLOCK.match(name)
         if block is not None:
             return int(block[1]) % self.fragments
         return 0 if name.startswith("embed.") else self.fragments - 1
 
     def sent(self, step: int) -> list[int]:
-        """Fragments whose pseudo-gradients leave after `step` (the first is 1)."""
+        """Returns the fragments whose pseudo-gradients are sent after `step` (the first is 1)."""
         return [f for f in range(self.fragments) if step > 0 and (step - self._first(f)) % self.sync_every == 0]
 
     def halfway(self, step: int) -> list[int]:
-        """Fragments of which a replica then has all parts that it averages, and sends their mean."""
+        """Returns the fragments whose parts each replica has received after `step`, and whose mean it then sends."""
         return self.sent(step - -(-self.overlap_steps // 2))
 
     def due(self, step: int) -> list[int]:
-        """Fragments that take their outer step after `step`."""
+        """Returns the fragments that take their outer step after `step`."""
         return self.sent(step - self.overlap_steps)
 
     def on_their_way(self, step: int) -> list[int]:
-        """Fragments that are sent and not due at the end of `step`."""
+        """Returns the fragments that are sent and not yet due at the end of `step`."""
         return [f for before in range(self.overlap_steps) for f in self.sent(step - before)]
 
     def _first(self, fragment: int) -> int:
-        """The first step that the fragment is synchronised after; of the last one, `sync_every`."""
+        """Returns the first step after which the fragment is synchronised; for the last fragment it is `sync_every`."""
         return (fragment + 1) * self.sync_every // self.fragments

@@ -1,9 +1,9 @@
-"""What a checkpoint holds of replicas that train apart, and how such a run and a synchronous one read each other's.
+"""The part of a checkpoint that holds replicas that train apart. Such a run and a synchronous one read each other's.
 
-model.<name>                 the outer parameters: what export, and any other run, takes for the model
-outer.momentum.<name>        of the outer optimizer
-outer.mean.<name>            the pseudo-gradient of a fragment on its way, which no outer step has used yet
-replica.<r>.<other names>    all that a synchronous run would hold, of each replica: its parameters, its optimizer
+model.<name>                 the outer parameters, which export, and any other run, take for the model
+outer.momentum.<name>        the momentum of the outer optimizer
+outer.mean.<name>            the mean pseudo-gradient of a fragment on its way, which no outer step has used yet
+replica.<r>.<other names>    everything that a synchronous run would hold, for each replica
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from parallel3d.errors import CheckpointError
 from parallel3d.training.local_sgd.replicas import LocalSgd, OuterParameter
 
-Tensors = dict[str, Tensor]  # by their names in a checkpoint
+Tensors = dict[str, Tensor]  # keyed by their names in a checkpoint
 _MODEL = "model."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
-    """What a checkpoint's progress says about its replicas."""
+    """The part of a checkpoint's progress file that is about its replicas."""
 
     replicas: int
     sync_every: int
@@ -35,7 +35,8 @@ class SavedReplicas:
 
     @classmethod
     def read(cls, value: dict[str, Any] | None, path: Path) -> SavedReplicas | None:
-        """None: of a synchronous run. Raises CheckpointError where it is neither."""
+        """Reads the part, which is None in a synchronous run's checkpoint. Raises CheckpointError where it is
+        malformed."""
         if value is None:
             return None
         try:
@@ -56,7 +57,7 @@ class SavedReplicas:
 
 
 def saved_replicas(local_sgd: LocalSgd) -> dict[str, Any]:
-    """For the progress file, after `tensors_to_save`."""
+    """Returns what the progress file says of the replicas. Call it after `tensors_to_save`."""
     return asdict(
         SavedReplicas(
             replicas=local_sgd.replicas.size,
@@ -70,7 +71,8 @@ def saved_replicas(local_sgd: LocalSgd) -> dict[str, Any]:
 
 
 def tensors_to_save(local_sgd: LocalSgd | None, state: Tensors) -> Tensors:
-    """`state`, that of a synchronous run, and the outer loop's. Every rank calls it: what is on its way arrives."""
+    """Adds the outer loop's tensors to `state`, a replica's own. Every rank calls it, because fragments on their way
+    must arrive first."""
     if local_sgd is None:
         return state
     tensors = {f"replica.{local_sgd.replicas.rank}.{name}": tensor for name, tensor in state.items()}
@@ -81,7 +83,7 @@ def tensors_to_save(local_sgd: LocalSgd | None, state: Tensors) -> Tensors:
 
 
 def tensors_to_load(local_sgd: LocalSgd | None, state: Tensors, saved: SavedReplicas | None) -> Tensors:
-    """Names in a checkpoint -> where they go: into the tensors of `state` and the outer loop's."""
+    """Maps names in a checkpoint to the tensors of `state` and of the outer loop that they are loaded into."""
     if local_sgd is None:
         return state if saved is None else {_of_replica(0, name): tensor for name, tensor in state.items()}
     tensors = _values(local_sgd)
@@ -103,7 +105,8 @@ def tensors_to_load(local_sgd: LocalSgd | None, state: Tensors, saved: SavedRepl
 
 @torch.no_grad()
 def after_loading(local_sgd: LocalSgd, saved: SavedReplicas | None) -> None:
-    """Where there are other replicas than saved, or none were, each starts from the outer parameters."""
+    """Completes the outer loop after loading. Each replica starts from the outer parameters, unless the checkpoint
+    holds equally many replicas."""
     first: dict[str, OuterParameter] = {}
     for outer in local_sgd.parameters:
         momentum = local_sgd.optimizer.state[outer.value].get("momentum_buffer")
@@ -122,7 +125,7 @@ def after_loading(local_sgd: LocalSgd, saved: SavedReplicas | None) -> None:
 
 
 def _of_replica(replica: int, name: str) -> str:
-    """What a run takes from a replica: all but the model, which is the outer one."""
+    """Returns the name from which a run loads: the outer model's, and for all else the replica's."""
     return name if name.startswith(_MODEL) else f"replica.{replica}.{name}"
 
 
@@ -147,7 +150,7 @@ def _parameters_of(local_sgd: LocalSgd, fragments: list[int]) -> list[OuterParam
 
 
 def _by_name(kind: str, pairs: list[tuple[OuterParameter, Tensor]]) -> Tensors:
-    """As the tensors that all ranks of a replica hold together; the first one of each name."""
+    """Maps names to the tensors that all ranks of a replica hold together, the first of each name."""
     tensors: Tensors = {}
     for outer, tensor in pairs:
         tensors.setdefault(f"{kind}.{outer.inner.name}", outer.inner.distributed(tensor))

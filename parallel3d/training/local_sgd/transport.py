@@ -26,13 +26,13 @@ from torch import Tensor
 from parallel3d.config.recipe import Transport
 from parallel3d.mesh import Axis
 
-BLOCK = 256  # elements with one scale
+BLOCK = 256  # elements that share one scale
 _LARGEST_INT8 = 127
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How blocks, float32 [n, BLOCK], travel: as bytes, uint8 [n, block_bytes]."""
+    """Encodes blocks, float32 [n, BLOCK], as bytes, uint8 [n, block_bytes], and back."""
 
     block_bytes: int
     encode: Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ class Codec:
 
 def _to_int8(blocks: Tensor) -> Tensor:
     scale = blocks.abs().amax(dim=1, keepdim=True) / _LARGEST_INT8
-    # A block of zeros has scale 0; one that is not finite has such a scale, and decodes to numbers that are not.
+    # A block of zeros has scale 0. A block that is not finite has a scale that is not, and decodes to such numbers.
     whole = (blocks / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8)
     return torch.cat((scale.view(torch.uint8), whole.view(torch.uint8)), dim=1)
 
@@ -65,14 +65,14 @@ def blocks_of(numel: int) -> int:
 
 
 def sent_bytes(numels: Sequence[int], codec: Codec, replicas: int) -> int:
-    """What a rank sends for the mean of tensors of so many elements."""
+    """Returns the bytes that a rank sends for the mean of tensors of these sizes."""
     slice_blocks = -(-sum(blocks_of(numel) for numel in numels) // replicas)
     return 2 * (replicas - 1) * slice_blocks * codec.block_bytes
 
 
 class MeanOverReplicas:
-    """The mean of `tensors` over the replicas, on its way. Every rank of the axis makes it at once, and calls `gather`
-    (or `wait`, which does) in the same order among such."""
+    """The mean of `tensors` over the replicas, on its way. All ranks of the axis make it at once, and call `gather` (or
+    `wait`, which gathers) of several means in the same order."""
 
     def __init__(self, tensors: Sequence[Tensor], replicas: Axis, codec: Codec) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -85,7 +85,7 @@ class MeanOverReplicas:
         self._is_averaged = False
 
     def gather(self) -> None:
-        """Averages this replica's slice and starts to send it. Again: nothing."""
+        """Averages this replica's slice and starts to send it. A second call does nothing."""
         if self._is_averaged:
             return
         _wait(self._arrives)
@@ -100,7 +100,7 @@ class MeanOverReplicas:
         self._is_averaged = True
 
     def wait(self) -> list[Tensor]:
-        """The means, float32, of the tensors' shapes; the same bits on every replica."""
+        """Returns the means, float32, of the tensors' shapes; they have the same bits on every replica."""
         self.gather()
         _wait(self._arrives)
         _, everyone = self._buffers
@@ -108,7 +108,7 @@ class MeanOverReplicas:
 
 
 def _as_blocks(tensors: Sequence[Tensor], replicas: int) -> Tensor:
-    """Each from a block's start on, zeros between, as many blocks as `replicas` divide: float32 [n, BLOCK]."""
+    """Lays the tensors into blocks, float32 [n, BLOCK]: each begins a block, and n is a multiple of `replicas`."""
     wanted = sum(blocks_of(tensor.numel()) for tensor in tensors)
     blocks = torch.zeros(-(-wanted // replicas) * replicas, BLOCK, device=tensors[0].device)
     flat, start = blocks.view(-1), 0
