@@ -31,10 +31,8 @@ def peak(parallel: ParallelConfig, *, in_backward: bool) -> int:
 @pytest.mark.parametrize(
     ("parallel", "share"),
     [
-        (
-            ParallelConfig(),
-            0.75,
-        ),  # share of the gradients; the peak moves to the activations
+        # The share of the gradients that is saved; the peak moves to activations or the ends.
+        (ParallelConfig(), 0.75),
         (ParallelConfig(dp_shard=4, sharding="NO_SHARD"), 0.65),
         (ParallelConfig(dp_shard=4, sharding="FULL_SHARD"), 0.35),
     ],

@@ -24,20 +24,20 @@ Cadence = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """What a strategy is called elsewhere, and which one does the same with replicas."""
+class ShardingTraits:
+    """The ZeRO stage of a strategy, and the strategy that does the same with replicas."""
 
     zero_stage: int
     hybrid: ShardingName | None = None  # its name if dp_replicate > 1; None: it allows replicas under its own name
 
 
-STRATEGIES: dict[ShardingName, Strategy] = {
-    "NO_SHARD": Strategy(0),
-    "SHARD_OPTIMIZER": Strategy(1),
-    "SHARD_GRAD_OP": Strategy(2, hybrid="_HYBRID_SHARD_ZERO2"),
-    "FULL_SHARD": Strategy(3, hybrid="HYBRID_SHARD"),
-    "HYBRID_SHARD": Strategy(3),
-    "_HYBRID_SHARD_ZERO2": Strategy(2),
+STRATEGIES: dict[ShardingName, ShardingTraits] = {
+    "NO_SHARD": ShardingTraits(0),
+    "SHARD_OPTIMIZER": ShardingTraits(1),
+    "SHARD_GRAD_OP": ShardingTraits(2, hybrid="_HYBRID_SHARD_ZERO2"),
+    "FULL_SHARD": ShardingTraits(3, hybrid="HYBRID_SHARD"),
+    "HYBRID_SHARD": ShardingTraits(3),
+    "_HYBRID_SHARD_ZERO2": ShardingTraits(2),
 }
 REPLICATED = tuple(name for name, each in STRATEGIES.items() if each.zero_stage < 2)  # whole parameters on each rank
 FREED_BETWEEN_USES = tuple(name for name, each in STRATEGIES.items() if each.zero_stage == 3)
