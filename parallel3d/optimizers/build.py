@@ -159,7 +159,7 @@ def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) ->
 
 
 def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[dict[str, Any]]:
-    """torch's parameter groups, each with its OwnParameters as well: matrices, which decay, and vectors."""
+    """torch's parameter groups, each with its LocalParameters as well: matrices, which decay, and vectors."""
     matrices = [p for p in parameters if len(p.spec.shape) > 1]
     vectors = [p for p in parameters if len(p.spec.shape) <= 1]
     return [
