@@ -26,7 +26,7 @@ def simulated(name: ScheduleName = "1f1b", times: StageTimes = EQUAL, virtual_st
 
 
 def measured() -> Timeline:
-    """The simulation, begun at another time, each action a little longer."""
+    """Returns the simulation as if it began at another time and each action took a little longer."""
     spans = tuple(Span(s.rank, s.action, 50 + s.start_s * 1.07, 50 + s.end_s * 1.07) for s in simulated().spans)
     return Timeline(name="step 7, measured", ranks=2, stages=2, spans=spans)
 

@@ -20,10 +20,10 @@ sizes = st.integers(1, 8)
 
 @st.composite
 def built(draw: st.DrawFn) -> Schedule:
-    """Any builder's schedule, for any numbers that it takes."""
+    """Draws any builder's schedule, for any numbers that it takes."""
     name: ScheduleName = draw(st.sampled_from(sorted(SCHEDULES)))
     traits = SCHEDULES[name]
-    virtual_stages = draw(st.integers(traits.least_stages, traits.most_stages or 4))
+    virtual_stages = draw(st.integers(traits.stages.least, traits.stages.most or 4))
     return build_schedule(name, pp=draw(sizes), microbatches=draw(st.integers(1, 25)), virtual_stages=virtual_stages)
 
 
@@ -58,7 +58,7 @@ def test_1f1b_on_one_rank_is_gradient_accumulation() -> None:
 
 
 def test_interleaved_goes_round_the_ranks() -> None:
-    """The order of Megatron's schedule for two ranks, two stages each, four microbatches."""
+    """The order is that of Megatron's schedule for two ranks, two stages each, four microbatches."""
     assert lines("interleaved_1f1b", pp=2, microbatches=4, virtual_stages=2) == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
@@ -73,7 +73,7 @@ def test_breadth_first_does_a_stage_for_all_microbatches_before_the_next() -> No
 
 
 def test_zb_h1_puts_weights_off_by_as_many_microbatches_as_the_rank() -> None:
-    """Figure 2 of arXiv 2401.10241, for two ranks."""
+    """The order is that of figure 2 of arXiv 2401.10241, for two ranks."""
     assert lines("zb_h1", pp=2, microbatches=3) == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
@@ -127,7 +127,7 @@ def test_each_stage_has_one_last_backward() -> None:
 @settings(deadline=None)
 @given(schedule=built())
 def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
-    """That `build_schedule` returns is the proof of order; here, what is derived from it."""
+    """`build_schedule` proves the order before it returns; this checks what is derived from the order."""
     stages, microbatches = schedule.stages, schedule.microbatches
     actions = {action for rank in schedule.ranks for action in rank}
     forwards = stages * microbatches
@@ -144,7 +144,7 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
 @settings(deadline=None)
 @given(schedule=built())
 def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
-    """The most forwards alive: exactly, or as a bound where there are too few microbatches to come to it."""
+    """The most forwards alive are as many as the formula says; with few microbatches the formula is a bound."""
     p, m = len(schedule.ranks), schedule.microbatches
     v = schedule.stages // p
     g = groups(p, m)[0]

@@ -26,7 +26,7 @@ def timeline(
 
 
 def idle(simulated: Timeline) -> float:
-    """Of a rank, from the step's first action to its last; the same for all where their work is the same."""
+    """Returns how long rank 0 is idle; all ranks are idle for equally long where they have the same work."""
     return simulated.makespan_s - simulated.busy_s[0]
 
 
@@ -56,7 +56,7 @@ def test_zb_h1_is_idle_for_a_third_of_1f1b(p: int, m: int) -> None:
 )
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_zb_h1_is_idle_as_its_table_says(p: int, m: int, times: StageTimes) -> None:
-    """(p - 1) (F + I - W) against 1F1B's (p - 1) (F + I + W) (arXiv 2401.10241, table 2)."""
+    """A rank is idle for (p - 1) (F + I - W), and in 1F1B for (p - 1) (F + I + W) (arXiv 2401.10241, table 2)."""
     F, I, W = times.forward, times.input, times.weight  # noqa: E741
     assert idle(timeline("zb_h1", p, m, times=times)) == pytest.approx((p - 1) * (F + I - W))
     assert idle(timeline("1f1b", p, m, times=times)) == pytest.approx((p - 1) * (F + I + W))
@@ -79,8 +79,9 @@ def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (4, 21), (8, 16)])
 def test_dualpipe_v_is_idle_as_its_table_says(p: int, m: int) -> None:
-    """(p - 1) (F&B + B - 3 W) with pairs that overlap; one after the other (p - 1) (F + I - W). For equal F, I and W
-    the two are the same where a pair takes as long as its backward alone."""
+    """A rank is idle for (p - 1) (F&B + B - 3 W) where pairs overlap, and for (p - 1) (F + I - W) where the actions of
+    a pair follow each other. For equal F, I and W the two are the same if a pair takes as long as its backward
+    alone."""
     for times in (EQUAL, StageTimes(forward=1.2, weight=0.8), StageTimes(forward=2.0), StageTimes(weight=0.5)):
         F, I, W = times.forward, times.input, times.weight  # noqa: E741
         assert idle(timeline("dualpipe_v", p, m, 2, times)) == pytest.approx((p - 1) * (F + I - W))

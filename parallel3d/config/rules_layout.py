@@ -195,14 +195,14 @@ def stages_per_rank_errors(parallel: ParallelConfig) -> Iterator[str]:
     """One line if the schedule cannot run with this number of stages on each rank."""
     name, virtual = parallel.schedule, parallel.virtual_stages
     wanted = SCHEDULES[name]
-    usual = wanted.usual_stages
-    if wanted.most_stages == 1 and virtual > 1:
-        many = [other.name for other in SCHEDULES.values() if other.usual_stages > 1 and other.allows(virtual)]
+    usual = wanted.stages.usual
+    if wanted.stages.most == 1 and virtual > 1:
+        many = [other.name for other in SCHEDULES.values() if other.stages.usual > 1 and other.stages.allow(virtual)]
         yield (
             f"parallel.virtual_stages = {virtual}: needs parallel.schedule = {any_of(many)}, and it is {name}; "
             f"try parallel.schedule={many[0]} or parallel.virtual_stages=1"
         )
-    elif not wanted.allows(virtual):
+    elif not wanted.stages.allow(virtual):
         yield (
             f"parallel.virtual_stages = {virtual}: must be {usual} with parallel.schedule = {name}, whose "
             f"ranks hold a stage on the way down and one on the way up; try parallel.virtual_stages={usual}"

@@ -22,8 +22,8 @@ class PartCosts:
 
     @classmethod
     def of(cls, *, block_weights: int, hidden: int, vocab: int, seq_len: int) -> PartCosts:
-        """Operations per token, from the weights in a block's matrices. Each weight costs two operations, and causal
-        attention multiplies with half of seq_len keys on average. An embedding is looked up: it reads and writes
+        """Counts operations per token from the weights in a block's matrices. Each weight costs two operations, and
+        causal attention multiplies with half of seq_len keys on average. An embedding is looked up: it reads and writes
         `hidden` numbers, next to nothing beside a block."""
         attention = 2.0 * hidden * seq_len
         return cls(embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab)
@@ -61,7 +61,7 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
 
 
 def cut_points(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first block of each stage after the first: [2, 3, 3] -> (2, 5)."""
+    """Returns the first block of each stage after the first: [2, 3, 3] -> (2, 5)."""
     points, end = [], 0
     for size in sizes[:-1]:
         end += size
@@ -70,7 +70,7 @@ def cut_points(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
-    """How many blocks each stage has: the inverse of `cut_points`."""
+    """Returns how many blocks each stage has: the inverse of `cut_points`."""
     return [end - start for start, end in pairwise((0, *points, blocks))]
 
 

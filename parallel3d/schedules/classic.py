@@ -1,8 +1,8 @@
 """Schedules whose backward is one piece: naive, GPipe, 1F1B, interleaved 1F1B and breadth-first.
 
-Each is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that gives a rank's actions; stage s
-stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank, and F and B the time of a
-rank's whole share of the model for one microbatch; the bubble is the idle part of all rank-time.
+Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that returns a rank's actions;
+stage s stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank, and F and B the
+time of a rank's whole share of the model for one microbatch; the bubble is the idle part of all rank-time.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """One microbatch at a time, through the whole model and back: what a model cut over devices does by itself. Bubble
-    (p - 1) / p whatever m; one microbatch alive. The baseline that pipelines are measured against."""
+    """Takes one microbatch at a time through the whole model and back, as a model cut over devices does by itself. The
+    bubble is (p - 1) / p for any m; one microbatch is alive. Pipelines are measured against this baseline."""
     stages = range(rank, pp * virtual_stages, pp)
     there_and_back = [*((stage, F) for stage in stages), *((stage, B) for stage in reversed(stages))]
     return [Action(stage, kind, m) for m in range(microbatches) for stage, kind in there_and_back]
 
 
 def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). Bubble
-    (p - 1) / (m + p - 1); m microbatches alive."""
+    """Does all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). The bubble is
+    (p - 1) / (m + p - 1); m microbatches are alive."""
     assert virtual_stages == 1
     return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
 def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2021, arXiv 2006.09503). Bubble as
-    GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches alive. With one rank it is gradient accumulation."""
+    """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021, arXiv 2006.09503).
+    The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches are alive. With one rank this is
+    gradient accumulation."""
     assert virtual_stages == 1
     forwards = [Action(rank, F, m) for m in range(microbatches)]
     backwards = [Action(rank, B, m) for m in range(microbatches)]
@@ -39,14 +40,15 @@ def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> A
 
 
 def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Forwards of a rank before 1F1B's first forward-backward pair."""
+    """Counts a rank's forwards before 1F1B's first forward-backward pair."""
     return pp - rank - 1
 
 
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than 1F1B's, for v times the
-    transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Alive are at most 2 (p - rank - 1) + (v - 1) g + 1
-    forwards, each of a stage that is 1 / v of the rank's share; g is the largest of `groups`, p where p divides m."""
+    """Runs 1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than 1F1B's, for v times
+    the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At most 2 (p - rank - 1) + (v - 1) g + 1
+    forwards are alive, each of a stage that is 1 / v of the rank's share; g is the largest of `groups`, which is p
+    where p divides m."""
     forwards, backwards = looped_orders(pp, rank, microbatches, virtual_stages)
     return _in_turn(
         [Action(stage, F, m) for stage, m in forwards],
@@ -56,15 +58,15 @@ def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int)
 
 
 def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Forwards of a rank before interleaved 1F1B's first forward-backward pair."""
+    """Counts a rank's forwards before interleaved 1F1B's first forward-backward pair."""
     return 2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0]
 
 
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Breadth first: all microbatches through a stage before the rank's next one, so that a stage's parameters are
-    gathered, and its gradients reduced, once a step while others compute (Lamy-Poirier 2022, arXiv 2211.05953). Idle
-    over busy (p - 1) / (v m) for m >= p; all v m forwards are alive. Backwards go last microbatch first, which frees
-    the newest activations first."""
+    """Takes all microbatches through a stage before the rank's next stage (breadth first), so that a stage's parameters
+    are gathered, and its gradients reduced, once a step while other stages compute (Lamy-Poirier 2022, arXiv
+    2211.05953). Idle over busy time is (p - 1) / (v m) for m >= p; all v m forwards are alive. Backwards start with the
+    last microbatch, which frees the newest activations first."""
     stages = range(rank, pp * virtual_stages, pp)
     forwards = [Action(stage, F, m) for stage in stages for m in range(microbatches)]
     return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
@@ -74,7 +76,7 @@ Visits = list[tuple[int, int]]  # (stage, microbatch), in the order in which a r
 
 
 def looped_orders(pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[Visits, Visits]:
-    """The orders of a rank's forwards and of its backwards when groups of microbatches go round the ranks."""
+    """Returns the orders of a rank's forwards and of its backwards when groups of microbatches go round the ranks."""
     forwards: Visits = []
     backwards: Visits = []
     first = 0
@@ -88,18 +90,19 @@ def looped_orders(pp: int, rank: int, microbatches: int, virtual_stages: int) ->
 
 
 def groups(pp: int, microbatches: int) -> list[int]:
-    """Sizes of the groups that go round together: as even as can be, none smaller than pp, the larger ones first.
+    """Returns the sizes of the groups that go round together: as even as possible, the larger ones first, and at least
+    pp each where there are as many microbatches.
 
-    A group of fewer than pp (what Megatron-LM refuses, and what a hole in its last group would be) makes every rank
-    wait at each turn: pp 4, v 4, 9 microbatches are idle for 28 forwards' time in groups of 4, 4 and 1, and for 9, as
-    little as 8 microbatches, in groups of 5 and 4. Where all are equal it is torch.distributed.pipelining's order.
+    A group smaller than pp, which Megatron-LM refuses, makes every rank wait at each turn: with pp 4, v 4 and 9
+    microbatches a rank is idle for 28 forwards' time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in
+    groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
     """
     count = max(1, microbatches // pp)
     return [microbatches // count + (group < microbatches % count) for group in range(count)]
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], *, warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
     steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
     return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]

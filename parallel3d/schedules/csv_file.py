@@ -1,4 +1,5 @@
-"""Schedules in files: the format of torch.distributed.pipelining's compute schedules, so that either reads the other's.
+"""Schedules in files, in the format of torch.distributed.pipelining's compute schedules: each program reads the
+other's.
 
 One line a rank, one cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell is a hole. Two actions that
 torch overlaps, `(2F1;5B0)OVERLAP_F_B`, are read as one after the other; its communications (sends, receives, gathers,
@@ -27,7 +28,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def load_schedule(path: Path) -> Schedule:
-    """The checked schedule of a file. Raises ScheduleError naming the file, the rank, the action and the reason."""
+    """Reads a schedule from a file and checks it. Raises ScheduleError naming the file, the rank, the action and the
+    reason."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -37,8 +39,8 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def from_csv(text: str, *, name: str) -> Schedule:
-    """The checked schedule that `text` says. Which rank holds a stage, and how many microbatches there are, follows
-    from the actions; `name` is for messages."""
+    """Reads a schedule from a file's text and checks it. Which rank holds a stage and how many microbatches there are
+    follows from the actions; `name` is for messages."""
     try:
         rows = [row for row in csv.reader(io.StringIO(text))]
     except csv.Error as error:
@@ -88,7 +90,7 @@ def _placement(ranks: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, .
 
 
 def _consecutive(numbers: set[int], what: str, name: str) -> int:
-    """How many there are, from 0 on without a gap."""
+    """Counts `numbers`, which must run from 0 on. Raises ScheduleError where one is missing."""
     if len(numbers) <= max(numbers):
         gap = next(number for number in range(max(numbers)) if number not in numbers)
         raise ScheduleError(f"schedule {name}: {what} {gap} stands nowhere, and {what} {max(numbers)} does")

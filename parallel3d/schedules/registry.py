@@ -10,16 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.classic import (
-    Actions,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_warm_up,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    one_f_one_b_warm_up,
-)
+from parallel3d.schedules import classic
+from parallel3d.schedules.classic import Actions
 from parallel3d.schedules.v_shaped import dualpipe_v, zb_v
 from parallel3d.schedules.zero_bubble import interleaved_zb, zb_h1
 
@@ -27,90 +19,67 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
 ]
 
-Builder = Callable[[int, int, int, int], Actions]  # (pp, rank, microbatches, stages per rank) -> the rank's actions
-
 
 @dataclass(frozen=True, kw_only=True)
+class StagesPerRank:
+    """How many stages a rank may hold in a schedule, and where they stand."""
+
+    least: int = 1
+    most: int | None = 1  # None stands for any number
+    usual: int = 1
+    v_shaped: bool = False  # the second half of the stages goes back up the ranks
+
+    def allow(self, virtual_stages: int) -> bool:
+        """Whether a rank may hold so many stages."""
+        return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
+
+
+_ONE = StagesPerRank()
+_LOOPED = StagesPerRank(most=None, usual=2)
+_ON_A_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
+
+
+@dataclass(frozen=True)
 class ScheduleTraits:
     """What is true of a schedule at any size."""
 
     name: ScheduleName
-    builder: Builder
-    least_stages: int = 1  # stages that a rank holds at least
-    most_stages: int | None = 1  # and at most; None: any number
-    usual_stages: int = 1  # stages per rank where nobody says how many
-    v_shaped: bool = False  # the second half of the stages goes back up the ranks
-    single_stage: ScheduleName = "1f1b"  # the schedule that stands in where a rank has one stage
-    whole_backward: ScheduleName | None = None  # the schedule that stands in where a backward cannot be split
-    holds_whole_batch: bool = False  # all forwards of a step come before its first backward
+    builder: Callable[[int, int, int, int], Actions]  # (pp, rank, microbatches, stages per rank) -> its actions
+    stages: StagesPerRank = _ONE
     warm_up: Callable[[int, int, int, int], int] | None = None  # forwards before one forward, one backward in turn
     ramp_bubble: bool = False  # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
+    holds_whole_batch: bool = False  # all forwards of a step come before its first backward
+    single_stage: ScheduleName = "1f1b"  # the schedule that stands in where a rank has one stage
+    whole_backward: ScheduleName | None = None  # the schedule that stands in where a backward cannot be split
 
     @property
     def splits_backward(self) -> bool:
         """Whether some backwards are done in two halves."""
         return self.whole_backward is not None
 
-    def allows(self, virtual_stages: int) -> bool:
-        """Whether a rank may hold so many stages."""
-        return self.least_stages <= virtual_stages and (self.most_stages is None or virtual_stages <= self.most_stages)
-
 
 SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
     traits.name: traits
     for traits in (
-        ScheduleTraits(name="gpipe", builder=gpipe, holds_whole_batch=True, ramp_bubble=True),
-        ScheduleTraits(name="1f1b", builder=one_f_one_b, warm_up=one_f_one_b_warm_up, ramp_bubble=True),
+        ScheduleTraits("gpipe", classic.gpipe, ramp_bubble=True, holds_whole_batch=True),
+        ScheduleTraits("1f1b", classic.one_f_one_b, warm_up=classic.one_f_one_b_warm_up, ramp_bubble=True),
         ScheduleTraits(
-            name="interleaved_1f1b",
-            builder=interleaved_1f1b,
-            most_stages=None,
-            usual_stages=2,
-            warm_up=interleaved_warm_up,
-            ramp_bubble=True,
+            "interleaved_1f1b", classic.interleaved_1f1b, _LOOPED, classic.interleaved_warm_up, ramp_bubble=True
         ),
+        ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"),
+        ScheduleTraits("zb_h1", zb_h1, whole_backward="1f1b"),
         ScheduleTraits(
-            name="looped_bfs",
-            builder=looped_bfs,
-            most_stages=None,
-            usual_stages=2,
-            single_stage="gpipe",
-            holds_whole_batch=True,
+            "interleaved_zb", interleaved_zb, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
         ),
-        ScheduleTraits(name="zb_h1", builder=zb_h1, whole_backward="1f1b"),
-        ScheduleTraits(
-            name="interleaved_zb",
-            builder=interleaved_zb,
-            most_stages=None,
-            usual_stages=2,
-            single_stage="zb_h1",
-            whole_backward="interleaved_1f1b",
-        ),
-        ScheduleTraits(
-            name="zb_v",
-            builder=zb_v,
-            least_stages=2,
-            most_stages=2,
-            usual_stages=2,
-            v_shaped=True,
-            whole_backward="interleaved_1f1b",
-        ),
-        ScheduleTraits(
-            name="dualpipe_v",
-            builder=dualpipe_v,
-            least_stages=2,
-            most_stages=2,
-            usual_stages=2,
-            v_shaped=True,
-            whole_backward="interleaved_1f1b",
-        ),
-        ScheduleTraits(name="naive", builder=naive, most_stages=None),
+        ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
+        ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),
+        ScheduleTraits("naive", classic.naive, StagesPerRank(most=None)),
     )
 }
 
 
 def schedule_traits(name: str) -> ScheduleTraits:
-    """The traits of the schedule of this name. Raises ScheduleError where there is none."""
+    """Returns the traits of the schedule of this name. Raises ScheduleError for an unknown name."""
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name}: unknown; known are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

@@ -1,7 +1,7 @@
-"""A pipeline schedule as plain data: for each pipeline rank, the forwards and backwards it does, in order.
+"""A pipeline schedule as plain data: for each pipeline rank, the forwards and backwards that it does, in order.
 
-The runtime executes it, the simulator times it, and nothing else in the package knows one schedule from another. Sends
-and receives are not part of it: they follow from which rank holds which stage. No torch here.
+The runtime executes it and the simulator times it. Sends and receives are not part of it, because they follow from
+which rank holds which stage. No torch here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is done. A stage's microbatch has one full backward, or its two halves in this order, with other work
-    between them where that fills a bubble (Qi et al. 2023, arXiv 2401.10241)."""
+    """What an action does. A stage's microbatch has one full backward, or the two halves of it: the input's gradient
+    and later the weights', with other work between them to fill a bubble (Qi et al. 2023, arXiv 2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"  # both gradients
@@ -25,10 +25,10 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One stage's work on one microbatch; written `2F0`: stage 2, forward, microbatch 0.
+    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
 
-    A named tuple, because schedules have hundreds of thousands of them that are made, hashed and compared: a frozen
-    dataclass takes 5 times as long for the first and 3 times for the second.
+    It is a named tuple because a schedule makes, hashes and compares hundreds of thousands of actions: a frozen
+    dataclass takes 5 times as long to make and 3 times as long to hash.
     """
 
     stage: int
@@ -41,14 +41,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds it; stages count from 0, and
-    two in a row may stand on one rank."""
+    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage; stages count from 0,
+    and two in a row may stand on one rank."""
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    trains: bool = True  # False: forwards alone
+    trains: bool = True  # False where there are forwards alone
 
     @property
     def stages(self) -> int:
@@ -60,13 +60,13 @@ class Schedule:
         return bool(self._split)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages on a rank, in the order of the model."""
+        """Returns the stages on a rank, in the order of the model."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     def feeds(self, action: Action) -> Action | None:
-        """The action, on whatever rank, that takes what `action` makes: the next stage's forward, or the backward of
-        the stage before, full or of the input as the schedule has it. None at the ends of the pipeline, and for a
-        weight's gradient, which stays where it is."""
+        """Returns the action, on any rank, that takes what `action` makes: the next stage's forward, or the backward of
+        the stage before, whole or split as the schedule has it. Returns None at the ends of the pipeline, and for the
+        weights' gradients, which stay where they are."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD:
             return Action(stage + 1, kind, microbatch) if stage + 1 < self.stages else None
@@ -75,7 +75,7 @@ class Schedule:
         return self.backward_of(stage - 1, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before `action`."""
+        """Returns the actions that must be done before `action`."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD:
             return (Action(stage - 1, kind, microbatch),) if stage > 0 else ()
@@ -85,7 +85,7 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the gradient of a stage's input: the full backward, or its first half."""
+        """Returns the action that makes the gradient of a stage's input: the full backward, or its first half."""
         return Action(stage, Kind.INPUT if (stage, microbatch) in self._split else Kind.BACKWARD, microbatch)
 
     @cached_property
@@ -94,7 +94,8 @@ class Schedule:
 
     @cached_property
     def transfers(self) -> dict[tuple[int, int], tuple[Action, ...]]:
-        """(source rank, target rank) -> what is sent, in the source's order, each named by the action that takes it."""
+        """What is sent from each (source rank, target rank), in the source's order; an item is the action that takes
+        it."""
         transfers: dict[tuple[int, int], list[Action]] = {}
         for source, actions in enumerate(self.ranks):
             for taker in filter(None, map(self.feeds, actions)):
@@ -104,14 +105,14 @@ class Schedule:
 
     @cached_property
     def last_backwards(self) -> frozenset[Action]:
-        """Each stage's last action that adds to its weights' gradients: after it they are complete."""
+        """The last action of each stage that adds to its weights' gradients, which are complete after it."""
         last = {a.stage: a for actions in self.ranks for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         return frozenset(last.values())
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """For each rank, the most forwards (of one of its stages each) at once whose activations wait for their
-        backward; where it is split, for its second half."""
+        """The most forwards, each of one stage, whose activations wait on a rank at once for their backward, or for its
+        second half where the backward is split. One number per rank."""
         return tuple(map(peak_live, self.ranks))
 
     def __str__(self) -> str:
@@ -122,5 +123,5 @@ _LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """The most forwards at once, of a rank's actions in order, whose backward is not yet done."""
+    """Counts the most forwards at once, in the order of a rank's actions, whose backward is not yet done."""
     return max(accumulate((_LIVE[action.kind] for action in actions), initial=0))

@@ -1,6 +1,6 @@
-"""Schedules on a V: rank r holds stage r of the way down and stage 2 pp - 1 - r of the way up, so that a microbatch
-ends where it began, and the last rank has two stages in a row. Two stages a rank; the times F, I, W and B are those of
-one stage.
+"""Schedules on a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up, so that a microbatch
+ends where it began, and the last rank has two stages in a row. Each rank has two stages; the times F, I, W and B are
+those of one stage.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6): where F, I and W are equal, no rank
-    is idle between its first and its last action, and at most 2 p forwards of a stage are alive, 1F1B's memory. What is
-    left is that rank r starts r steps late: bubble (p - 1) / (6 m + p - 1) for m >= 2 p - 1. With unequal times an
+    """Orders ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6). Where F, I and W are equal, no
+    rank is idle between its first and its last action, and at most 2 p forwards of a stage are alive, as much memory as
+    1F1B's. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for m >= 2 p - 1. With unequal times an
     order that is fitted to them does better."""
     assert virtual_stages == 2
     return _without_holes(_zb_v_rank(pp, rank, max(2 * pp - 1, microbatches)), microbatches)
 
 
 def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved as in github.com/deepseek-ai/DualPipe):
-    forwards of one direction stand next to backwards of the other, so that a rank may overlap the communication of one
-    with the compute of the other. 2 p + 1 forwards are alive. Idle on each rank (p - 1) (F&B + B - 3 W), with F&B a
-    pair's time; where pairs are done one after the other, as they are written here, (p - 1) (F + I - W) for I <= F.
-    Microbatches that are lacking to 2 p are holes.
+    """Orders DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved as in
+    github.com/deepseek-ai/DualPipe): forwards of one direction stand next to backwards of the other, so that a rank may
+    overlap the communication of one with the compute of the other. 2 p + 1 forwards are alive. Each rank is idle for
+    (p - 1) (F&B + B - 3 W), with F&B a pair's time; where a pair's two actions follow each other, as they are written
+    here, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave holes.
     """
     assert virtual_stages == 2
     return _without_holes(_dualpipe_v_rank(pp, rank, max(2 * pp, microbatches)), microbatches)
 
 
 def _without_holes(actions: list[Action], microbatches: int) -> list[Action]:
-    """A schedule stays one when all of a microbatch's actions are taken out."""
+    """Drops the microbatches that are not there: a schedule without all actions of a microbatch is still a schedule."""
     return [action for action in actions if action.microbatch < microbatches]
 
 
-class _Rank:
-    """A rank's actions as they are written down: each kind takes a stage's microbatches in their order."""
+class _OrderWriter:
+    """Writes down a rank's actions; each kind takes a stage's microbatches in their order."""
 
     def __init__(self, pp: int, rank: int) -> None:
         self.down, self.up = rank, 2 * pp - 1 - rank
@@ -57,20 +57,20 @@ class _Rank:
                 self._unweighted.append((stage, microbatch))
 
     def weigh(self, stage: int | None = None) -> None:
-        """The oldest W that is left, of one stage where it is named; nothing where there is none."""
+        """Adds the oldest W that is left, or the oldest one of `stage`; adds nothing if no W is left."""
         found = next((each for each in self._unweighted if stage is None or each[0] == stage), None)
         if found is not None:
             self._unweighted.remove(found)
             self.actions.append(Action(found[0], W, found[1]))
 
     def count(self, stage: int) -> int:
-        """Forwards of a stage that are written down."""
+        """Counts the forwards of a stage that are written down."""
         return self._next[stage, F]
 
 
 def _zb_v_rank(pp: int, rank: int, microbatches: int) -> list[Action]:
-    """The order of torch.distributed.pipelining's ScheduleZBVZeroBubble."""
-    it = _Rank(pp, rank)
+    """Writes the order of torch.distributed.pipelining's ScheduleZBVZeroBubble."""
+    it = _OrderWriter(pp, rank)
     down, up = it.down, it.up
 
     def backward(stage: int) -> None:
@@ -98,8 +98,8 @@ def _zb_v_rank(pp: int, rank: int, microbatches: int) -> list[Action]:
 
 
 def _dualpipe_v_rank(pp: int, rank: int, microbatches: int) -> list[Action]:
-    """The eight steps of DeepSeek's code; a pair that it overlaps is the forward, then the backward."""
-    it = _Rank(pp, rank)
+    """Writes the eight steps of DeepSeek's code; where it overlaps a pair, the forward comes before the backward."""
+    it = _OrderWriter(pp, rank)
     down, up, behind = it.down, it.up, pp - rank - 1
     it.do(*[(down, F)] * (2 * behind))
     it.do(*[(down, F), (up, F)] * (rank + 1))

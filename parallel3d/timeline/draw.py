@@ -1,7 +1,7 @@
-"""Pictures of timelines, simulated or measured: what the text, the SVG and the trace share.
+"""What the pictures of timelines share: the colours and words of actions, and the headline.
 
-Each of `draw_text`, `draw_svg` and `draw_trace` takes any number of timelines and sets them one above the other on one
-scale, each from its own start, so that a measured run can be held against its simulation.
+`draw_text`, `draw_svg` and `draw_trace` each take any number of timelines and set them one above the other on one
+scale, each from its own start, so that a measured run can be compared with its simulation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from parallel3d.timeline.spans import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a kind of action is shown: a word, an RGB colour for pages, a colour of 256 for terminals. A rank's second,
-    fourth, ... stages have the second of each pair."""
+    """How a kind of action is shown: a word, two RGB colours for pages, two of 256 colours for terminals. A rank's
+    first, third, ... stages have the first colour of a pair and its other stages the second."""
 
     word: str
     rgb: tuple[str, str]
@@ -32,7 +32,7 @@ LOOKS = {
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:
-    """Stage -> which of its rank's stages it is, from 0 in the order of the model."""
+    """Returns for each stage which of its rank's stages it is, from 0 in the order of the model."""
     found: dict[int, int] = {}
     for spans in timeline.by_rank:
         for chunk, stage in enumerate(sorted({span.action.stage for span in spans})):
@@ -41,13 +41,13 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 
 
 def kinds(timelines: tuple[Timeline, ...]) -> list[Kind]:
-    """Those that occur, in the order of the legend."""
+    """Returns the kinds of actions that occur, in the order of the legend."""
     there = {span.action.kind for timeline in timelines for span in timeline.spans}
     return [kind for kind in LOOKS if kind in there]
 
 
 def labels(action: Action, *, several_stages: bool) -> Iterator[str]:
-    """What may stand in an action's bar, the fullest first. Where each rank has one stage, the rank says which."""
+    """Yields what may stand in an action's bar, the fullest first. A stage is named only where ranks have several."""
     if several_stages:
         yield str(action)
     yield f"{action.kind}{action.microbatch}"

@@ -12,8 +12,8 @@ from parallel3d.timeline.spans import Span
 
 
 class Recorder:
-    """Collects (action, start, end) of what a rank computes, without what it waits for others. On a GPU the times are
-    the stream's own, by events, so that recording makes nobody wait."""
+    """Collects (action, start, end) of what a rank computes, without its waits for other ranks. On a GPU the times come
+    from events in the stream, so that recording makes nothing wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
@@ -24,7 +24,7 @@ class Recorder:
         self._origin_s = time.perf_counter()
 
     def now(self) -> Any:
-        """A mark: seconds, or an event in the current stream."""
+        """Returns a mark of this moment: seconds, or an event in the current stream."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +35,7 @@ class Recorder:
         self._marks.append((action, start, end))
 
     def spans(self, rank: int) -> list[Span]:
-        """In seconds on this host's clock, `time.perf_counter`."""
+        """Returns what was recorded as spans of `rank`, in seconds on this host's clock, `time.perf_counter`."""
         return [Span(rank, action, self._s(start), self._s(end)) for action, start, end in self._marks]
 
     def _s(self, mark: Any) -> float:

@@ -47,7 +47,7 @@ class ActionTimes:
 
     @classmethod
     def uniform(cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0) -> ActionTimes:
-        """The same times for all stages."""
+        """Makes the times of stages that all take the same."""
         return cls(stages=(times,) * stages, transfers=(transfer,) * (stages - 1))
 
 
@@ -65,8 +65,8 @@ class ActionOrder:
 
 
 def action_order(schedule: Schedule) -> ActionOrder:
-    """The order in which a schedule is simulated. Raises ScheduleError where the schedule stops before its end (see
-    `check_schedule`, which it is to have passed)."""
+    """Returns the order in which a schedule is simulated. Raises ScheduleError where the schedule stops before its end
+    (see `check_schedule`, which it is to have passed)."""
     count, last = schedule.microbatches, schedule.stages - 1
     outputs = 2  # slots of the stages' outputs, by stage x microbatches + microbatch
     gradients = outputs + schedule.stages * count  # and of the gradients of their inputs
@@ -89,12 +89,13 @@ def action_order(schedule: Schedule) -> ActionOrder:
 
 
 def durations(stages: Sequence[StageTimes]) -> list[float]:
-    """The duration of every kind of action on every stage, at 4 x stage + kind."""
+    """Returns how long every kind of action takes on every stage, at 4 x stage + kind."""
     return [took for stage in stages for took in (stage.forward, stage.backward, stage.input, stage.weight)]
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
-    """When each step of an order starts, and when the last one ends."""
+    """Returns when each step of an order starts, and when the last one ends. Raises ValueError where the times are of
+    another number of stages."""
     if len(times.stages) != len(order.placement) or len(times.transfers) != len(order.placement) - 1:
         raise ValueError(f"times of {len(times.stages)} stages for a schedule of {len(order.placement)}")
     between = zip(order.placement[:-1], order.placement[1:], times.transfers, strict=True)
@@ -112,8 +113,8 @@ def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], 
 
 
 def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
-    """Each rank does its actions in order, each as soon as what it takes is there. Raises ScheduleError where the
-    schedule stops before its end, ValueError where the times are of another number of stages."""
+    """Times every action: each rank does its actions in order, each as soon as its input is there. Raises ScheduleError
+    where the schedule stops before its end, ValueError where the times are of another number of stages."""
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
     took = durations(times.stages)
@@ -125,7 +126,7 @@ def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """The median time of each kind of action on each stage; transfers take no time, so that a
+    """Takes the median time of each kind of action on each stage. Transfers take no time, so that a
     measured timeline's difference to the simulated one shows what they took."""
     times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:

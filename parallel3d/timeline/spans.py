@@ -10,7 +10,7 @@ from parallel3d.schedules.schedule import Action, peak_live
 
 
 class Span(NamedTuple):
-    """One action in time."""
+    """One action with its start and end."""
 
     rank: int
     action: Action
@@ -49,16 +49,16 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """For each rank, how long it computes."""
+        """How long each rank computes."""
         return tuple(sum(span.end_s - span.start_s for span in spans) for spans in self.by_rank)
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """For each rank, the most forwards at once whose activations wait for their backward, as of a schedule."""
+        """`Schedule.peak_live_microbatches`, counted from the spans."""
         return tuple(peak_live(span.action for span in spans) for spans in self.by_rank)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over all rank-time, which is ranks x makespan."""
+        """The idle part of all rank-time, which is ranks x makespan."""
         total_s = self.ranks * self.makespan_s
         return max(0.0, 1.0 - sum(self.busy_s) / total_s) if total_s else 0.0

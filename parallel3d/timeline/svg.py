@@ -17,7 +17,8 @@ text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px 
 
 
 def draw_svg(*timelines: Timeline, width: int = 1200, detailed: bool = True) -> str:
-    """One picture of `width` pixels. Not `detailed`: bars alone, without names and times, in a tenth of the bytes."""
+    """Draws one picture of `width` pixels. Without `detailed` it has bars alone, no names or times, and a tenth of the
+    bytes."""
     rows = _rows if detailed else _plain_rows
     longest_s = max((timeline.makespan_s for timeline in timelines), default=0.0) or 1.0
     scale = (width - _LEFT - 8) / longest_s  # pixels a second
@@ -61,7 +62,7 @@ def _rows(timeline: Timeline, top: int, scale: float) -> Iterator[str]:
 
 
 def _plain_rows(timeline: Timeline, top: int, scale: float) -> Iterator[str]:
-    """A path for all bars of a colour on a rank."""
+    """Yields one path for all bars of a colour on a rank."""
     chunk = chunks(timeline)
     for rank, spans in enumerate(timeline.by_rank):
         y = top + rank * _ROW

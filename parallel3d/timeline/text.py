@@ -1,4 +1,4 @@
-"""A timeline as text for a terminal: a line a rank, time from left to right."""
+"""A timeline as text for a terminal: one line per rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from parallel3d.timeline.draw import LOOKS, chunks, headline, kinds
 from parallel3d.timeline.spans import Span, Timeline
 
 _IDLE = "."
-_MOST_PARTS = 4  # of the shortest action
+_MOST_PARTS = 4  # the shortest action is cut into so many steps at most
 _NARROWEST = 20  # columns for the bars, however narrow the terminal
 
 
 def draw_text(*timelines: Timeline, width: int = 120, color: bool = False) -> str:
-    """At most `width` columns, plain ASCII; with `color`, bars as coloured backgrounds (ANSI, 256 colours).
+    """Draws at most `width` columns of plain ASCII; with `color`, bars are coloured backgrounds (ANSI, 256 colours).
 
     Where all times are multiples of one step and there is room, a step has as many columns as the longest name of an
-    action needs; else time is scaled to the width, and a bar too narrow for its name has the letter of its kind.
+    action needs. Otherwise time is scaled to the width, and a bar too narrow for its name has the letter of its kind.
     """
     prefix = max((len(f"rank {timeline.ranks - 1} |") for timeline in timelines), default=0)
     longest_s = max((timeline.makespan_s for timeline in timelines), default=0.0)
@@ -41,7 +41,7 @@ class _Scale:
 
 
 def _scale(timelines: tuple[Timeline, ...], longest_s: float, room: int) -> _Scale:
-    """The finest that fits."""
+    """Chooses the finest scale that fits into `room` columns."""
     several = any(timeline.stages > timeline.ranks for timeline in timelines)
     step_s = _step(timelines)
     if step_s <= 0 or longest_s / step_s > room:
@@ -56,7 +56,8 @@ def _scale(timelines: tuple[Timeline, ...], longest_s: float, room: int) -> _Sca
 
 
 def _step(timelines: tuple[Timeline, ...]) -> float:
-    """A time that all times are multiples of: the shortest action, or a small part of it; else 0."""
+    """Finds a time that all times are multiples of: the shortest action or a small part of it. Returns 0 if neither
+    is."""
     times = {
         time
         for timeline in timelines
@@ -76,7 +77,8 @@ def _name(action: Action, *, with_stages: bool) -> str:
 
 
 class _Painter:
-    """Draws a timeline's ranks. Without stages in the names, those of a rank's second, fourth, ... stage are small."""
+    """Draws a timeline's ranks. Where names leave out the stage, a rank's second, fourth, ... stage has small
+    letters."""
 
     def __init__(self, timeline: Timeline, scale: _Scale, color: bool) -> None:
         self._start_s = timeline.start_s
@@ -86,7 +88,7 @@ class _Painter:
         self._color = color
 
     def bars(self, spans: tuple[Span, ...]) -> str:
-        """Each column shows what is done in its middle."""
+        """Draws one rank; each column shows the action in its middle."""
         starts = [span.start_s for span in spans]
         shown: list[int] = []
         for column in range(self._columns):

@@ -25,8 +25,8 @@ BOUNDARY = (
 
 
 class Part(nn.Module):
-    """A stage that takes and gives four tensors: hidden states, whole numbers, a second one that has a gradient, and
-    one that has none. The first takes two, the last gives one."""
+    """A stage that takes and gives four tensors: hidden states, integers, a second tensor that has a gradient, and one
+    without a gradient. The first stage takes two of them, and the last one gives one."""
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def make_parts(stages: int, seed: int = 0) -> list[Part]:
 
 
 def make_batch(microbatches: int, seq: int, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Inputs and labels, a microbatch each."""
+    """Returns inputs and labels, one entry per microbatch."""
     draw, shape = torch.Generator().manual_seed(seed), (BATCH, seq)
     inputs = [
         (torch.randn(*shape, D, dtype=F64, generator=draw), torch.randint(IDS, shape, generator=draw))
@@ -94,7 +94,7 @@ class Pipeline:
         return cls(whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY))
 
     def check_step(self, seq: int) -> None:
-        """A step of both; loss and gradients agree."""
+        """Runs a step of the pipeline and of the whole model; loss and gradients must agree."""
         microbatches = self.runtime.schedule.microbatches
         expected = run_whole(self.whole, microbatches, seq)
         inputs, labels = make_batch(microbatches, seq)
@@ -109,7 +109,7 @@ class Pipeline:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=f"stage {stage}: {name}")
 
     def check_evaluation(self, microbatches: int, seq: int) -> None:
-        """Other numbers of microbatches than training's, and no gradient."""
+        """Evaluates another number of microbatches than training has; no gradient may change."""
         inputs, labels = make_batch(microbatches, seq)
         before = [part.linear.weight.grad for part in self.own.values()]
         sizes = {"batch": BATCH, "seq": seq}

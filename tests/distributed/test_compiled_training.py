@@ -43,7 +43,7 @@ def test_compiled_blocks_train_as_eager_ones_do(world: Callable) -> None:
 
 def test_the_schedules_that_are_refused_with_compile_are_those_that_split_the_backward() -> None:
     for name, traits in SCHEDULES.items():
-        schedule = build_schedule(name, pp=2, microbatches=4, virtual_stages=traits.usual_stages)
+        schedule = build_schedule(name, pp=2, microbatches=4, virtual_stages=traits.stages.usual)
         assert schedule.splits == traits.splits_backward
         assert traits.whole_backward is None or not SCHEDULES[traits.whole_backward].splits_backward
 

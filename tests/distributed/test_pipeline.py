@@ -35,11 +35,12 @@ PEERS: dict[ScheduleName, tuple[Any, int]] = {
 
 def virtual_stages_of(name: ScheduleName) -> list[int]:
     traits = SCHEDULES[name]
-    return [v for v in (1, 2, 3) if traits.allows(v) and (v > 1 or traits.usual_stages == 1)]
+    return [v for v in (1, 2, 3) if traits.stages.allow(v) and (v > 1 or traits.stages.usual == 1)]
 
 
 def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:
-    """(schedule, virtual stages, microbatches), the last drawn: one small, one around the pipeline's size, one odd."""
+    """Returns tuples of schedule, virtual stages and microbatches. The last number is drawn: one small, one near the
+    pipeline's size, one odd."""
     drawn = random.Random(size)
     return [
         (name, v, microbatches)
@@ -51,7 +52,7 @@ def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:
 
 @contextmanager
 def without_shared_memory(off: bool) -> Iterator[None]:
-    """Every message then goes by the backend, as between hosts."""
+    """Sends every message by the backend, as between hosts, if `off`."""
     largest = transport.LARGEST_BYTES
     transport.LARGEST_BYTES = -1 if off else largest
     try:

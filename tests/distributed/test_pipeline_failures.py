@@ -57,7 +57,7 @@ def pipeline_mesh() -> Any:
 
 
 def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tuple[str, float, str]:
-    """The error of this rank, how long it took, and the error of another run after it."""
+    """Returns the error of this rank, how long it took to come, and the error of another run after it."""
     schedule = build_schedule("1f1b", pp=dist.get_world_size(), microbatches=MICROBATCHES)
     rank = dist.get_rank()
     stage = Fragile(fault if rank == at_stage else "none")

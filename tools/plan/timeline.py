@@ -63,7 +63,7 @@ def _build(options: argparse.Namespace) -> Schedule:
     for option, value, example in (("--pp", options.pp, 4), ("--microbatches", options.microbatches, 8)):
         if value is None:
             raise ConfigError(f"{option}: required with --schedule; try {option} {example}")
-    usual = 1 if options.schedule == _FORWARD_ONLY else schedule_traits(options.schedule).usual_stages
+    usual = 1 if options.schedule == _FORWARD_ONLY else schedule_traits(options.schedule).stages.usual
     virtual_stages = usual if options.virtual_stages is None else options.virtual_stages
     actions = 3 * options.pp * virtual_stages * options.microbatches
     if actions > _MOST_ACTIONS:

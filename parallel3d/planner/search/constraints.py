@@ -78,11 +78,11 @@ def _check_schedule(question: Question) -> None:
     if schedule is None:
         return
     traits = SCHEDULES[schedule]
-    if virtual is not None and not traits.allows(virtual):
-        others = [name for name in ("interleaved_1f1b", "1f1b") if SCHEDULES[name].allows(virtual)]
+    if virtual is not None and not traits.stages.allow(virtual):
+        others = [name for name in ("interleaved_1f1b", "1f1b") if SCHEDULES[name].stages.allow(virtual)]
         raise ConfigError(
-            f"virtual_stages = {virtual}: {schedule} holds {traits.usual_stages} on each rank; "
-            f"try virtual_stages={traits.usual_stages} or schedule={others[0]}"
+            f"virtual_stages = {virtual}: {schedule} holds {traits.stages.usual} on each rank; "
+            f"try virtual_stages={traits.stages.usual} or schedule={others[0]}"
         )
-    if traits.usual_stages > 1 and fixed.pp == 1:
+    if traits.stages.usual > 1 and fixed.pp == 1:
         raise ConfigError(f"schedule = {schedule}: needs a pipeline, and pp = 1; try pp=2 or schedule=1f1b")

@@ -88,12 +88,12 @@ def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
     """The numbers of stages that a rank may hold: the schedule's own where it is fixed, else every number that divides
     the layers, or all up to 8 where none does."""
     traits, deepest = SCHEDULES[name], layers // pp
-    if traits.usual_stages == 1:
+    if traits.stages.usual == 1:
         return [1]
     if pp == 1 or deepest < 2:
         return []
-    if traits.most_stages is not None:
-        return [traits.usual_stages]
+    if traits.stages.most is not None:
+        return [traits.stages.usual]
     even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
     return even or list(range(2, min(deepest, 8) + 1))
 

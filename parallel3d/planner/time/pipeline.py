@@ -71,8 +71,8 @@ def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> 
 def closed_form_s(
     name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
 ) -> float:
-    """The slowest rank's work, and the bubble of an even pipeline: known for the classic schedules (Narayanan et al.
-    2021, arXiv 2104.04473, section 2.2), simulated once for the others."""
+    """Adds the slowest rank's work and the bubble of an even pipeline, in seconds. The bubble is known for the classic
+    schedules (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) and simulated once for the others."""
     per_rank = [0.0] * pp
     for rank, stage in zip(placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True):
         per_rank[rank] += stage.forward + stage.backward
@@ -86,7 +86,8 @@ def closed_form_s(
 
 @lru_cache(maxsize=256)
 def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> float:
-    """The bubble of equal stages, in microbatches' work of a rank; forward and both halves of the backward alike."""
+    """Simulates the bubble of equal stages, in units of a rank's work on one microbatch. Forward and both halves of the
+    backward take equally long."""
     each = 1 / (3 * virtual_stages)
     times = [StageTimes(forward=each, input=each, weight=each)] * (pp * virtual_stages)
     return pipeline_s(name, pp, microbatches, virtual_stages, times, 0.0) - microbatches
@@ -95,10 +96,10 @@ def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages:
 def split_backward_s(
     pp: int, microbatches: int, times: Sequence[StageTimes], send_s: float, *, weight_s: float, double: bool
 ) -> float:
-    """Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241, table 2): with the weights' gradients computed apart the
-    bubble is (p - 1)(F + B - W) in the memory of 1F1B, and (p - 1)(F + B - 2 W) in twice that, never negative. Where
-    microbatches are few, what no schedule goes below is more: the last stage runs every forward and every input's
-    gradient before the last of these starts its way back."""
+    """Estimates, in seconds, the published zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241, table 2). With the
+    weights' gradients computed apart the bubble is (p - 1)(F + B - W) in the memory of 1F1B, and (p - 1)(F + B - 2 W)
+    in twice that (`double`), never negative. With few microbatches another bound is higher: the last stage runs every
+    forward and every input's gradient before the last of these starts its way back."""
     per_rank = [t.forward + t.backward for t in times]
     mean = sum(per_rank) / pp
     saved = 3.0 if double else 2.0  # `mean` is F + B + W
