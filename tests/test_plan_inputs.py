@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.tools.arguments import bytes_per_s, dollars, fraction, memory_bytes, tokens
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import device_files, file_of, find_cluster

@@ -13,7 +13,7 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.limits import (
     Extent,

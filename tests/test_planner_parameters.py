@@ -20,8 +20,8 @@ from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
-from parallel3d.planner.model.parameters import rank_numel
-from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config, total_parameters
+from parallel3d.planner.model.parameters import rank_numel, total_parameters
+from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.schedules.balance import balanced_cut
 
 CARDS = shape_cards()

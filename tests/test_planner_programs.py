@@ -12,8 +12,8 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
 from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.model.shapes import layer_parameters
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields

@@ -12,8 +12,9 @@ from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.model.parameters import stage_parameters, total_parameters
 from parallel3d.planner.model.planned_run import _cut_by_cost, spread
-from parallel3d.planner.model.shapes import StageSlice, from_config, stage_parameters, total_parameters
+from parallel3d.planner.model.shapes import StageSlice, from_config
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 
 PUBLISHED = {  # as Hugging Face and the papers count them

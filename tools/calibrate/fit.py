@@ -10,8 +10,9 @@ from typing import Any
 from parallel3d.planner.hardware.calibration import OneProcess, Overhead, one_process_from_tree
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.model.shapes import from_config, total_parameters
+from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.time.block import block_times, elementwise_bytes, head_times
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.tools.calibrate.probes import (

@@ -16,7 +16,8 @@ from parallel3d.config.settings import dump_yaml, read_settings
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import sliding_window
-from parallel3d.planner.model.shapes import ModelShape, total_parameters
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.report.json import sharding_of
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import model_tree, question_tree, rounded_tree, strategy_tree
 from parallel3d.planner.report.page import header
 from parallel3d.planner.report.text import bar, gib, layout_text, money, si, wrapped

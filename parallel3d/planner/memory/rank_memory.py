@@ -8,8 +8,9 @@ from math import inf
 from typing import Literal, cast
 
 from parallel3d.planner.memory.activations import block_bytes, whole_block_bytes
+from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice, layer_parameters, norm_parameters
+from parallel3d.planner.model.shapes import StageSlice, norm_parameters
 from parallel3d.planner.own.memory import Least, most_held
 from parallel3d.planner.own.memory import least_held as least_held_of_own
 from parallel3d.schedules.live import live_microbatches

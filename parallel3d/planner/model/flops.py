@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from parallel3d.config.flops import training_flops_per_token
-from parallel3d.planner.model.shapes import ModelShape, layer_matrix_parameters, parameters_of_matmuls, total_parameters
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape, layer_matrix_parameters, parameters_of_matmuls
 
 FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompute", "causal"]
 
@@ -22,9 +23,9 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, share: float = 1.0) -> float:
-    """Those of the model, and the forward that recompute repeats: of the blocks (of a `share` of them for "layer", half
-    of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022, arXiv 2204.02311, appendix B:
-    hardware FLOPs utilisation)."""
+    """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of a `share` of
+    them for "layer", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B: hardware FLOPs utilisation)."""
     matrices = 2 * shape.layers * layer_matrix_parameters(shape)
     attention = 4 * shape.layers * shape.hidden * seq_len
     again = {
@@ -37,7 +38,7 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, sh
 
 
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
-    """The operations per token by another definition than the plan's own."""
+    """Returns the operations per token by another definition than the plan's own."""
     attention = 12 * shape.layers * shape.hidden * seq_len
     if definition == "palm":  # every parameter, look-up tables too
         return 6 * total_parameters(shape) + attention

@@ -25,7 +25,7 @@ def shape_names(cards: Mapping[str, Path]) -> list[str]:
 
 
 def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
-    """The shape of this name. Raises ConfigError with the nearest names."""
+    """Returns the shape of this name. Raises ConfigError with the nearest names."""
     if name in cards:
         return from_config(ModelConfig(name=name, **_load(cards[name])))
     table = _load(_TABLE)
@@ -37,7 +37,8 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
 
 
 def from_hugging_face(path: Path) -> ModelShape:
-    """The shape of a `config.json`. Raises ConfigError where it is of another family or its numbers do not agree."""
+    """Reads the shape of a `config.json`. Raises ConfigError where it is of another family or its numbers do not
+    agree."""
     try:
         config = json.loads(path.read_text())
     except OSError as problem:
@@ -64,12 +65,12 @@ def from_hugging_face(path: Path) -> ModelShape:
 
 
 def _name(path: Path) -> str:
-    """Of a model by where its file is: its folder's, or its own."""
+    """Names a model by where its file is: by its folder, or by the file itself."""
     return path.resolve().parent.name if path.stem == "config" else path.stem
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A number of a config.json. Raises KeyError where it misses, ValueError where it is none."""
+    """Reads a whole number of a config.json. Raises KeyError where it misses, ValueError where it is something else."""
     value = config[key] if default is None else config.get(key)
     if value is None and default is not None:
         return default

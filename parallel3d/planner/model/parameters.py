@@ -1,6 +1,8 @@
-"""The parameters that a rank of this project's own program holds, tensor by tensor: as `layers/` cuts them over tp (a
-vocabulary in uneven parts, keys and values whole where they have fewer heads than tp) and `sharding/` over dp_shard (by
-rows, the last ranks having fewer)."""
+"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows over dp_shard.
+
+This project's own layers compute keys and values of fewer heads than tp ranks whole on each rank; Megatron and the
+papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts of which the last may be smaller.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
+from parallel3d.shards import shard_rows
 
 
 @dataclass(frozen=True)
 class Table:
-    """A parameter on a tp rank: rows, and numbers in each (1 for a vector). `times`: so many of them."""
+    """A parameter on a tp rank: rows, and numbers in each (1 for a vector). `times` counts equal ones."""
 
     rows: int
     columns: int = 1
@@ -23,21 +26,23 @@ class Table:
         return self.rows * self.columns * self.times
 
     def shard(self, shards: int, rank: int = 0) -> int:
-        """Numbers of it on one of `shards` data ranks: ceil(rows / shards) rows, but for the last ranks."""
-        each = -(-self.rows // shards)
-        return max(0, min(each, self.rows - rank * each)) * self.columns * self.times
+        """Counts its numbers on one of `shards` data ranks, which split the rows."""
+        return len(shard_rows(self.rows, rank, shards)) * self.columns * self.times
 
 
 @lru_cache(maxsize=256)
-def block_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
-    """Of one block."""
+def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) -> tuple[Table, ...]:
+    """Lists the parameters of one block on a tp rank. `repeats_kv_heads` cuts fewer key-value heads than tp ranks as
+    Megatron does."""
     h, f, dim = shape.hidden, shape.ffn_hidden, shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
+    if repeats_kv_heads:
+        kv = max(shape.kv_hidden // tp, dim)
     inputs = shape.feed_forward_inputs
     tables = [
-        Table(shape.heads * dim // tp, h),
+        Table(h // tp, h),
         Table(kv, h, 2),
-        Table(h, shape.heads * dim // tp),
+        Table(h, h // tp),
         Table(f // tp, h, inputs),
         Table(h, f // tp),
         Table(h, times=4 if shape.layer_norm else 2),
@@ -45,34 +50,37 @@ def block_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
     if shape.qk_norm:
         tables.append(Table(dim, times=2))
     if shape.biases or shape.qkv_biases:
-        tables += [Table(shape.heads * dim // tp), Table(kv, times=2)]
+        tables += [Table(h // tp), Table(kv, times=2)]
     if shape.biases:
         tables += [Table(h, times=2), Table(f // tp, times=inputs)]
     return tuple(tables)
 
 
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
-    """Rows of the token table on a tp rank: ceil(vocab / tp), the last rank with fewer."""
-    each = -(-shape.vocab // tp)
-    return max(0, min(each, shape.vocab - rank * each))
+    """Counts the rows of the token table on a tp rank."""
+    return len(shard_rows(shape.vocab, rank, tp))
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Of a stage's embedding and head, those that it has; a tied table once where they are together."""
+    """Lists the parameters of a stage's embedding and head, as far as it has them, on a tp rank. A tied table comes
+    once where both ends are on one stage."""
     rows, tables = vocabulary_rows(shape, tp, rank), []
+    norm = Table(shape.hidden, times=2 if shape.layer_norm else 1)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
         if shape.positions == "learned":
             tables.append(Table(shape.position_rows, shape.hidden))
+        if shape.embedding_norm:
+            tables.append(norm)
     if part.head:
-        tables.append(Table(shape.hidden, times=2 if shape.layer_norm else 1))
+        tables.append(norm)
         if not (shape.tied_embeddings and part.embedding):
             tables.append(Table(rows, shape.hidden))
     return tuple(tables)
 
 
 def block_numel(shape: ModelShape, tp: int) -> int:
-    """Numbers of one block on a tp rank."""
+    """Counts the parameters of one block on a tp rank of this project's own layers."""
     return sum(table.numel for table in block_tables(shape, tp))
 
 
@@ -80,10 +88,28 @@ def block_numel(shape: ModelShape, tp: int) -> int:
 def rank_numel(
     shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)
 ) -> int:
-    """Numbers that a rank of these stages holds of `shards` data shards; `at`: its place on tp and dp_shard."""
+    """Counts the parameters of these stages that a rank holds of `shards` data shards. `at` is the rank's place on tp
+    and on dp_shard."""
     tp_rank, shard = at
     blocks = sum(part.layers for part in parts)
     count = blocks * sum(table.shard(shards, shard) for table in block_tables(shape, tp))
     for part in parts:
         count += sum(table.shard(shards, shard) for table in end_tables(shape, part, tp, tp_rank))
     return count
+
+
+@lru_cache(maxsize=4096)
+def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
+    """Counts the parameters of one block on a tp rank of another program."""
+    return sum(table.numel for table in block_tables(shape, tp, repeats_kv_heads=True))
+
+
+def stage_parameters(shape: ModelShape, part: StageSlice, tp: int = 1) -> int:
+    """Counts the parameters of a stage on one tp rank of another program. A tied table is on both ends of a pipeline,
+    and once where they meet."""
+    return part.layers * layer_parameters(shape, tp) + sum(table.numel for table in end_tables(shape, part, tp))
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Counts the parameters of the whole model, a tied table once."""
+    return stage_parameters(shape, StageSlice(layers=shape.layers, embedding=True, head=True))

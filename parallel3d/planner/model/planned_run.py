@@ -12,18 +12,13 @@ from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
-from parallel3d.planner.model.parameters import block_numel, rank_numel
-from parallel3d.planner.model.shapes import (
-    ModelShape,
-    StageSlice,
-    layer_matrix_parameters,
-    layer_parameters,
-    stage_parameters,
-)
+from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
+from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
 from parallel3d.planner.model.training import Muon
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 from parallel3d.schedules.builders import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+from parallel3d.shards import largest_shard
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
 
@@ -45,17 +40,17 @@ class RunLayout:
     optimizer_shards: int = 1
     sequence_parallel: bool = False
     recompute: RecomputeKind = "none"
-    recompute_share: float = 1.0  # of the blocks, for "layer"
-    # of this project's own program alone: how the data dimension is carried out (`sharding/`)
+    recompute_share: float = 1.0  # share of the blocks that "layer" recomputes
+    # The rest is this project's own program's alone: how `sharding/` carries out the data dimension.
     strategy: ShardingName | None = None  # None: another program's run
     gather: Cadence = "step"
     reduce: Cadence = "step"
-    reduce_bytes: int = 4  # of a gradient on its way
+    reduce_bytes: int = 4  # bytes of a gradient's number on its way
     prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
     prefetches_forward: bool = False  # in the forward, too
     bucket_bytes: int = 25 * 2**20  # of gradients of whole parameters that are sent in one go, at least
     dp_shard: int = 1
-    recompute_every: int = 1  # of so many blocks one is recomputed
+    recompute_every: int = 1  # one of so many blocks is recomputed
 
     @property
     def world_size(self) -> int:
@@ -86,14 +81,14 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch on one rank."""
+        """Tokens of one microbatch on one rank."""
         return self.layout.microbatch_size * self.seq_len // self.layout.cp
 
     @property
     def rank_vocab(self) -> int:
         """Rows of the token table on a tp rank: programs that pad go to a multiple of 128 (Megatron's default)."""
         step = 128 if self.program.pads_vocab else 1
-        return -(-self.shape.vocab // (step * self.layout.tp)) * step
+        return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
     @property
     def loss_vocab(self) -> int:
@@ -102,7 +97,7 @@ class PlannedRun:
 
     @property
     def item_bytes(self) -> float:
-        """Of one element of an activation."""
+        """Bytes of one element of an activation."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
@@ -117,7 +112,7 @@ class PlannedRun:
         return block_numel(self.shape, tp) if self.is_own else layer_parameters(self.shape, tp)
 
     def stage_parameters(self, part: StageSlice) -> int:
-        """Likewise of a slice of the model."""
+        """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
         tp = self.layout.tp
         return rank_numel(self.shape, (part,), tp) if self.is_own else stage_parameters(self.shape, part, tp)
 
@@ -160,7 +155,7 @@ class PlannedRun:
         return _slices(self._layers)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
-        """A pipeline rank's stages, each with the index of its first block in the whole model."""
+        """Returns a pipeline rank's stages, each with the index of its first block in the whole model."""
         return _stages_of(self._layers, self.placement, rank)
 
     @cached_property
@@ -195,7 +190,7 @@ class PlannedRun:
         return self._group(shards, self.layout.tp)
 
     def replica_group(self, shards: int) -> Group:
-        """The ranks that hold the same shard."""
+        """Returns the group of the ranks that hold the same shard."""
         return self._group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
 
     def _group(self, size: int, stride: int) -> Group:
@@ -235,7 +230,7 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
-    """The trainer's own cut (`ModelConfig.part_costs`)."""
+    """Cuts the layers as the trainer does, by `ModelConfig.part_costs`."""
     weights = layer_matrix_parameters(shape)
     costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
     return tuple(balanced_cut(shape.layers, stages, costs))
@@ -258,7 +253,7 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
 
 
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
-    """The layout of a recipe, run by this project's own program."""
+    """Returns the layout of a recipe, run by this project's own program."""
     strategy, shards = parallel.strategy, parallel.dp_shard
     whole = strategy in REPLICATED
     return RunLayout(

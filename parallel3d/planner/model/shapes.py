@@ -1,4 +1,5 @@
-"""The shape of a transformer, as much of it as memory and time depend on, and its exact parameter counts.
+"""The shape of a transformer, as much of it as memory and time depend on, without its parameters, which
+`parameters` counts.
 
 Beside the Llama and the GPT of `models/` it covers what the published runs trained: GPT with ALiBi positions, and
 Nemotron (squared ReLU).
@@ -63,8 +64,8 @@ class StageSlice:
 
 
 def padded(shape: ModelShape, tp: int) -> ModelShape:
-    """The shape with a vocabulary that tp divides and tensor cores like: a multiple of 128 where tp does not divide it
-    as it is."""
+    """Returns the shape with a vocabulary that tp divides: as it is, or padded to a multiple of 128, for tensor
+    cores."""
     if shape.vocab % tp == 0:
         return shape
     step = lcm(128, tp)
@@ -72,7 +73,7 @@ def padded(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def from_config(config: ModelConfig) -> ModelShape:
-    """The shape of a recipe's `model` section."""
+    """Returns the shape of a recipe's `model` section."""
     is_gpt = config.architecture == "gpt"
     return ModelShape(
         name=config.name or config.architecture,
@@ -94,7 +95,7 @@ def from_config(config: ModelConfig) -> ModelShape:
 
 
 def layer_matrix_parameters(shape: ModelShape) -> int:
-    """Weights of one block's matrices: what a token is multiplied with."""
+    """Counts the weights of one block's matrices, which a token is multiplied with."""
     return block_weights(
         hidden=shape.hidden,
         kv_hidden=shape.kv_hidden,
@@ -103,50 +104,11 @@ def layer_matrix_parameters(shape: ModelShape) -> int:
     )
 
 
-def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Parameters of one block on a tp rank: matrices divided, norms (and biases of row-parallel layers) whole.
-
-    Where there are fewer key-value heads than tp ranks they are repeated, as Megatron and the papers do.
-    """
-    h, f, kv = shape.hidden, shape.ffn_hidden, max(shape.kv_hidden // tp, shape.head_dim)
-    matrices = 2 * h * h // tp + 2 * h * kv + (shape.feed_forward_inputs + 1) * h * f // tp
-    norms = 2 * norm_parameters(shape) + (2 * shape.head_dim if shape.qk_norm else 0)
-    biases = h // tp + 2 * kv if shape.biases or shape.qkv_biases else 0
-    biases += h + shape.feed_forward_inputs * f // tp + h if shape.biases else 0
-    return matrices + norms + biases
-
-
 def norm_parameters(shape: ModelShape) -> int:
+    """Counts the parameters of one norm over the hidden features."""
     return shape.hidden * (2 if shape.layer_norm else 1)
 
 
-def embedding_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """The token table divided over tp (the last rank padded), positions whole, BLOOM's norm whole."""
-    table = -(-shape.vocab // tp) * shape.hidden
-    positions = shape.position_rows * shape.hidden if shape.positions == "learned" else 0
-    return table + positions + (norm_parameters(shape) if shape.embedding_norm else 0)
-
-
-def head_parameters(shape: ModelShape, tp: int = 1, *, with_table: bool) -> int:
-    """The last norm and the output table; `with_table` False where it is the embedding's own on the same stage."""
-    return norm_parameters(shape) + (-(-shape.vocab // tp) * shape.hidden if with_table else 0)
-
-
-def stage_parameters(shape: ModelShape, part: StageSlice, tp: int = 1) -> int:
-    """Parameters of a stage on one tp rank. A tied table is on both ends of a pipeline, and once where they meet."""
-    count = part.layers * layer_parameters(shape, tp)
-    if part.embedding:
-        count += embedding_parameters(shape, tp)
-    if part.head:
-        count += head_parameters(shape, tp, with_table=not (shape.tied_embeddings and part.embedding))
-    return count
-
-
-def total_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model, a tied table counted once."""
-    return stage_parameters(shape, StageSlice(layers=shape.layers, embedding=True, head=True))
-
-
 def parameters_of_matmuls(shape: ModelShape) -> int:
-    """Weights that a token is multiplied with: every matrix and the output table, not the look-up."""
+    """Counts the weights that a token is multiplied with: every matrix and the output table, not the look-up."""
     return shape.layers * layer_matrix_parameters(shape) + shape.vocab * shape.hidden

@@ -11,7 +11,7 @@ from statistics import median
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
-from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
 

@@ -10,7 +10,8 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.model.shapes import ModelShape, total_parameters
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text

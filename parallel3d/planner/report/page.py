@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.model.shapes import total_parameters
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import (
     bar,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.model.shapes import ModelShape, total_parameters
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.fastest import one_that_fits
 from parallel3d.planner.search.question import Question, Strategy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from parallel3d.planner.model.parameters import stage_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import embedding_parameters, head_parameters
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import BlockTimes
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, contention_s
 
@@ -41,9 +42,7 @@ def sharded_s(run: PlannedRun, block: BlockTimes, tp_s: tuple[float, float], end
     and backward."""
     program, layout, shape = run.program, run.layout, run.shape
     gather_s, reduce_s = _unit_s(run, run.block_parameters)
-    ends = embedding_parameters(shape, layout.tp) + head_parameters(
-        shape, layout.tp, with_table=not shape.tied_embeddings
-    )
+    ends = stage_parameters(shape, StageSlice(layers=0, embedding=True, head=True), layout.tp)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends)
     layers = max(part.layers for part in run.ranks)
     forward, backward = block.forward_wall_s + tp_s[0], block.backward_wall_s + tp_s[1]
