@@ -13,7 +13,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.optimizers.assignment import assign_by_cost
-from parallel3d.optimizers.low_precision_state import NarrowAdamW, NarrowSGD
+from parallel3d.optimizers.low_precision_state import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.optimizers.matrices import nearest_holders
 from parallel3d.optimizers.muon import adjustment, orthogonalize
 from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
@@ -33,16 +33,16 @@ def trained(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps:
     return [parameter.detach() for parameter in parameters]
 
 
-def narrow_adamw(parameters: list[nn.Parameter], dtype: torch.dtype) -> torch.optim.Optimizer:
-    optimizer = NarrowAdamW([{"params": parameters, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+def low_precision_adamw(parameters: list[nn.Parameter], dtype: torch.dtype) -> torch.optim.Optimizer:
+    optimizer = LowPrecisionAdamW([{"params": parameters, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
     for parameter in parameters:
         moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
     return optimizer
 
 
-def narrow_sgd(parameters: list[nn.Parameter], dtype: torch.dtype, nesterov: bool) -> torch.optim.Optimizer:
-    optimizer = NarrowSGD([{"params": parameters, "weight_decay": 0.1}], lr=0.01, momentum=0.9, nesterov=nesterov)
+def low_precision_sgd(parameters: list[nn.Parameter], dtype: torch.dtype, nesterov: bool) -> torch.optim.Optimizer:
+    optimizer = LowPrecisionSGD([{"params": parameters, "weight_decay": 0.1}], lr=0.01, momentum=0.9, nesterov=nesterov)
     for parameter in parameters:
         optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, dtype=dtype)}
     return optimizer
@@ -55,8 +55,8 @@ def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor], atol: flo
 
 def test_adamw_of_other_states_does_in_float32_what_torch_does() -> None:
     theirs = trained(lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1))
-    assert_close(trained(lambda p: narrow_adamw(p, torch.float32)), theirs, atol=2e-7)
-    ours = trained(lambda p: narrow_adamw(p, torch.bfloat16))
+    assert_close(trained(lambda p: low_precision_adamw(p, torch.float32)), theirs, atol=2e-7)
+    ours = trained(lambda p: low_precision_adamw(p, torch.bfloat16))
     assert_close(ours, theirs, atol=0.01 * 5 * 2**-7)  # five steps of lr, each off by bf16's spacing at most
     assert not torch.equal(ours[0], theirs[0])
 
@@ -64,8 +64,8 @@ def test_adamw_of_other_states_does_in_float32_what_torch_does() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_of_other_states_does_in_float32_what_torch_does(nesterov: bool) -> None:
     theirs = trained(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=nesterov, weight_decay=0.1))
-    assert_close(trained(lambda p: narrow_sgd(p, torch.float32, nesterov)), theirs, atol=5e-7)
-    ours = trained(lambda p: narrow_sgd(p, torch.bfloat16, nesterov))
+    assert_close(trained(lambda p: low_precision_sgd(p, torch.float32, nesterov)), theirs, atol=5e-7)
+    ours = trained(lambda p: low_precision_sgd(p, torch.bfloat16, nesterov))
     assert 0 < (ours[0] - theirs[0]).abs().max() < 0.01 * 2 * 5 * 4 * 2**-8 * 5
 
 
@@ -98,7 +98,7 @@ def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
     held = []
     for tp in range(2):
         of_tp = matrix if dim is None else matrix.chunk(2, dim)[tp]
-        for shard in range(4):  # of 10 rows 3, 3, 3, 1, and of 5 rows 2, 2, 1, 0
+        for shard in range(4):  # 10 rows are cut into 3, 3, 3 and 1, and 5 rows into 2, 2, 1 and 0
             parts = of_tp.chunk(4)
             box = sub_matrix_of((10, 6), dim, RankOf(tp, 2), RankOf(shard, 4))
             expected = parts[shard] if shard < len(parts) else of_tp[:0]

@@ -31,8 +31,7 @@ def peak(parallel: ParallelConfig, *, in_backward: bool) -> int:
 @pytest.mark.parametrize(
     ("parallel", "share"),
     [
-        # The share of the gradients that is saved; the peak moves to activations or the ends.
-        (ParallelConfig(), 0.75),
+        (ParallelConfig(), 0.75),  # a share of the gradients; the peak moves on to where activations or the ends are
         (ParallelConfig(dp_shard=4, sharding="NO_SHARD"), 0.65),
         (ParallelConfig(dp_shard=4, sharding="FULL_SHARD"), 0.35),
     ],

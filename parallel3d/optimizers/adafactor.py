@@ -1,9 +1,9 @@
 """Adafactor over sharded parameters (Shazeer and Stern 2018, arXiv 1804.04235), with the arithmetic of torch's own.
 
-Of a matrix's squared gradients only the means of each row and each column are kept. A rank has some rows, or columns,
-of a matrix: means over what is split are summed over the axes that split it, so that they are those of the whole
-matrix, and so are the norms that scale the update. A step sends, per axis that splits anything, three all-reduces of
-vectors: row and column means with the norms of the parameters, the means of the row factors, the updates' norms.
+Only the means of each row and each column of a matrix's squared gradients are kept. A rank has some rows, or columns,
+of a matrix: means over a dim that is split are summed over the axes that split it, and so are the norms that scale the
+update, so that they are those of the whole matrix. A step sends three all-reduces of vectors over each axis that splits
+anything: row and column means with the norms of the parameters, the means of the row factors, the updates' norms.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from parallel3d.optimizers.low_precision_state import apply
 from parallel3d.optimizers.parameter_sharding import ParameterSharding, Sums
 from parallel3d.sharding.parts import LocalParameter
 
-SMALLEST_RMS = 1e-3  # epsilon_2: of a parameter, which its steps are in proportion to
+SMALLEST_RMS = 1e-3  # epsilon_2: the least RMS of a parameter that its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
 
 
 @dataclass(frozen=True)
 class _Stepping:
-    """A parameter on its way through a step."""
+    """A parameter while it is stepped."""
 
     parameter: LocalParameter
     group: dict[str, Any]
@@ -36,14 +36,14 @@ class _Stepping:
 
     @property
     def decay(self) -> float:
-        """1 - beta_2 of this step."""
+        """The weight of this step's squared gradient, 1 - beta_2."""
         weight: float = self.state["step"].item() ** self.group["beta2_decay"]
         return weight
 
 
 class Adafactor(torch.optim.Optimizer):
-    """`groups` as torch's, with "parameters" (LocalParameter) beside "params". States, all float32: "step"; of a vector
-    "variance"; else "row_var" [..., rows, 1] and "col_var" [..., 1, columns]."""
+    """Steps `groups`, which are torch's with "parameters" (LocalParameter) beside "params". The states are float32:
+    "step", and "variance" of a vector or "row_var" [..., rows, 1] and "col_var" [..., 1, columns] of a matrix."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, beta2_decay: float, update_clip: float) -> None:
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "update_clip": update_clip, "weight_decay": 0.0}
@@ -67,12 +67,12 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _step(stepping: Sequence[_Stepping]) -> None:
-    """Steps some parameters, their sums taken together."""
+    """Steps some parameters, whose sums over the axes are taken together."""
     sums = Sums()
     norms = [sums.add(_square(each.parameter.local), each.split.axes) for each in stepping]
     squares = [_squares(each, sums) for each in stepping]
     sums.finish()
-    means = [_update_statistics(each, *of, sums) for each, of in zip(stepping, squares, strict=True)]
+    means = [_update_statistics(each, *pair, sums) for each, pair in zip(stepping, squares, strict=True)]
     sums.finish()
     updates = [_update(each, mean) for each, mean in zip(stepping, means, strict=True)]
     changes = [sums.add(_square(update), each.split.axes) for each, update in zip(stepping, updates, strict=True)]
@@ -86,8 +86,8 @@ def _step(stepping: Sequence[_Stepping]) -> None:
 
 
 def _squares(each: _Stepping, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
-    """Asks for the sums of squares of a matrix's gradient over its columns [..., rows, 1] and rows [..., 1, columns];
-    of a vector there are none."""
+    """Asks for the sums of squares of a matrix's gradient over its columns [..., rows, 1] and over its rows
+    [..., 1, columns]. A vector has none."""
     if each.gradient.ndim < 2:
         return None, None
     rows, columns = each.gradient.ndim - 2, each.gradient.ndim - 1
@@ -96,7 +96,7 @@ def _squares(each: _Stepping, sums: Sums) -> tuple[Tensor | None, Tensor | None]
 
 
 def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor | None, sums: Sums) -> Tensor:
-    """The running means; of a matrix, asks for the sum of its row factors [..., 1, 1], which it returns."""
+    """Moves the running means on. For a matrix it asks for the sum of its row factors [..., 1, 1] and returns that."""
     state = each.state
     if row_sum is None or col_sum is None:
         state["variance"].lerp_(each.gradient.square(), each.decay)
@@ -108,7 +108,7 @@ def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor 
 
 
 def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
-    """The gradient over the root of its estimated second moment."""
+    """Returns the gradient divided by the root of its estimated second moment."""
     if each.gradient.ndim > 1:
         mean = row_sum.div_(each.parameter.spec.shape[-2]).clamp_(min=_EPSILON)
         moment = (each.state["row_var"] @ each.state["col_var"]).div_(mean)
@@ -118,7 +118,7 @@ def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
 
 
 def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
-    """Those that torch's Adafactor has of a parameter, before its first step."""
+    """Returns the states that torch's Adafactor has of a parameter before its first step."""
     local = parameter.local
     zeros = torch.zeros_like(local, dtype=torch.float32)
     if local.ndim < 2:
@@ -128,5 +128,5 @@ def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
 
 
 def _square(x: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of squares, over `dim` alone where given, which is kept with size 1."""
+    """Returns the sum of squares; with `dim` over that dim alone, which is kept with size 1."""
     return torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None, dtype=torch.float32).square_()

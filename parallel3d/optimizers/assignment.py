@@ -1,5 +1,5 @@
-"""How an optimizer takes parameters of which it makes much: a few at a time, and whole matrices each on one of the
-ranks. No torch: the planner prices the same shares.
+"""How an optimizer divides work that makes large temporary tensors: a few parameters at a time, and each whole matrix
+on one of the ranks. No torch: the planner prices the same shares.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapreplace
 from typing import TypeVar
 
-ROUND_ELEMENTS = 2**25  # of a rank's part
-WIDE_ELEMENTS = 2**26  # over all ranks, of parameters that are float32 for a moment (`optimizers.stochastic_rounding`)
+ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
+WIDE_ELEMENTS = 2**26  # over all ranks, of the parameters that `stochastic_rounding` widens at a time
 
 T = TypeVar("T")
 
 
 def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int = ROUND_ELEMENTS) -> Iterator[list[T]]:
-    """A few at a time, so that what a step makes of them takes little memory: `most` elements or so. Cut alike on all
-    ranks, where the items are and `elements_of` is."""
+    """Yields a few items at a time, about `most` elements, so that a step's temporary tensors take little memory. All
+    ranks get the same rounds if they give the same items and `elements_of`."""
     found: list[T] = []
     elements = 0.0
     for item in items:
@@ -30,7 +30,8 @@ def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int =
 
 
 def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank of each item: the dearest first, each to the rank that has least so far, of several the first."""
+    """Returns the rank of each item. The dearest items are assigned first, each to the rank with the lowest cost so far
+    (the first of several)."""
     loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]  # a heap; more ranks would get nothing
     owners = [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
@@ -45,7 +46,7 @@ def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 
 
 def orthogonalize_cost(shape: Sequence[int]) -> float:
-    """Half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
+    """Returns half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
     [short, short] by [short, short]."""
     short, long = sorted(shape)
     return float(short * short * (2 * long + short))

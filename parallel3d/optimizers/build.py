@@ -1,4 +1,4 @@
-"""From the `optimizer` section of a recipe to the optimizer of this rank's parts, its states made."""
+"""Builds the optimizer of this rank's parts, with its states, from the `optimizer` section of a recipe."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.optimizers import adafactor
 from parallel3d.optimizers.adafactor import Adafactor
-from parallel3d.optimizers.low_precision_state import NarrowAdamW, NarrowSGD
-from parallel3d.optimizers.muon import Muon
+from parallel3d.optimizers.low_precision_state import LowPrecisionAdamW, LowPrecisionSGD
+from parallel3d.optimizers.muon import Muon, MuonSettings
 from parallel3d.optimizers.parameter_sharding import without_dim
 from parallel3d.sharding.parts import LocalParameter
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are statistics over a dim of their parameter
+_OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are a parameter's statistics over a dim
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Steps all of this rank's parts, by one optimizer or several: their groups and states are its own. The states are
+    """Steps all of this rank's parts by one optimizer or several, whose groups and states it shares. The states are
     there before the first step, so that a checkpoint has something to read into."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
@@ -43,17 +43,17 @@ class LocalOptimizer(torch.optim.Optimizer):
             part.step()
 
     def part_of(self, parameter: LocalParameter) -> torch.optim.Optimizer:
-        """The one that steps a parameter; of `build_optimizer` with `each`, that parameter alone."""
+        """Returns the optimizer that steps a parameter. `build_optimizer` with `each` makes one for each."""
         return self._part_of[parameter.local]
 
     def set_step(self, step: int) -> None:
-        """Of the optimizers whose arithmetic depends on how many steps they have done."""
+        """Tells the optimizers whose arithmetic depends on it how many steps they have done."""
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(float(step))
 
     def distributed_states(self, parameter: LocalParameter) -> Iterator[tuple[str, Tensor]]:
-        """The states of a parameter, each as the tensor that all ranks hold together; in their memory."""
+        """Yields the states of a parameter, each as the tensor that all ranks hold together, in the state's memory."""
         for name, state in self.state[parameter.local].items():
             if name in _OVER_DIM:
                 yield name, without_dim(parameter, parameter.local.ndim + _OVER_DIM[name], state)
@@ -64,8 +64,8 @@ class LocalOptimizer(torch.optim.Optimizer):
 def build_optimizer(
     parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh, *, each: bool = False
 ) -> LocalOptimizer:
-    """The optimizer that a recipe names. Weight decay on matrices alone. Every rank of `mesh` calls it. `each`: AdamW
-    or SGD as one optimizer for each parameter, which can be stepped by itself."""
+    """Returns the optimizer that a recipe names, with weight decay on matrices alone. Every rank of `mesh` calls it.
+    With `each`, AdamW or SGD is one optimizer for each parameter, which can be stepped by itself."""
     config = config.resolved
     label = "sgd without momentum" if config.name == "sgd" and not config.momentum else config.name
     together = [[parameter] for parameter in parameters] if each else [parameters]
@@ -87,14 +87,14 @@ def _optimizers(
 
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
-    """Whether Muon steps it: the weight of a linear layer, other than the head's."""
+    """Returns whether Muon steps a parameter: the weight of a linear layer other than the head."""
     module = parameter.module
     is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
     return is_linear and not isinstance(module, VocabParallelHead) and len(parameter.spec.shape) == 2
 
 
 def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): torch's, where states are as wide as parameters."""
+    """Builds AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): torch's, if states are as wide as parameters."""
     if not parameters:
         return []
     groups = _groups(parameters, config.weight_decay)
@@ -103,7 +103,7 @@ def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> lis
     if dtype == parameters[0].local.dtype:
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     else:
-        optimizer = NarrowAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        optimizer = LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     for parameter in parameters:
         moments = {name: torch.zeros_like(parameter.local, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **moments}
@@ -111,7 +111,7 @@ def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> lis
 
 
 def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """SGD as torch has it: weight decay is added to the gradient."""
+    """Builds SGD as torch has it: weight decay is added to the gradient."""
     groups = _groups(parameters, config.weight_decay)
     momentum, nesterov = config.momentum, config.nesterov
     assert momentum is not None and nesterov is not None
@@ -120,7 +120,7 @@ def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[
     if dtype == parameters[0].local.dtype:
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
     else:
-        optimizer = NarrowSGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
+        optimizer = LowPrecisionSGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
     for parameter in parameters if momentum else ():
         optimizer.state[parameter.local] = {"momentum_buffer": torch.zeros_like(parameter.local, dtype=dtype)}
     return [optimizer]
@@ -131,9 +131,7 @@ def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: Dev
         return []
     assert config.momentum is not None and config.nesterov is not None and config.ns_steps is not None
     assert config.lr_adjust is not None and config.ns_dtype is not None
-    optimizer = Muon(
-        matrices,
-        mesh,
+    settings = MuonSettings(
         lr=config.lr,
         lr_ratio=1.0 if config.muon_lr is None else config.muon_lr / config.lr,
         weight_decay=config.weight_decay,
@@ -143,6 +141,7 @@ def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: Dev
         ns_dtype=_DTYPES[config.ns_dtype],
         lr_adjust=config.lr_adjust,
     )
+    optimizer = Muon(matrices, mesh, settings)
     dtype = _state_dtype(matrices, config)
     for matrix in matrices:
         optimizer.state[matrix.local] = {"momentum_buffer": torch.zeros_like(matrix.local, dtype=dtype)}
@@ -159,7 +158,7 @@ def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) ->
 
 
 def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[dict[str, Any]]:
-    """torch's parameter groups, each with its LocalParameters as well: matrices, which decay, and vectors."""
+    """Returns torch's parameter groups, each with its LocalParameters as well: matrices, which decay, and vectors."""
     matrices = [p for p in parameters if len(p.spec.shape) > 1]
     vectors = [p for p in parameters if len(p.spec.shape) <= 1]
     return [

@@ -1,9 +1,9 @@
-"""Whole matrices out of the parts that ranks hold, divided over those ranks, and what they make of them back.
+"""Gathers whole matrices out of the parts that ranks hold, each on one of those ranks, and scatters the results.
 
 Every rank of a stage becomes the owner of some matrices, by their cost. `gather` sends each part to its matrix's owner,
-`scatter` each owner's result to all who hold a part: an all-to-all each. A rank sends and receives about as many
-elements as it holds, where gathering every matrix on every rank would have it receive all of them. Where replicas hold
-the same parts, the owner takes the nearest and gives its result to all: they share the work, too.
+and `scatter` sends each owner's result to all that hold a part: one all-to-all each. A rank sends and receives about as
+many elements as it holds, where gathering every matrix on every rank would have it receive all of them. If replicas
+hold the same parts, the owner takes the nearest and sends its result to all, so that replicas share the work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class StageGroup:
 
     size: int
     rank: int
-    group: dist.ProcessGroup | None  # None where this rank is alone
+    group: dist.ProcessGroup | None  # None if this rank is alone
     shards: int = 1  # of dp_shard
     tp: int = 1
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> StageGroup:
-        """Every rank of the mesh calls it: it may make a group."""
+        """Returns this rank's group. Every rank of the mesh calls it: it may make a group."""
         axes = [mesh[name] for name in STAGE_AXES if mesh[name].size() > 1]
         split = mesh["dp_shard"].size(), mesh["tp"].size()
         if not axes:
@@ -48,59 +48,63 @@ class StageGroup:
         assert isinstance(group, dist.ProcessGroup)
         return cls(len(ranks), dist.get_group_rank(group, dist.get_rank()), group, *split)
 
-    def boxes(self, matrices: Sequence[LocalParameter]) -> list[Sequence[SubMatrix]]:
-        """Of each matrix, the part of each rank. Nothing is sent: ranks are placed alike, and cut alike."""
-        cuts = [_cut_of(matrix) for matrix in matrices]
-        boxes = {cut: self._boxes(*cut) for cut in dict.fromkeys(cuts)}
-        return [boxes[cut] for cut in cuts]
+    def parts_of(self, matrices: Sequence[LocalParameter]) -> list[Sequence[SubMatrix]]:
+        """Returns the part of each rank for each matrix. Nothing is sent, because all ranks are placed and cut
+        alike."""
+        cuts = [(m.spec.shape, m.spec.dim, "dp_shard" not in m.part.repeated_over) for m in matrices]
+        parts = {cut: self._parts(*cut) for cut in dict.fromkeys(cuts)}
+        return [parts[cut] for cut in cuts]
 
-    def _boxes(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[SubMatrix]:
-        def box(rank: int) -> SubMatrix:
+    def _parts(self, shape: tuple[int, ...], dim: int | None, is_split: bool) -> Sequence[SubMatrix]:
+        def part(rank: int) -> SubMatrix:
             shard = RankOf(rank // self.tp % self.shards, self.shards) if is_split else RankOf(0, 1)
             return sub_matrix_of(shape, dim, RankOf(rank % self.tp, self.tp), shard)
 
-        return [box(rank) for rank in range(self.size)]
+        return [part(rank) for rank in range(self.size)]
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """How some matrices travel. `boxes[matrix][rank]` is the part that a rank of the group holds, `owners[matrix]` the
-    rank that gets the whole, `givers[matrix]` the ranks that it gets the parts from."""
+class MatrixExchange:
+    """How some matrices travel. `parts[matrix][rank]` is the part that a rank of the group holds, `owners[matrix]` the
+    rank that gets the whole, `givers[matrix]` the ranks that the owner gets the parts from."""
 
     stage: StageGroup
-    boxes: Sequence[Sequence[SubMatrix]]
+    parts: Sequence[Sequence[SubMatrix]]
     shapes: Sequence[tuple[int, ...]]
     owners: Sequence[int]
     givers: Sequence[frozenset[int]]
 
     @classmethod
-    def of(cls, stage: StageGroup, boxes: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]) -> Exchange:
+    def of(
+        cls, stage: StageGroup, parts: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]
+    ) -> MatrixExchange:
         owners = owners_of(shapes, stage.size)
-        givers = [nearest_holders(boxes[m], owner, shapes[m]) for m, owner in enumerate(owners)]
-        return cls(stage, boxes, shapes, owners, givers)
+        givers = [nearest_holders(parts[m], owner, shapes[m]) for m, owner in enumerate(owners)]
+        return cls(stage, parts, shapes, owners, givers)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each matrix -> the whole of each that it owns."""
+        """Takes this rank's part of each matrix; returns the whole of each matrix that this rank owns."""
         if self.stage.group is None:
             return list(parts)
         me, ranks = self.stage.rank, range(self.stage.size)
         given = [[matrix for matrix in self._owned_by(me) if rank in self.givers[matrix]] for rank in ranks]
         sent = [[parts[matrix] for matrix in self._owned_by(to) if me in self.givers[matrix]] for to in ranks]
-        received = self._exchange(sent, [[self.boxes[m][rank] for m in given[rank]] for rank in ranks], parts[0])
+        received = self._exchange(sent, [[self.parts[m][rank] for m in given[rank]] for rank in ranks], parts[0])
         wholes = {matrix: parts[0].new_empty(self.shapes[matrix]) for matrix in self._owned_by(me)}
         for rank in ranks:
             for matrix, part in zip(given[rank], received[rank], strict=True):
-                self.boxes[matrix][rank].of(wholes[matrix]).copy_(part)
+                self.parts[matrix][rank].of(wholes[matrix]).copy_(part)
         return list(wholes.values())
 
     def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """The whole of each matrix that this rank owns -> its part of each, of the dtype and device of `like`."""
+        """Takes the whole of each matrix that this rank owns; returns its part of each matrix, of the dtype and device
+        of `like`."""
         if self.stage.group is None:
             return list(wholes)
         me, ranks = self.stage.rank, range(self.stage.size)
         own = self._owned_by(me)
-        sent = [[self.boxes[matrix][to].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
-        received = self._exchange(sent, [[self.boxes[m][me] for m in self._owned_by(rank)] for rank in ranks], like)
+        sent = [[self.parts[matrix][to].of(whole) for matrix, whole in zip(own, wholes, strict=True)] for to in ranks]
+        received = self._exchange(sent, [[self.parts[m][me] for m in self._owned_by(rank)] for rank in ranks], like)
         parts = {m: part for rank in ranks for m, part in zip(self._owned_by(rank), received[rank], strict=True)}
         return [parts[matrix] for matrix in range(len(self.owners))]
 
@@ -115,33 +119,27 @@ class Exchange:
         return found
 
     def _exchange(self, sent: list[list[Tensor]], expected: list[list[SubMatrix]], like: Tensor) -> list[list[Tensor]]:
-        """An all-to-all: `sent[rank]` goes to each rank, `expected[rank]` comes from it."""
-        flat = torch.cat([part.reshape(-1) for of_rank in sent for part in of_rank] or [like.new_empty(0)])
-        sizes = [sum(box.elements for box in of_rank) for of_rank in expected]
+        """Runs an all-to-all: `sent[rank]` goes to each rank, and what is returned, as `expected[rank]`, comes from
+        it."""
+        flat = torch.cat([part.reshape(-1) for to_rank in sent for part in to_rank] or [like.new_empty(0)])
+        sizes = [sum(part.elements for part in from_rank) for from_rank in expected]
         out = flat.new_empty(sum(sizes))
-        sent_sizes = [sum(part.numel() for part in of_rank) for of_rank in sent]
+        sent_sizes = [sum(part.numel() for part in to_rank) for to_rank in sent]
         dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self.stage.group)
-        return [
-            [part.view(box.rows, box.columns) for part, box in zip(_cut(chunk, boxes), boxes, strict=True)]
-            for chunk, boxes in zip(out.split(sizes), expected, strict=True)
-        ]
+        received = []
+        for chunk, parts in zip(out.split(sizes), expected, strict=True):
+            pieces = chunk.split([part.elements for part in parts])
+            received.append([piece.view(part.rows, part.columns) for piece, part in zip(pieces, parts, strict=True)])
+        return received
 
 
-def _cut_of(matrix: LocalParameter) -> tuple[tuple[int, ...], int | None, bool]:
-    """Its shape, the dim that tp splits, and whether dp_shard splits its rows."""
-    return matrix.spec.shape, matrix.spec.dim, "dp_shard" not in matrix.part.repeated_over
-
-
-def nearest_holders(boxes: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
-    """The ranks whose parts make the whole matrix: of those that hold the same part the one nearest to its owner."""
+def nearest_holders(parts: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
+    """Returns the ranks whose parts make the whole matrix. If several ranks hold the same part, the one nearest to the
+    matrix's owner is taken."""
     holders: dict[SubMatrix, int] = {}
-    for rank in sorted(range(len(boxes)), key=lambda rank: abs(rank - owner)):
-        if boxes[rank].elements:
-            holders.setdefault(boxes[rank], rank)
+    for rank in sorted(range(len(parts)), key=lambda rank: abs(rank - owner)):
+        if parts[rank].elements:
+            holders.setdefault(parts[rank], rank)
     rows, columns = shape
-    assert sum(box.elements for box in holders) == rows * columns, f"{list(holders)} are not all of {shape}"
+    assert sum(part.elements for part in holders) == rows * columns, f"{list(holders)} are not all of {shape}"
     return frozenset(holders.values())
-
-
-def _cut(flat: Tensor, boxes: Sequence[SubMatrix]) -> tuple[Tensor, ...]:
-    return flat.split([box.elements for box in boxes])

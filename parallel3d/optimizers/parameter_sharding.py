@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.sharding.parts import LocalParameter
+from parallel3d.shards import shard_rows
 
 
 class SubMatrix(NamedTuple):
-    """A part of a matrix."""
+    """A rectangle of a matrix."""
 
     first_row: int
     first_column: int
@@ -29,21 +30,20 @@ class SubMatrix(NamedTuple):
         return self.rows * self.columns
 
     def of(self, matrix: Tensor) -> Tensor:
-        """A view of that part."""
+        """Returns a view of this rectangle."""
         return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
 
 
 class RankOf(NamedTuple):
-    """A rank of an axis, of so many."""
+    """A rank's place on an axis of `ranks` ranks."""
 
     rank: int
     ranks: int
 
 
 def sub_matrix_of(shape: Sequence[int], dim: int | None, tp: RankOf, shard: RankOf) -> SubMatrix:
-    """The part of a matrix of `shape` whose `dim` is split over tp (evenly; None: it is whole on each rank), and what a
-    tp rank has over dp_shard by rows, each ceil(rows / ranks) but for the last ones. Where there is nothing left it has
-    no rows."""
+    """Returns the part of a matrix of `shape` that a rank holds. tp splits `dim` evenly (None: every tp rank has the
+    whole), and dp_shard splits the rows of that; the part may have no rows."""
     rows, columns = shape
     first_row = first_column = 0
     if dim == 0:
@@ -52,18 +52,17 @@ def sub_matrix_of(shape: Sequence[int], dim: int | None, tp: RankOf, shard: Rank
     elif dim == 1:
         columns //= tp.ranks
         first_column = tp.rank * columns
-    each = -(-rows // shard.ranks)
-    skipped = min(shard.rank * each, rows)
-    return SubMatrix(first_row + skipped, first_column, min(each, rows - skipped), columns)
+    own = shard_rows(rows, *shard)
+    return SubMatrix(first_row + own.start, first_column, len(own), columns)
 
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """The axes that split each dim of a parameter. An axis splits one dim at most, a dim may be split by several."""
+    """The axes that split each dim of a parameter. An axis splits one dim at most; a dim may be split by several."""
 
-    elements: int  # of the whole
+    elements: int  # the whole parameter's
     axes: dict[str, Axis]  # all that split it, by name
-    dims: dict[str, int]  # which dim each splits
+    dims: dict[str, int]  # the dim that each of them splits
 
     @classmethod
     def of(cls, parameter: LocalParameter) -> ParameterSharding:
@@ -80,17 +79,17 @@ class ParameterSharding:
 
     @property
     def part_elements(self) -> float:
-        """Of a rank's part, on average: the same on all ranks."""
+        """The elements of a rank's part on average, which is the same number on all ranks."""
         return self.elements / math.prod(axis.size for axis in self.axes.values())
 
     def along(self, dim: int) -> dict[str, Axis]:
-        """Those that split `dim`, which is not negative."""
+        """Returns the axes that split `dim`, which is not negative."""
         return {name: axis for name, axis in self.axes.items() if self.dims[name] == dim}
 
 
 def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
-    """A statistic of a parameter over `dim` (not negative), of which `local` [..., 1, ...] is this rank's part, as the
-    tensor that all ranks hold together: split as the parameter is, but for that dim."""
+    """Returns a statistic of a parameter over `dim` (not negative) as the tensor that all ranks hold together. `local`
+    [..., 1, ...] is this rank's part of it. The tensor is split as the parameter is, and whole along that dim."""
     tensor = parameter.distributed(parameter.local.detach())
     if not isinstance(tensor, DTensor):
         return local
@@ -104,14 +103,15 @@ def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
 
 
 class Sums:
-    """Sums over axes, many at once: each is asked for by `add`, and `finish` sends one all-reduce an axis."""
+    """Sums over axes, many at once: `add` asks for one, and `finish` sends one all-reduce for each axis."""
 
     def __init__(self) -> None:
         self._axes: dict[str, Axis] = {}
         self._wanted: dict[str, list[Tensor]] = {}
 
     def add(self, x: Tensor, axes: dict[str, Axis]) -> Tensor:
-        """`x`, which `finish` overwrites by its sum over `axes`; contiguous, alike on all of their ranks."""
+        """Returns `x`, which `finish` overwrites by its sum over `axes`. It is contiguous, and of one shape on all of
+        their ranks."""
         for name, axis in axes.items():
             self._axes[name] = axis
             self._wanted.setdefault(name, []).append(x)

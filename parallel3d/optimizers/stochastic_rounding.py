@@ -1,6 +1,6 @@
-"""Stochastic rounding to bfloat16: what an optimizer adds is often below half of bf16's spacing, 1/256 of a weight, and
-rounding to the nearest would lose it step after step. Rounded up with the probability of what is cut off, it is kept on
-average (Gupta et al. 2015, arXiv 1502.02551).
+"""Stochastic rounding to bfloat16. The change of a weight in a step is often below half of bf16's spacing, which is
+1/256 of the weight, and rounding to the nearest would lose it step after step. A number that is rounded up with the
+probability of what is cut off is kept on average (Gupta et al. 2015, arXiv 1502.02551).
 
 The noise of an element is a hash of (seed, step, name of the parameter, place in the global tensor) and of nothing
 else: replicas draw the same and stay alike to the bit, and no layout changes it.
@@ -25,9 +25,9 @@ from parallel3d.torch_private import offsets_of
 def step_in_float32(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], *, seed: int, step: int
 ) -> None:
-    """`optimizer.step()` for bf16 parameters, computed in float32 and rounded stochastically, and so are those of its
-    states that are bf16. A few parameters are widened at a time, so that the memory for it is small. `parameters` are
-    all that it has."""
+    """Does `optimizer.step()` for bf16 parameters in float32, and rounds the parameters and the bf16 states
+    stochastically. A few parameters are widened at a time, which takes little memory. `parameters` are all that the
+    optimizer has."""
     gradients = {parameter.local: parameter.local.grad for parameter in parameters}
     for local in gradients:
         local.grad = None  # an optimizer leaves out what has none
@@ -54,13 +54,13 @@ def step_in_float32(
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 -> bfloat16, up or down to one of the two neighbours: `noise`, int32 of x's shape, is uniform from 0 to
-    2^16 - 1. What bf16 can represent stays as it is."""
+    """Rounds float32 to bfloat16, up or down to one of the two neighbours. `noise`, int32 of x's shape, is uniform from
+    0 to 2^16 - 1. A number that bf16 can represent stays as it is."""
     return (x.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 
 def noise(parameter: LocalParameter, key: str) -> Tensor:
-    """int32, uniform from 0 to 2^16 - 1, of the shape of this rank's part: the part of a global tensor of noise."""
+    """Returns this rank's part of a global tensor of noise: int32, uniform from 0 to 2^16 - 1, of the part's shape."""
     local = parameter.local.data
     sums = torch.zeros((), dtype=torch.int32, device=local.device)
     for dim, (offset, size) in enumerate(zip(_offsets(parameter), local.shape, strict=True)):
@@ -72,7 +72,7 @@ def noise(parameter: LocalParameter, key: str) -> Tensor:
 
 
 def _offsets(parameter: LocalParameter) -> list[int]:
-    """Where this rank's part begins in the global tensor, for each dim."""
+    """Returns where this rank's part begins in the global tensor, for each dim."""
     tensor = parameter.distributed(parameter.local.data)
     if not isinstance(tensor, DTensor) or not parameter.local.numel():
         return [0] * parameter.local.ndim
@@ -80,13 +80,13 @@ def _offsets(parameter: LocalParameter) -> list[int]:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 (Appleby, public domain), a bijection of the 32-bit numbers; `x` is overwritten.
-    torch's int32 shifts drag the sign along, which the masks take away."""
+    """Applies the finalizer of MurmurHash3 (Appleby, public domain), a bijection of the 32-bit numbers; `x` is
+    overwritten. torch's int32 shifts copy the sign bit, which the masks take away."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - 2**32)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - 2**32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def _narrow_states(optimizer: torch.optim.Optimizer, local: Tensor) -> list[str]:
-    """The names of the states in bf16; wider ones are stepped as they are."""
+    """Returns the names of the states in bf16; wider ones are stepped as they are."""
     return [name for name, state in optimizer.state[local].items() if state.dtype == torch.bfloat16]

@@ -4,8 +4,8 @@
         trainer.train_step(batch)
     sent.bytes["dp_shard", "all_gather"]
 
-A rank's bytes as ring algorithms send them (`formulas`). What small tensors cost that processes of one host exchange
-through shared memory (`layers.shared_memory`) is no collective, and not counted; neither are point-to-point sends.
+The bytes are those that a rank sends in ring algorithms (`sharding.bytes`). Small tensors that processes of one host
+exchange through shared memory are no collectives and are not counted, and neither are point-to-point sends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.torch_private import TorchDispatchMode, collective_name
 
-# An operator of c10d -> the kind, and which of its tensors is the larger (the whole).
+# Each operator of c10d with its kind, and the place of its larger tensor among its arguments.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -39,9 +39,9 @@ _FACTORS = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """`bytes[axis, kind]` that this rank has sent, `calls[axis, kind]`. The axis is the name on `mesh` of the group's,
-    or what the group calls itself. Raises NotImplementedError at a collective that it does not know, such as those of
-    compiled code."""
+    """Counts `bytes[axis, kind]`, which this rank has sent, and `calls[axis, kind]`. The axis is the name that the
+    group's axis has on `mesh`, or the group's own description. Raises NotImplementedError at a collective that it does
+    not know, such as those of compiled code."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class CollectiveCounter(TorchDispatchMode):
                 self._axes[mesh.get_group(name).group_name] = name
 
     def of(self, *axes: str, kind: str) -> float:
-        """Bytes of one kind over several axes."""
+        """Returns the bytes of one kind over several axes."""
         return sum(self.bytes[axis, kind] for axis in axes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -29,7 +29,7 @@ class Packing:
         self.width = sum(self._widths)
 
     def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copies whole tensors into a new tensor [ranks, width]."""
+        """Writes whole tensors into a new tensor [ranks, width]."""
         if self._is_even:
             return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(dtype)
         packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
@@ -39,13 +39,13 @@ class Packing:
         return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies [ranks, width] back into whole tensors."""
+        """Writes [ranks, width] back into whole tensors."""
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
             for part, place in _blocks(tensor, columns):
                 part.copy_(place)
 
     def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copies this rank's rows of each tensor into a new tensor [width]."""
+        """Writes this rank's rows of each tensor into a new tensor [width]."""
         if self._is_even:
             return torch.cat([part.flatten() for part in parts]).to(dtype)
         packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
@@ -54,7 +54,7 @@ class Packing:
         return packed
 
     def unpack_own(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copies [width] back into this rank's rows of each tensor."""
+        """Writes [width] back into this rank's rows of each tensor."""
         for part, place in zip(parts, packed.split(self._widths), strict=True):
             part.copy_(place[: part.numel()].view_as(part))
 

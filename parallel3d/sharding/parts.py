@@ -45,7 +45,7 @@ class OptimizerPart(Protocol):
         ...
 
     def initialize(self, values: Tensor) -> None:
-        """Copies this part out of the values of all data ranks together (of this tp rank)."""
+        """Takes this part out of the values of all data ranks together (of this tp rank)."""
         ...
 
 

@@ -122,7 +122,7 @@ class ReplicatedData:
             for member in members:
                 self._parts[id(member.parameter)] = ReplicatedPart(member, bucket, self._axes, split=self._split)
             self._buckets.append(bucket)
-        self._progress = _Progress(self._buckets)
+        self._progress = _BackwardProgress(self._buckets)
         if self._axes.every.size > 1 and not self._options.step_in_backward:
             for index, units in enumerate(grouped):
                 if all(unit.modules for unit in units):  # a bucket with what no module holds is reduced at the end
@@ -243,9 +243,9 @@ class ReplicatedData:
         return tuple(cast(x) for x in args), {name: cast(x) for name, x in kwargs.items()}
 
 
-class _Progress:
-    """Which buckets are done in the backward under way. Buckets are reduced in one order on all ranks, the last bucket
-    first."""
+class _BackwardProgress:
+    """Tells which buckets are done in the backward under way, and reduces them in one order on all ranks, the last
+    bucket first."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets

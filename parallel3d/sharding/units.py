@@ -108,7 +108,7 @@ def _at_least(model: nn.Module, numel: int) -> set[int]:
     def rest(module: nn.Module) -> int:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         total = own + sum(rest(child) for child in module.children())
-        callable_ = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # those have no forward to hook
+        callable_ = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # lists and dicts have no forward to hook
         if callable_ and total >= numel:
             large.add(id(module))
             return 0

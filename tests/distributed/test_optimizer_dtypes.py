@@ -16,7 +16,7 @@ RATES: dict[OptimizerName, float] = {"adamw": 1e-2, "sgd": 0.1, "muon": 1e-2, "a
 
 
 def last_losses(name: OptimizerName) -> dict[tuple[bool, str | None], float]:
-    """By (stochastic rounding, dtype of the states)."""
+    """Returns the last loss for each pair of stochastic rounding and dtype of the states."""
     pure = make_recipe(GROUPED, ParallelConfig(microbatch_size=8), precision="bf16_pure")
     losses = {}
     for rounding in (False, True):

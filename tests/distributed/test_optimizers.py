@@ -113,11 +113,12 @@ def test_a_layout_trains_as_torch_does_in_one_process(world: Callable, layout: s
         assert_follows(curves[0], theirs, close=1e-4, last=None)
         differences = {key: value for rank in ranks for key, value in rank[name][1].items()}
         assert differences.keys() == {key for key, _ in PlainLlama(model).named_parameters()}
-        assert max(differences.values()) <= 3e-7, f"{name}: {differences}"  # of weights up to 1, and updates of 1e-3
+        assert max(differences.values()) <= 3e-7, f"{name}: {differences}"  # weights are up to 1, and updates 1e-3
 
 
 def sent_elements(parallel: ParallelConfig) -> tuple[list[int], int]:
-    """Of each all-to-all of a step of Muon, to itself included; and of the matrices of a block and all their like."""
+    """Returns the elements that this rank sends in each all-to-all of a step of Muon, to itself included, and the
+    elements of all matrices that Muon steps."""
     counted: list[int] = []
     real = dist.all_to_all_single
 
@@ -134,7 +135,7 @@ def sent_elements(parallel: ParallelConfig) -> tuple[list[int], int]:
 
 
 def test_matrices_cross_once_each_way(world: Callable) -> None:
-    """From one replica to their owners, and back to every replica."""
+    """One replica sends matrices to their owners, which send them back to every replica: each crosses once each way."""
     for replicas, parallel in (
         (1, ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)),
         (2, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4)),
@@ -149,7 +150,8 @@ def test_matrices_cross_once_each_way(world: Callable) -> None:
 
 
 def first_half(path: Path) -> dict[str, tuple[Curve, int]]:
-    """Of tp 2 x dp_shard 2: four steps, a checkpoint, the next three; and the bytes of the states on this rank."""
+    """Runs four steps at tp 2 x dp_shard 2, saves a checkpoint, and runs three more. Returns for each optimizer the
+    curve of the three and the bytes of the states on this rank."""
     results = {}
     for name in OPTIMIZERS | NARROW:
         trainer = make_trainer(recipe_of(name, GROUPED, ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)))
@@ -174,7 +176,7 @@ def resumed(path: Path, parallel: ParallelConfig) -> dict[str, Curve]:
 
 
 def test_states_are_saved_and_resharded(world: Callable, tmp_path: Path) -> None:
-    """Of each optimizer, and as large as docs/optimizers.md has it."""
+    """The states of each optimizer are as large as docs/optimizers.md says."""
     ranks = world(4).run(first_half, tmp_path)
     assert {name: sum(rank[name][1] for rank in ranks) for name in ranks[0]} == all_state_bytes(GROUPED, tp=2)
     alike = ParallelConfig(tp=2, dp_shard=2, microbatch_size=4)

@@ -119,7 +119,7 @@ def scales_of_trainer(recipe: Recipe, planted: set[int], steps: int) -> tuple[li
 
 
 def scales_of_torch(recipe: Recipe, planted: set[int], steps: int) -> tuple[list[float], list[float]]:
-    """Trains in a plain loop, as torch's users write it: float32 weights, a copy in float16, torch.amp.GradScaler."""
+    """Runs a plain loop as torch's users write it: float32 weights, a copy in float16, torch.amp.GradScaler."""
     model = PlainLlama(recipe.model)
     model.load(initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed))
     optimizer, scale = adamw(model.parameters(), recipe.optimizer), recipe.loss_scale

@@ -41,7 +41,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "data")
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one rank: a run, and what it measured beside what the formulas say."""
+    """A run on one rank, and what it measured beside what the formulas say."""
 
     curve: Curve
     held: tuple[HeldBytes, HeldBytes]
@@ -64,8 +64,8 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
-    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # and how gloo sends it
-    counted = SentBytes(
+    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # gloo sends it by the
+    second counted = SentBytes(
         **{
             kind: counter.of(*DATA_AXES, kind=kind) + (counter.of(*DATA_AXES, kind=other) if other else 0)
             for kind, other in kinds.items()
@@ -95,7 +95,7 @@ def _costs(trainer: Trainer, precision: str) -> DataLayout:
 
 
 def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]:
-    """This tp rank's shapes of each stage's parameters: those outside of blocks, and those of blocks."""
+    """Returns this tp rank's shapes of each stage's parameters: those outside of blocks, and those in blocks."""
     tp = trainer.axes["tp"]
     stages = []
     for stage in trainer.stages:

@@ -130,7 +130,7 @@ def ignore_both_ways() -> list[list[Curve]]:
 
 
 def test_the_number_of_labels_is_known_before_the_first_parameter_is_stepped(world: Callable) -> None:
-    """Returns the results of synchronous data ranks and of replicas that train apart, each with its own number."""
+    """Synchronous data ranks know one number, and each of the replicas that train apart has its own."""
     for rank in world(2).run(ignore_both_ways):
         for after, within in rank:
             assert within == [pytest.approx(step, rel=1e-5) for step in after]
@@ -154,7 +154,8 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_and_says_that_weights_hav
 
 
 def plain_losses(in_backward: bool, strategy: ShardingName) -> tuple[list[float], str]:
-    """Trains any module under `shard` for four steps, and returns how a second backward in one step is refused."""
+    """Returns the losses of four steps of a plain module under `shard`, and the answer to a second backward in one
+    step."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

@@ -91,7 +91,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
-    states are of another dtype than the parameters widen what they step (`training.optimizers.narrow`)."""
+    states are of another dtype than the parameters widen what they step (`optimizers.low_precision_state`)."""
     optimizer = recipe.optimizer.resolved
     master, width = _master_bytes(recipe), _state_bytes(recipe)
     is_wide = master == 4 or optimizer.stochastic_rounding

@@ -262,7 +262,7 @@ def _optimizer_s(run: PlannedRun, kernels: Kernels, rank_parameters: int) -> flo
 
 def _muon_s(run: PlannedRun, kernels: Kernels) -> float:
     """Returns the seconds of Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of
-    a rank's part, through one port each (`training.optimizers.muon`)."""
+    a rank's part, through one port each (`optimizers.muon`)."""
     if run.muon is None:
         return 0.0
     ranks, blocks = ranks_of(run), max(part.layers for part in run.ranks)
