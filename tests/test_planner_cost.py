@@ -16,7 +16,7 @@ from parallel3d.planner.memory.rank_memory import memory_by_rank, quick_worst_by
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.model.training import Muon
+from parallel3d.planner.model.training import MuonCosts
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 from parallel3d.planner.time.step import step_cost
@@ -36,7 +36,7 @@ def run(cluster: Cluster, **layout: object) -> PlannedRun:
 
 
 def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
-    muon = Muon(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
+    muon = MuonCosts(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
 
     def more_s(ranks: int) -> float:
         one = run(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)

@@ -64,8 +64,8 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, batch: int, preci
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
-    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # gloo sends it by the
-    second counted = SentBytes(
+    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}  # as gloo sends it
+    counted = SentBytes(
         **{
             kind: counter.of(*DATA_AXES, kind=kind) + (counter.of(*DATA_AXES, kind=other) if other else 0)
             for kind, other in kinds.items()

@@ -14,7 +14,7 @@ from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
-from parallel3d.planner.model.training import Muon
+from parallel3d.planner.model.training import MuonCosts
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 from parallel3d.schedules.builders import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -74,7 +74,7 @@ class PlannedRun:
     loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
     step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
     factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
-    muon: Muon | None = None  # likewise: of the matrices of blocks, whose states and steps those bytes are then not
+    muon: MuonCosts | None = None  # what Muon keeps and makes of the matrices of blocks, which those bytes leave out
     rounded: int | None = None  # likewise: states of 16 bits in steps that are rounded stochastically, if they are
     drops: bool = False  # likewise: dropout between the layers
     steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes

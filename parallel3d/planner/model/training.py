@@ -9,7 +9,7 @@ from parallel3d.config.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon:
+class MuonCosts:
     """Of the matrices of blocks; all else is stepped by AdamW."""
 
     state_bytes: int  # of a number's momentum
@@ -25,7 +25,7 @@ class OptimizerMemory:
     state_bytes: float = 8.0  # of a parameter's optimizer states
     step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
     factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
-    muon: Muon | None = None  # then those bytes are of what it does not step
+    muon: MuonCosts | None = None  # then those bytes are of what it does not step
     rounded: int | None = None  # states of 16 bits in steps that are rounded stochastically; None: no such steps
     drops: bool = False  # dropout between the layers
     steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
@@ -101,12 +101,12 @@ def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
     return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
 
 
-def _muon(recipe: Recipe) -> Muon | None:
+def _muon(recipe: Recipe) -> MuonCosts | None:
     optimizer = recipe.optimizer.resolved
     if optimizer.name != "muon":
         return None
     assert optimizer.ns_steps is not None
-    return Muon(
+    return MuonCosts(
         state_bytes=_state_bytes(recipe),
         item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
         nesterov=bool(optimizer.nesterov),

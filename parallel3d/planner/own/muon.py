@@ -15,7 +15,7 @@ from parallel3d.optimizers.assignment import orthogonalize_cost, owners_of, roun
 from parallel3d.planner.model.parameters import Table, block_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.model.training import Muon
+from parallel3d.planner.model.training import MuonCosts
 from parallel3d.planner.own.work import Tape
 
 
@@ -65,7 +65,7 @@ def hidden_matrices(shape: ModelShape, tp: int) -> tuple[Table, ...]:
 
 
 @lru_cache(maxsize=1024)
-def muon_step(shape: ModelShape, blocks: int, ranks: Ranks, muon: Muon, *, narrow: bool) -> float:
+def muon_step(shape: ModelShape, blocks: int, ranks: Ranks, muon: MuonCosts, *, narrow: bool) -> float:
     """Bytes at the most; `narrow`: parameters of 16 bits."""
     matrices = _matrices(shape, ranks) * blocks
     each = (_round_bytes(some, ranks, muon, narrow=narrow) for some in _rounds(matrices, ranks))
@@ -111,7 +111,7 @@ def _owners(matrices: Sequence[Matrix], ranks: Ranks) -> list[int]:
     return owners_of([matrix.shape for matrix in matrices], ranks.size)
 
 
-def _round_bytes(matrices: Sequence[Matrix], ranks: Ranks, muon: Muon, *, narrow: bool) -> float:
+def _round_bytes(matrices: Sequence[Matrix], ranks: Ranks, muon: MuonCosts, *, narrow: bool) -> float:
     tape, item = Tape(), muon.item_bytes
     of_parts = 0.0
     for matrix in matrices:
@@ -145,7 +145,7 @@ def _round_bytes(matrices: Sequence[Matrix], ranks: Ranks, muon: Muon, *, narrow
     return tape.peak
 
 
-def _momentum(tape: Tape, matrix: Matrix, muon: Muon, *, narrow: bool) -> float:
+def _momentum(tape: Tape, matrix: Matrix, muon: MuonCosts, *, narrow: bool) -> float:
     """Bytes that are left: what is to be made orthogonal of this rank's part."""
     n = matrix.own
     made = 4.0 * n * (muon.nesterov + narrow + (muon.state_bytes < 4))
