@@ -34,13 +34,14 @@ from parallel3d.tools.calibrate.probes import (
 )
 
 TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
-RATE = 5e10  # of every product and attention
-BYTE_S = 4e-10  # of every other operator
-GRADIENT_S = 1e-9  # of a weight and a microbatch
+RATE = 5e10  # operations per second of every product and of attention
+BYTE_S = 4e-10  # seconds per byte of every other operator
+GRADIENT_S = 1e-9  # seconds per weight and microbatch
 
 
 def larger_blocks() -> dict[tuple[int, int], float]:
-    """Seconds of the larger model's block by sequence and microbatch, by the planner's own model of this host."""
+    """Returns the seconds of the larger model's block by sequence and microbatch, by the planner's own model of this
+    host."""
     rates = {"byte_s": BYTE_S, "gradient_s": GRADIENT_S, "logit_s": 0.0}
     process = one_process_from_tree({**kernels(), **rates, "overhead": vars(TRUE), "recompute": {}})
     found = {}
@@ -157,7 +158,7 @@ def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluste
     assert full - plain > 16 * 8 * 1e-3  # 16 microbatches, 8 blocks, a millisecond each, and the forward again
     fewer = check.predicted_s(host, ParallelConfig(microbatch_size=4))
     dispatched = 12 * (8 * TRUE.block + TRUE.microbatch)
-    assert dispatched < plain - fewer < 1.5 * dispatched  # and as many gradients less to accumulate
+    assert dispatched < plain - fewer < 1.5 * dispatched  # there are as many gradients less to accumulate
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1"])

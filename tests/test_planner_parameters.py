@@ -41,12 +41,12 @@ def on_tp_rank(tp: int, rank: int) -> Iterator[None]:
 
 
 def numel(module: nn.Module) -> int:
-    """A shared parameter once."""
+    """Counts numbers, those of a shared parameter once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, StageSlice]]:
-    """The trainer's stages of these numbers of blocks, and the planner's word for each."""
+    """Yields the trainer's stages of these numbers of blocks, each with the planner's description of it."""
     for blocks in block_ranges(layers):
         whole = model_class(config.architecture)(
             config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"

@@ -47,7 +47,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 
 
 def test_zero1_that_cuts_every_tensor_pays_for_each_slice() -> None:
-    """nanotron: a view and a copy for each tensor and rank, gathered and reduced."""
+    """nanotron makes a view and a copy for each tensor and rank, gathered and reduced."""
     few, many = (run(NANOTRON, dp=dp, microbatches=2, optimizer_shards=dp) for dp in (8, 512))
     per_slice = 4 * few.cluster.device.launch_s
     for work in (few, many):
@@ -57,7 +57,7 @@ def test_zero1_that_cuts_every_tensor_pays_for_each_slice() -> None:
 
 
 def test_an_optimizer_that_is_not_fused_needs_room_for_its_temporaries() -> None:
-    """InternEvo's ZeRO-1: 16 bytes a parameter at rest, and 14 more at the step."""
+    """InternEvo's ZeRO-1 holds 16 bytes a parameter at rest, and 14 more at the step."""
     work = run(INTERNEVO, tp=4, recompute="full")
     [rank] = memory_by_rank(work)
     parameters = rank.parameters / 2
@@ -77,7 +77,7 @@ def test_internevos_fsdp_makes_nothing_flat() -> None:
 
 
 def test_what_the_allocator_keeps_for_nothing_gives_way_where_memory_is_short() -> None:
-    """InternEvo's float32 gradients for the norm, tensor by tensor, before one flat one: 4 bytes a parameter."""
+    """InternEvo has float32 gradients for the norm, tensor by tensor, before one flat one: 4 bytes a parameter."""
     tight, roomy = (run(INTERNEVO, tp=tp, recompute="full") for tp in (2, 4))
     for work, share in ((tight, 0.0), (roomy, 1.0)):
         [rank] = memory_by_rank(work)
@@ -134,7 +134,7 @@ def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
 
 
 def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
-    """FSDP alone for PyTorch's own operators, anything with a pipeline for Megatron-Core."""
+    """FSDP alone is taken for PyTorch's own operators, anything with a pipeline for Megatron-Core."""
     tree = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 64}}
 
     def name(**parallel: object) -> str:

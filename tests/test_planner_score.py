@@ -175,7 +175,7 @@ def test_ranks_that_the_layout_leaves_are_data_parallel_whatever_a_row_says(tmp_
 
 
 def test_replicas_of_shards_hold_a_shard_of_the_optimizer_each(tmp_path: Path, row: Row) -> None:
-    """HSDP: 8 ways sharded within a node, 4 replicas."""
+    """The layout is HSDP: sharded 8 ways within a node, with 4 replicas."""
 
     def memory_gib(**parallel: object) -> float:
         row["parallel"] = {"tp": 1, "pp": 1, "fsdp": True, **parallel}

@@ -79,8 +79,8 @@ def test_a_vocabulary_that_tp_does_not_divide_stays_as_it_is() -> None:
 
 
 def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
-    """Then each rank has keys and values whole, which its memory and its traffic count."""
-    asked = question(fixed=Fixed(tp=8))  # of 4 key-value heads
+    """Each rank has keys and values whole then, which its memory and its traffic count."""
+    asked = question(fixed=Fixed(tp=8))  # the model has 4 key-value heads
     best = search(asked, top=1).strategies[0]
     kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
     rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
@@ -88,8 +88,9 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
 
 
 def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models() -> None:
-    """Table 1 of Narayanan et al. 2021 (arXiv 2104.04473), under what its program did: its program, full recompute,
-    nothing sharded, no sequence parallelism. 18.4B and 39.1B are missed: docs/planner.md says by what."""
+    """The models are those of table 1 of Narayanan et al. 2021 (arXiv 2104.04473), asked under what its program did:
+    full recompute, nothing sharded, no sequence parallelism. 18.4B and 39.1B are missed: docs/planner.md says by
+    what."""
     found = []
     for case in read_cases(CASES, [plan_score.HARDWARE]).cases:
         if not case.id.startswith("megatron-sc21-t1"):

@@ -100,7 +100,8 @@ def test_zero_bubble_idles_less_than_1f1b() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 12, 64])
 def test_a_published_zero_bubble_run_is_never_faster_than_its_last_stage_allows(microbatches: int) -> None:
-    """Of 8 stages with F = B = W = 1; as our own schedule with split backwards has it where microbatches are few."""
+    """There are 8 stages with F = B = W = 1; where microbatches are few our own schedule with split backwards
+    agrees."""
     times = [EVEN] * 8
     way = 7 * 2 + microbatches * 2 + 1
     ours = pipeline_s("zb_h1", 8, microbatches, 1, times, 0.0)

@@ -57,8 +57,8 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
 
 
 @pytest.mark.parametrize("memory_fraction", [0.9, 0.3, 0.2, 0.12])
-def test_a_cut_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
-    """Against every layout priced and weighed, whatever the memory: the fastest, and the leanest."""
+def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
+    """The fastest and the leanest are compared with those among all layouts, each priced and weighed."""
     asked = question(memory_fraction)
     by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
     for family in families(asked):

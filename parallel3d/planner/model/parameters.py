@@ -32,7 +32,7 @@ class Table:
 
 @lru_cache(maxsize=256)
 def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) -> tuple[Table, ...]:
-    """Lists the parameters of one block on a tp rank. `repeats_kv_heads` cuts fewer key-value heads than tp ranks as
+    """Returns the parameters of one block on a tp rank. `repeats_kv_heads` cuts fewer key-value heads than tp ranks as
     Megatron does."""
     h, f, dim = shape.hidden, shape.ffn_hidden, shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
@@ -62,7 +62,7 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Lists the parameters of a stage's embedding and head, as far as it has them, on a tp rank. A tied table comes
+    """Returns the parameters of a stage's embedding and head, as far as it has them, on a tp rank. A tied table comes
     once where both ends are on one stage."""
     rows, tables = vocabulary_rows(shape, tp, rank), []
     norm = Table(shape.hidden, times=2 if shape.layer_norm else 1)
