@@ -14,7 +14,7 @@ import yaml
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.models import shape_cards
-from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.score import score
 from parallel3d.tools.plan import command as plan

@@ -10,7 +10,7 @@ import pytest
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.question import Question

@@ -9,14 +9,14 @@ import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
+from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.groups import axis_group
 from parallel3d.planner.hardware.program import PARALLEL3D
-from parallel3d.planner.memory.rank_memory import memory_by_rank, quick_worst_bytes, worst_rank
+from parallel3d.planner.memory.ranks import memory_by_rank, quick_worst_bytes, worst_rank
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.model.training import MuonCosts
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 from parallel3d.planner.time.step import step_cost

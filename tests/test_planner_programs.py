@@ -10,7 +10,8 @@ import pytest
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import TrainingProgram
-from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout

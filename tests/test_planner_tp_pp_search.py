@@ -9,9 +9,9 @@ import pytest
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.memory.rank_memory import least_bytes, least_held, worst_rank
+from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.own.memory import Least
 from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import data_axis_splits, families, per_microbatch_variant, recompute_choices
@@ -43,14 +43,14 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
     for family in families(asked):
         for parallel in every(asked, family):
             run = planned_run(asked, parallel)
-            least, split = least_held(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
-            all_split = least_held(
+            least, split = memory_floors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            all_split = memory_floors(
                 planned_run(asked, replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
             )
             total = worst_rank(run).total
-            assert least_bytes(run, least, least) <= total, parallel
-            at_rest = [Least(at_rest=each.at_rest) for each in all_split]
-            assert least_bytes(run, at_rest, all_split) <= total, parallel
+            assert floor_bytes(run, least, least) <= total, parallel
+            at_rest = [MemoryFloor(at_rest=each.at_rest) for each in all_split]
+            assert floor_bytes(run, at_rest, all_split) <= total, parallel
             assert least_step_s(run, known=CostCache()) <= step_cost(run, exact=False).step_time_s, parallel
             seen += 1
     assert seen > 100

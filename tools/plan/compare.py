@@ -16,7 +16,8 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import RankMemory, worst_rank
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped

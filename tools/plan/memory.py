@@ -12,7 +12,7 @@ from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Re
 from parallel3d.config.rules import validate
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.explain import explain
-from parallel3d.planner.memory.rank_memory import memory_by_rank
+from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree, rounded_tree
 from parallel3d.planner.report.reasons import limits

@@ -20,7 +20,7 @@ class Chunks:
     dim: int
 
     def __getitem__(self, rank: int) -> Tensor:
-        """The part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`, fewer at the end."""
+        """Returns the part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`, fewer at the end."""
         rows = self.tensor.size(self.dim)
         each = -(-rows // self.num_chunks)
         begin = rank * each

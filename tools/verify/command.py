@@ -14,12 +14,12 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.ranks import parallel3d_memory, worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import optimizer_memory, unmodeled_settings
-from parallel3d.planner.own.memory import Held, most_held
 from parallel3d.planner.report.json import rounded_tree
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.candidate import planned_run
@@ -39,17 +39,17 @@ class Verified:
     recipe: Recipe
     rank: int
     pipeline_rank: int
-    model: Held
+    model: RankMemory
     dry: DryRun
     parameters: int  # by the model
 
     @property
     def difference(self) -> float:
-        """Of the totals, as a share of the dry run's."""
-        return self.model.total / self.dry.peak.total - 1
+        """The model's total over the dry run's, less one: positive where the model is on the safe side."""
+        return self.model.allocated / self.dry.peak.total - 1
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
-        """(kind, the model's bytes, the dry run's)."""
+        """Yields (kind, the model's bytes, the dry run's)."""
         model, peak = self.model, self.dry.peak
         yield "parameters", model.parameters, peak.made.get("parameters", 0)
         yield "optimizer", model.optimizer, peak.made.get("optimizer", 0)
@@ -79,7 +79,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     count = rank_numel(
         run.shape, parts, run.layout.tp, shards=run.layout.optimizer_shards, at=(place.tp, place.dp_shard)
     )
-    return Verified(recipe, rank, place.pp, most_held(run, place.pp), dry, count)
+    return Verified(recipe, rank, place.pp, parallel3d_memory(run, place.pp), dry, count)
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
@@ -132,8 +132,8 @@ def _page(found: Verified) -> Iterator[str]:
     yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
     for kind, model, run in found.rows():
         yield f"{kind:<34}{model / GIB:>10.3f}{run / GIB:>10.3f}{(model - run) / GIB:>+12.3f}"
-    total = f"{'total':<34}{found.model.total / GIB:>10.3f}{dry.peak.total / GIB:>10.3f}"
-    yield f"{total}{(found.model.total - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
+    total = f"{'total':<34}{found.model.allocated / GIB:>10.3f}{dry.peak.total / GIB:>10.3f}"
+    yield f"{total}{(found.model.allocated - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
     yield ""
     yield f"fullest   model: {found.model.moment}; dry run: {dry.at}"
     same = "the same" if found.parameters == dry.parameter_count else f"the model counts {found.parameters:,}"
@@ -151,7 +151,7 @@ def _tree(found: Verified) -> object:
         "kinds": [
             {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB} for kind, model, run in found.rows()
         ],
-        "total_gib": {"model": found.model.total / GIB, "dry_run": found.dry.peak.total / GIB},
+        "total_gib": {"model": found.model.allocated / GIB, "dry_run": found.dry.peak.total / GIB},
         "difference_pct": 100 * found.difference,
         "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
         "seconds": found.dry.seconds,

@@ -66,8 +66,8 @@ class _Clock(Recorder):
 
 
 class ShapesOnly(FakeTensorMode):
-    """torch's fake tensors, with two changes. Tensors that are none, such as the ranks of a mesh, are computed with;
-    and what a program reads from a fake tensor is one, or true."""
+    """torch's fake tensors, with two changes. Real tensors, such as the ranks of a mesh, are computed with; and a
+    program reads 1 or True from each fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:  # which is torch.tensor(1.0)
@@ -179,7 +179,7 @@ def shortened(recipe: Recipe) -> Recipe:
 
 
 def _few(pp: int, microbatches: int) -> Iterator[int]:
-    """Multiples of pp, which interleaved schedules like, and one at least to accumulate onto."""
+    """Yields multiples of pp, which interleaved schedules like, and one at least to accumulate onto."""
     yield from (m for m in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if m < microbatches)
     yield microbatches
 

@@ -16,7 +16,7 @@ from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.verify.command import Verified, verify
 from parallel3d.tools.verify.layouts import random_layouts, random_options
 
-_BAR = 0.02  # of the dry run's peak
+_BAR = 0.02  # a share of the dry run's peak
 
 
 def main(arguments: list[str] | None = None) -> int:

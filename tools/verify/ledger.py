@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
         self.peak = Snapshot({}, {}, 0)
 
     def begin(self, phase: Made) -> None:
-        """A new action, or the time after one."""
+        """Begins a new action, or the time after one."""
         self._action += 1
         self._phase = phase
         self._at_work.clear()

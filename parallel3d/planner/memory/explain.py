@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel3d.planner.hardware.units import MIB
-from parallel3d.planner.memory.activations import block_bytes, whole_block_bytes
-from parallel3d.planner.memory.rank_memory import RankMemory, live_on, rank_parameters
+from parallel3d.planner.memory.published import block_bytes, live_on, rank_parameters, whole_block_bytes
+from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.own.memory import most_held
 
 
 def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
-    """Kind, bytes, and where they come from."""
-    yield from _own(run, memory) if run.is_own else _others(run, memory)
+    """Yields each kind, its bytes, and where they come from."""
+    yield from _parallel3d(run, memory) if run.is_own else _published(run, memory)
     program = run.program
     share = f"{program.fragmentation:.0%} of what comes and goes + {program.cache_bytes / 1e9:.1f} GB of freed blocks"
     yield "fragmentation", memory.fragmentation, "none on a CPU" if run.on_cpu and run.is_own else share
@@ -21,9 +20,9 @@ def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, s
     yield "context", memory.context, outside
 
 
-def _own(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
+def _parallel3d(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
     """What comes and goes is no product of a few numbers: said is the moment in which it is counted."""
-    moment = most_held(run, memory.rank).moment
+    moment = memory.moment
     yield from _at_rest(run, memory)
     yield "gradients", memory.gradients, f"those there are in the fullest moment of a step, the {moment}"
     yield "activations", memory.activations, _activations(run, memory.rank)
@@ -32,7 +31,7 @@ def _own(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]
     yield "temporary", memory.temporary, f"what the {moment} works with"
 
 
-def _others(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
+def _published(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
     program, part = run.program, run.ranks[memory.rank]
     yield from _at_rest(run, memory)
     yield "gradients", memory.gradients, f"x {program.gradient_bytes:g} bytes{_over(run.layout.gradient_shards)}"

@@ -9,12 +9,12 @@ from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
+from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
-from parallel3d.planner.model.training import MuonCosts
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 from parallel3d.schedules.builders import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName

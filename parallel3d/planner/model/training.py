@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import Recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonCosts:
-    """Of the matrices of blocks; all else is stepped by AdamW."""
-
-    state_bytes: int  # of a number's momentum
-    item_bytes: int  # in which matrices are sent and made orthogonal
-    nesterov: bool
-    iterations: int
+from parallel3d.optimizers.step_bytes import MuonCosts, narrow_step_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +81,14 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
-    """Of a parameter's states, and what a step makes for each number of the parameter that it is at: optimizers whose
-    states are of another dtype than the parameters widen what they step (`optimizers.low_precision_state`)."""
-    optimizer = recipe.optimizer.resolved
-    master, width = _master_bytes(recipe), _state_bytes(recipe)
-    is_wide = master == 4 or optimizer.stochastic_rounding
-    if optimizer.name == "sgd":
-        copies, total = (4.0, 4.0) if is_wide else (12.0, 2.0)
-        return float(width * bool(optimizer.momentum)), (copies + 4.0 if width != master else total)
-    return 2.0 * width, (8.0 if is_wide else 16.0) if width != master else 0.0
+    """Bytes of a parameter's states, and what a step makes for each number of the parameter that it is at."""
+    optimizer, width = recipe.optimizer.resolved, _state_bytes(recipe)
+    states = int(bool(optimizer.momentum)) if optimizer.name == "sgd" else 2
+    rounds = optimizer.stochastic_rounding
+    step = narrow_step_bytes(
+        optimizer.name == "sgd", state_bytes=width, master_bytes=_master_bytes(recipe), rounds_stochastically=rounds
+    )
+    return float(width * states), step
 
 
 def _muon(recipe: Recipe) -> MuonCosts | None:

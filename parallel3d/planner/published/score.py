@@ -9,7 +9,7 @@ from math import isfinite
 from statistics import median
 
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import memory_by_rank
+from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.published.cases import CaseFile, PublishedCase

@@ -11,7 +11,8 @@ from html import escape
 from itertools import chain
 
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import RankMemory, memory_by_rank
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.report.json import hardware_tree
 from parallel3d.planner.report.page import Plan, header, how_sure, run_text, searched_text, why_text
 from parallel3d.planner.report.reasons import limits, reasons

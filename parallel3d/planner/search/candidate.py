@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_optimizer import can_step_in_backward
-from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.search.question import Question, Strategy

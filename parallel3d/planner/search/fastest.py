@@ -11,7 +11,7 @@ from math import inf
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.memory.rank_memory import worst_rank
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.search.candidate import planned_run, strategy
 from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
 from parallel3d.planner.search.space import families, tp_rule

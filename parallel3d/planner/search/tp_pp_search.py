@@ -16,9 +16,9 @@ from itertools import count
 from math import inf
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.planner.memory.rank_memory import least_bytes, least_held, quick_worst_bytes
+from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
+from parallel3d.planner.memory.ranks import quick_worst_bytes
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.own.memory import Least
 from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import (
@@ -45,7 +45,7 @@ class _Family:
 
     parallel: ParallelConfig
     known: CostCache
-    held: dict[Recompute, tuple[Least, ...]] = field(default_factory=dict)
+    held: dict[Recompute, tuple[MemoryFloor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TpPpSearch:
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question)
-        self._states: dict[object, tuple[Least, ...]] = {}
+        self._states: dict[object, tuple[MemoryFloor, ...]] = {}
 
     @property
     def size(self) -> int:
@@ -195,19 +195,19 @@ class TpPpSearch:
         data = (layout.strategy, layout.dp_shard, layout.gather, layout.reduce)
         key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
         if key not in self._states:
-            self._states[key] = least_held(run)
-        return least_bytes(run, self._states[key], self._work(family, kind))
+            self._states[key] = memory_floors(run)
+        return floor_bytes(run, self._states[key], self._work(family, kind))
 
     def _family_floor(self, family: _Family, kind: Recompute) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         least = self._work(family, kind)
-        at_rest = [Least(at_rest=each.at_rest) for each in least]
-        return least_bytes(planned_run(self._question, family.parallel), at_rest, least)
+        at_rest = [MemoryFloor(at_rest=each.at_rest) for each in least]
+        return floor_bytes(planned_run(self._question, family.parallel), at_rest, least)
 
-    def _work(self, family: _Family, kind: Recompute) -> tuple[Least, ...]:
+    def _work(self, family: _Family, kind: Recompute) -> tuple[MemoryFloor, ...]:
         """What a family holds at least with everything split over all of its data ranks."""
         if kind not in family.held:
             parallel = family.parallel
             split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD", recompute=kind)
-            family.held[kind] = least_held(planned_run(self._question, split))
+            family.held[kind] = memory_floors(planned_run(self._question, split))
         return family.held[kind]

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
+from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
+from parallel3d.planner.model.muon import hidden_tables, muon_matrices, muon_shards
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.own.muon import busiest_shapes, hidden_matrices, ranks_of
 from parallel3d.planner.time.block import BlockTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import measured_parts
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
@@ -265,16 +266,17 @@ def _muon_s(run: PlannedRun, kernels: Kernels) -> float:
     a rank's part, through one port each (`optimizers.muon`)."""
     if run.muon is None:
         return 0.0
-    ranks, blocks = ranks_of(run), max(part.layers for part in run.ranks)
+    layout, blocks = run.layout, max(part.layers for part in run.ranks)
+    ranks, matrices = layout.dp * layout.tp, muon_matrices(run, blocks)
     precision = "fp32" if run.muon.item_bytes == 4 else "bf16"
     seconds = 0.0
-    for shape, count in Counter(busiest_shapes(run.shape, blocks, ranks)).items():
+    for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
         short, long = sorted(shape)
         products = ((short, short, long), (short, short, short), (short, long, short))
         seconds += (
             run.muon.iterations * count * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
         )
-    own = blocks * sum(table.shard(ranks.shards) for table in hidden_matrices(run.shape, ranks.tp))
+    own = blocks * sum(table.shard(muon_shards(run)) for table in hidden_tables(run.shape, layout.tp))
     group, sent = run.stage_group, float(run.muon.item_bytes * own)
     return seconds + 2 * all_gather_s(run.cluster, group, sent, one_ring=True)
 

@@ -1,0 +1,64 @@
+"""A lower bound of a run's memory, which a search computes for thousands of layouts in the place of the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple, cast
+
+from parallel3d.planner.memory.rank_state import RankState
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+
+
+class MemoryFloor(NamedTuple):
+    """Bytes that a rank has at least, at rest and at two moments: when most of its forwards are alive, and when it has
+    all of its gradients, unreduced. Only `activations` and `amid` depend on what is recomputed and on how large a
+    microbatch is."""
+
+    at_rest: float = 0.0
+    gathered: float = 0.0
+    activations: float = 0.0  # with logits
+    gathered_amid: float = 0.0
+    gradients: float = 0.0
+    amid: float = -inf  # activations beside the gradients; no such moment is known
+
+
+def memory_floors(run: PlannedRun) -> tuple[MemoryFloor, ...]:
+    """The floors of the first and the last pipeline rank of a parallel3d run; a published program has none."""
+    ranks = dict.fromkeys((0, run.layout.pp - 1))
+    return tuple(_rank_floor(RankState(run, rank)) if run.is_own else MemoryFloor() for rank in ranks)
+
+
+def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
+    """A lower bound of `worst_rank(run).total`, from the states of one run and the activations of another that has them
+    in common with it."""
+    program = run.program
+    around = 0.0 if run.on_cpu or not run.is_own else program.cache_bytes + program.context_bytes
+    more = 1.0 if run.on_cpu else 1 + program.fragmentation
+    most = 0.0
+    for has, does in zip(states, work, strict=True):
+        fullest = more * (has.gathered + does.activations)
+        amid = has.gradients + more * (has.gathered_amid + does.amid)
+        most = max(most, has.at_rest + max(fullest, amid))
+    return most + around
+
+
+def _rank_floor(state: RankState) -> MemoryFloor:
+    layout, name = state.layout, cast(ScheduleName, state.layout.schedule)
+    gathered = float(sum(map(state.gathered_by_forward, state.stages)))
+    if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
+        return MemoryFloor(sum(state.at_rest), gathered)
+    pp, rank, microbatches, stages = layout.pp, state.rank, layout.microbatches, layout.virtual_stages
+    live = live_microbatches(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=stages)
+    amid = live_with_all_gradients(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=stages)
+    each = min(kind.kept for kind in state.kinds)
+    return MemoryFloor(
+        at_rest=sum(state.at_rest),
+        gathered=gathered,
+        activations=live * each,
+        gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
+        gradients=sum(state.whole_gradients(stage) - state.sent_last(stage) for stage in state.stages),
+        amid=-inf if amid is None else amid * each,
+    )

@@ -1,0 +1,69 @@
+"""The memory of a planned run's pipeline ranks, and the rank that needs most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from parallel3d.planner.memory.moments import fullest_moment
+from parallel3d.planner.memory.published import published_memory
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.schedules.registry import schedule_traits
+
+
+def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
+    """The memory of every pipeline rank; the ranks of the other axes have the same."""
+    return [rank_memory(run, rank) for rank in range(run.layout.pp)]
+
+
+def worst_rank(run: PlannedRun) -> RankMemory:
+    """The memory of the pipeline rank that needs most."""
+    is_known = run.is_own and not schedule_traits(run.layout.schedule).splits_backward
+    ranks = _candidates(run) if is_known else range(run.layout.pp)
+    return max((rank_memory(run, rank) for rank in ranks), key=lambda memory: memory.total)
+
+
+def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
+    """Returns `worst_rank(run).total` of the few ranks that usually hold most; where one of them holds more than
+    `enough`, that rank's."""
+    most = 0.0
+    for rank in _candidates(run):
+        most = max(most, rank_memory(run, rank).total)
+        if most > enough:
+            break
+    return most
+
+
+def _candidates(run: PlannedRun) -> Iterable[int]:
+    """The ranks that can be the fullest: the first, which holds most microbatches; the last, which has the logits; and,
+    where layers are uneven, the first of those that have most."""
+    pp = run.layout.pp
+    layers = [part.layers for part in run.ranks]
+    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
+
+
+def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
+    """Returns the memory of one pipeline rank."""
+    return parallel3d_memory(run, rank) if run.is_own else published_memory(run, rank)
+
+
+def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
+    """Returns the memory of a rank of this project's own program, at the fullest moment of a step."""
+    state, moment = fullest_moment(run, rank)
+    parameters, gradients, optimizer = state.at_rest
+    at_work = moment.activations + moment.logits + moment.buffers + moment.temporary
+    program = run.program
+    return RankMemory(
+        rank=rank,
+        parameters=parameters,
+        gradients=gradients + moment.gradients,
+        optimizer=optimizer,
+        activations=moment.activations,
+        logits=moment.logits,
+        buffers=moment.buffers,
+        temporary=moment.temporary,
+        fragmentation=0.0 if run.on_cpu else program.fragmentation * at_work + program.cache_bytes,
+        context=0.0 if run.on_cpu else program.context_bytes,
+        moment=moment.moment,
+    )
