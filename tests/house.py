@@ -355,9 +355,9 @@ def private_torch_names() -> Iterator[Finding]:
 # English.
 
 # A docstring or comment that begins so has lost its subject. "Where x, y" is a sentence, "Where x." is not.
-_DOCSTRING_BEGINS_BADLY = re.compile(r"(Of|Likewise|And|Those|Or|Which|Whose|Where [^,]*?[.;:])(\s|$)", re.IGNORECASE)
+_DOCSTRING_BEGINS_BADLY = re.compile(r"(Of|Likewise|And|Those|Or|Whose|Where [^,]*?[.;:])(\s|$)", re.IGNORECASE)
 _COMMENT_BEGINS_BADLY = re.compile(r"(Of|Likewise:?|And|Those|Or)(\s|$)", re.IGNORECASE)
-_IS_NONE = re.compile(r"\b(is|are|was|were) none\b")
+_IS_NONE = re.compile(r"(?<![Tt]here )\b(is|are|was|were) none\b")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -365,7 +365,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 _AUXILIARIES = _words(
-    "is are was were be been has have had do does did can may must will would should could cannot need let"
+    "is are was were be been has have had do does did can may must will would should could cannot need let go make give"
 )
 # Words that end in -s and are hardly ever verbs. Any other word in -s passes for the third person of a verb.
 _NOUNS = _words(

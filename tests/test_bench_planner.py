@@ -67,7 +67,9 @@ def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseF
     assert runs.left_out == {"has no word for it": 1}
     ours, theirs = score(runs.both), score(runs.both, peer.predict)
     middle, high = (row("t", figure, ours, theirs, of=4) for figure in THROUGHPUT)
-    assert (middle.ours, middle.peer, middle.ratio) == pytest.approx((25.0, 150.0, 1 / 6))  # of throughput, not time
+    assert (middle.ours, middle.peer, middle.ratio) == pytest.approx(
+        (25.0, 150.0, 1 / 6)
+    )  # they are errors of throughput, not of time
     assert (high.ours, high.peer) == pytest.approx((25.0, 150.0))
     memory = row("m", MEMORY[0], ours, theirs, of=4)
     assert (memory.ours, memory.peer, memory.ratio) == pytest.approx((25.0, 100.0, 0.25))

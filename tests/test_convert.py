@@ -70,7 +70,7 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
     assert found.dims == {"weight": None, "bias": None} and found.settings["shared_heads"] == 2
     ((owner, attribute),) = found.counts
     assert isinstance(owner, Attention) and attribute == "num_key_value_groups"
-    assert found.counts[owner, attribute] == 2  # of the 4 query heads to a key head, half are on each of its ranks
+    assert found.counts[owner, attribute] == 2  # half of the 4 query heads to a key head are on each of its ranks
 
 
 def test_a_transposed_pack_is_kept_split_by_its_inputs() -> None:

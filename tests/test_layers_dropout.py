@@ -11,7 +11,7 @@ KEY = dropout_key(0, 0, torch.tensor([0, 1]))
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """The first outputs for seed 1234567, as published with the generator (Rosetta Code, "Pseudo-random numbers/
+    """The generator gives its published first outputs for seed 1234567 (Rosetta Code, "Pseudo-random numbers/
     Splitmix64")."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     counter = torch.arange(1, 4) * _GOLDEN + 1234567

@@ -40,7 +40,7 @@ def build(config: ModelConfig) -> nn.Module:
 
 
 def llama_names(model: nn.Module) -> dict[str, str]:
-    """Ours -> transformers'."""
+    """Returns transformers' name of each of our parameters."""
     names = {}
     for name, _ in model.named_parameters():
         *path, leaf = name.split(".")

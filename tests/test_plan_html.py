@@ -20,7 +20,7 @@ TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batc
 
 
 def written(arguments: str, tmp_path: Path, capsys: Said, *, status: int = 0) -> tuple[ElementTree.Element, Any, str]:
-    """The page as XML, the JSON of the same plan, and the file's text."""
+    """Returns the page as XML, the JSON of the same plan, and the file's text."""
     file = tmp_path / "plan.html"
     assert plan.main(shlex.split(f"{arguments} --json --html {file}")) == status
     found = json.loads(capsys.readouterr().out)
@@ -29,7 +29,7 @@ def written(arguments: str, tmp_path: Path, capsys: Said, *, status: int = 0) ->
 
 
 def rows(page: ElementTree.Element, heading: str) -> list[dict[str, str]]:
-    """Those of the first table with this column, by column."""
+    """Returns the rows of the first table that has this column, by column."""
     for table in page.iter("table"):
         head, *body = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
         if heading in head:

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def lines_run(function: Callable[[], object]) -> int:
-    """The lines of this project's code that run during the call."""
+    """Counts the lines of this project's code that run during the call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> object:

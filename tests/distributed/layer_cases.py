@@ -24,7 +24,7 @@ from parallel3d.layers.placement import Placement
 from parallel3d.mesh import Axis
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}  # of the largest number of the reference, or of 1
+TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}  # relative to the largest number of the reference, or to 1
 Weights = Mapping[str, Tensor]
 Split = int | None  # the dim that is split over tp
 BY_SEQUENCE = 1
@@ -38,7 +38,7 @@ class Case:
     build: Callable[[Placement], nn.Module]
     reference: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the module's forward beside the inputs
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # what the module's forward takes beside the inputs
     input_split: Split = None  # without sequence parallelism
     output_split: Split = None
     sp_input_split: Split = BY_SEQUENCE
@@ -51,7 +51,7 @@ def tp_mesh() -> DeviceMesh:
 
 
 def draw_weights(module: nn.Module, std: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A global tensor for each parameter, the same on all ranks."""
+    """Draws a global tensor for each parameter, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: (torch.randn(spec.shape, generator=generator, dtype=F64) * std).to(dtype).requires_grad_()
@@ -94,7 +94,7 @@ def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> T
 
 
 def check(case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused: bool, wrap: str = "") -> None:
-    """Two backwards, so that gradients add up. `wrap`: "checkpoint", or a backend of torch.compile."""
+    """Runs two backwards, so that gradients add up. `wrap` is "checkpoint", or a backend of torch.compile."""
     axis = Axis.of(tp)
     module = case.build(Placement(tp, sp, dtype=dtype))
     set_fused_gradients(module, fused)
@@ -130,8 +130,8 @@ def check(case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused
 
 
 def check_all(cases: list[Case], dtypes: tuple[torch.dtype, ...] = (F64, F32)) -> None:
-    """Every case in each dtype, with and without sequence parallelism, autograd's gradients and fused ones; in bf16
-    and under activation recompute once."""
+    """Checks every case in each dtype, with and without sequence parallelism, with autograd's gradients and fused ones,
+    and once in bf16 and once under activation recompute."""
     tp = tp_mesh()
     variants = [(dtype, sp, fused, "") for dtype, sp, fused in product(dtypes, (False, True), (False, True))]
     variants += [(BF16, True, True, ""), (BF16, False, False, ""), (F64, True, True, "checkpoint")]

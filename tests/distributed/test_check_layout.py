@@ -148,7 +148,7 @@ def record(fault: str, job: Recipe | ModelCheck) -> TrainingRecord:
 
 
 def small(name: str, **parallel: object) -> Recipe:
-    """A shipped recipe, shrunk, in a layout of the test's."""
+    """Returns a shipped recipe, shrunk, in a layout of the test's."""
     tied = bool(parallel.pop("tied", False))
     changes: Any = parallel.pop("model", {})
     recipe = load_recipe(find_recipe(name), cards=shape_cards())

@@ -32,9 +32,9 @@ from parallel3d.convert import rules
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
 
-PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # and with it what all of transformers' models import
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 ROOT = Path(__file__).parents[2]
-VOCAB, B, S = 101, 2, 12  # of ids that no tp divides
+VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
 TABLES: dict[str, Rules] = {
     "llama": rules.LLAMA,
     "qwen2": rules.QWEN2,
@@ -113,7 +113,7 @@ def compare_with_itself(
 
 
 def load_whole_tensors(kind: str) -> None:
-    """A state dict of the plain model, into a tensor-parallel one of other weights."""
+    """Loads a state dict of the plain model into a tensor-parallel one that had other weights."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     wanted = build(kind).state_dict()
     torch.manual_seed(1)
@@ -148,7 +148,7 @@ def load_split(kind: str, folder: str) -> None:
 
 
 def train_with_fully_shard() -> None:
-    """dp_shard 2 x tp 2 of one batch cut in two, a step of AdamW, against one process on the whole batch."""
+    """Trains dp_shard 2 x tp 2 on one batch cut in two by a step of AdamW, and one process on the whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     alone = build("qwen2", kv_heads=2)
     model = tensor_parallelize(build("qwen2", kv_heads=2), mesh, rules.QWEN2)
@@ -259,7 +259,7 @@ def test_ranks_that_start_from_other_weights_are_refused(world: Callable) -> Non
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
-    """(file name, text) of the page's programs."""
+    """Returns (file name, text) of the page's programs."""
     found = re.findall(r"```python\n(# (\S+)\n.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     return [(name, text) for text, name in found]
 

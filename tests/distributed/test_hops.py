@@ -21,7 +21,7 @@ ROOT = Path(parallel3d.__file__).parents[1]
 
 
 def longest_path(parallel: ParallelConfig) -> list[str]:
-    """The names of the functions called after `train_step` on the way to the deepest product, itself the last."""
+    """Returns the names of the functions called after `train_step`, on the way down to the deepest product."""
     paths: list[list[str]] = []
     product = F.linear
 

@@ -55,7 +55,7 @@ def own_part(x: Tensor, sp: bool) -> Tensor:
 
 
 def compare_layer(name: str, sp: bool, fused: bool) -> None:
-    """Same seed, so the same global weights; same input; two backwards, so that gradients add up."""
+    """Compares two layers of the same seed on the same input, by two backwards, so that gradients add up."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     torch.manual_seed(0)
     alone = BUILD[name](None, False)
@@ -81,7 +81,7 @@ def compare_layer(name: str, sp: bool, fused: bool) -> None:
 
 
 def compare_vocabulary(sp: bool) -> None:
-    """Embedding, head and loss: ids of every rank's rows, the logits never in one place."""
+    """Compares embedding, head and loss on ids of every rank's rows; no rank ever has all logits."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     vocab = 12
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ MODELS = {
 
 
 def kept_bytes(model: nn.Module, x: Tensor) -> int:
-    """Of every storage that the blocks' forward saves, once, but for parameters, the rotary table and the key."""
+    """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary table and key."""
     key = dropout_key(0, 0, torch.arange(B))
 
     def blocks(x: Tensor) -> Tensor:

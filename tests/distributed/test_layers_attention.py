@@ -22,7 +22,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 6, 6, 6, 6, 6]])
 
 
 def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
-    """x [B, S, H, K], each pair (i, i + K / 2) as a complex number turned."""
+    """Turns x [B, S, H, K], each pair (i, i + K / 2) as a complex number."""
     frequencies = rotary.theta ** (-torch.arange(0, K, 2) / K)
     magnitude = 1.0
     if rotary.scaling is not None:

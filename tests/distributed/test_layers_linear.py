@@ -95,7 +95,7 @@ GROUPS: dict[str, list[Case]] = {
 
 
 def compiled() -> None:
-    """Traced whole by torch.compile; once through its compiler too."""
+    """Traces each case whole by torch.compile, and runs one through its compiler."""
     tp = tp_mesh()
     check(column(True, True), tp, F64, False, False, "aot_eager")
     check(row(True, True), tp, F64, True, True, "aot_eager")

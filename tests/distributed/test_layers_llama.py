@@ -27,7 +27,7 @@ ODD_1005 = replace(ODD, vocab=1005)
 
 
 def built_shard_by_shard(model: ModelConfig) -> None:
-    """From the meta device, with another initialiser for one parameter: the global tensors of one process."""
+    """Compares a model from the meta device, one initialiser changed, with the tensors of one process."""
     tp = tp_mesh()
     llama = Llama(replace(model, tied_embeddings=True), tp=tp, device="meta")
     set_initializers(llama, {"layers.*.mlp.down.weight": normal(3.0)})

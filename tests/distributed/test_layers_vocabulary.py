@@ -131,7 +131,7 @@ def gathered_logits(vocab: int, multiple: int) -> None:
 
 
 def sharded_twice(vocab: int, folder: str) -> None:
-    """tp 2 with an uneven vocabulary, its rows cut again over dp_shard 2: trained a step, saved, read by others."""
+    """Trains tp 2 x dp_shard 2 with an uneven vocabulary, whose rows are cut twice; saves it and reads it in others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = Ends(vocab, mesh["tp"], True, F32, False, 16)
     whole = initial_weights(module, 0)

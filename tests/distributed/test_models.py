@@ -96,8 +96,8 @@ def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable)
 
 
 def losses_of_one_batch() -> tuple[float, ...]:
-    """Of the first batch: in the first step, the same again, as if it were the second step's, in validation, and
-    without dropout at all."""
+    """Returns losses of the first batch: in the first step, in it again, as if it were the second step's, in
+    validation, and without dropout at all."""
     still = make_recipe(DROPPED, ParallelConfig(microbatch_size=8))
     trainer = make_trainer(still)
     batch = make_loader(still, dist.get_rank()).batch(0)
@@ -130,7 +130,7 @@ def go_on_alone(path: Path) -> Curve:
 def test_a_checkpoint_of_shared_heads_and_a_prime_vocabulary_holds_each_weight_once(
     world: Callable, tmp_path: Path
 ) -> None:
-    """Two key-value heads on four ranks, 131 rows: saved at tp 4, gone on with at tp 1."""
+    """A model of two key-value heads and 131 rows is saved at tp 4 and resumed at tp 1."""
     path = tmp_path / "step_00000010"
     uninterrupted, parameters = world(4).run(save_after_ten, path)[0]
     curve = world(1).run(go_on_alone, path)[0]

@@ -23,7 +23,7 @@ from tests.distributed.test_convert import TABLES, VOCAB, B, S, build, whole
 
 
 def save(kind: str, folder: Path, **options: Any) -> nn.Module:
-    """In several files with an index."""
+    """Saves a state dict in several files with an index."""
     model = build(kind, **options)
     model.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
     assert len(list(folder.glob("*.safetensors"))) > 1
