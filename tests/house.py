@@ -397,7 +397,7 @@ def _has_verb(sentence: str) -> bool:
     """Tells whether a sentence may have a finite verb; where that is unclear, it has."""
     words = [word.lower() for word in re.findall(r"[A-Za-z][A-Za-z']*", re.sub(r"`[^`]*`|\[[^\]]*\]", " ", sentence))]
     return bool(words) and (
-        words[0] in _COMMANDS
+        words[0] in _COMMANDS | {"copies", "lists", "names", "places", "orders", "groups"}
         or any(word in _AUXILIARIES or (re.search(r"[^s']s$", word) and word not in _NOUNS) for word in words)
     )
 

@@ -207,7 +207,7 @@ def test_what_the_runtime_keeps_for_a_while_is_priced(case: str) -> None:
 
 
 def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
-    """The second world has the same ranks, so it would take the first one's mesh, which DTensor remembers, for its own."""
+    """The second world has the first one's ranks, so it would take that one's mesh, which DTensor remembers."""
     for parallel in (ParallelConfig(dp_replicate=2, dp_shard=4, tp=2), ParallelConfig(dp_shard=8, tp=2)):
         recipe = _recipe(SMALL, replace(parallel, sharding="NO_SHARD"), "bf16", 1)
         verify(replace(recipe, train=replace(recipe.train, seq_len=64), optimizer=OptimizerConfig(name="adafactor")), 0)

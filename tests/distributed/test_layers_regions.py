@@ -28,7 +28,10 @@ def ranks_own(shape: tuple[int, ...], rank: int, salt: int) -> Tensor:
 
 
 def check_pair(region: Callable[[Tensor], Tensor], x: list[Tensor], y: Tensor, grad: list[Tensor], grad_x: Tensor):
-    """Checks a region and its conjugate; `x` and `grad` have an entry for each rank, `y` and `grad_x` are this rank's. The gradient that autograd shares is not written to."""
+    """Checks a region and its conjugate; `x` and `grad` have an entry for each rank, `y` and `grad_x` are this rank's.
+
+    The gradient that autograd shares is not written to.
+    """
     rank = get_rank()
     mine = x[rank].clone().requires_grad_()
     before = grad[rank].clone()
