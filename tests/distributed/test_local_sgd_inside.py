@@ -88,8 +88,8 @@ def inside_all(cases: list[tuple[str, ParallelConfig, OptimizerConfig]]) -> list
 
 
 def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
-    """Their losses are as close as in a synchronous run. The outer parameters are float32 in all, also beside weights of
-    16 bits."""
+    """Their losses are as close as in a synchronous run. The outer parameters are float32 in all cases, also
+    beside weights of 16 bits."""
     apart, halves = ParallelConfig(dp_replicate=2, microbatch_size=4), {"bf16": 4e-3, "bf16_pure": 4e-3, "fp16": 4e-4}
     plain = make_recipe(GROUPED, apart).optimizer
     rounded = replace(plain, stochastic_rounding=True)
