@@ -17,13 +17,14 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.score import score
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
 from parallel3d.tools.plan.hardware import cluster_files, find_cluster
 from parallel3d.tools.verify.command import run_of_recipe
 
 Said = pytest.CaptureFixture[str]
-CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
+CASES = HARDWARE.parent / "cases" / "published.json"
 RUN = "train: {steps: 1, global_batch_size: 8, seq_len: 1024}\nparallel: {dp_shard: 8}\n"
 LAYOUT = "memory --model llama3-8b --gpu h100 --layout tp=4,pp=4,dp_shard=2 --seq-len 8192 --global-batch 64"
 
@@ -150,9 +151,9 @@ def test_many_ranks_are_shown_by_those_that_differ(capsys: Said) -> None:
 
 
 def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) -> None:
-    listed, shipped = said("hardware", capsys), {path.stem for path in plan_score.HARDWARE.glob("*.yaml")}
+    listed, shipped = said("hardware", capsys), {path.stem for path in HARDWARE.glob("*.yaml")}
     assert all(f"\n{name} " in listed for name in shipped)
-    assert said("hardware h100", capsys) == (plan_score.HARDWARE / "h100-80gb.yaml").read_text()
+    assert said("hardware h100", capsys) == (HARDWARE / "h100-80gb.yaml").read_text()
     assert {each["name"] for each in tree("hardware", capsys)["hardware"]} == shipped
     assert tree("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
 
@@ -204,7 +205,7 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
 
 
 def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
-    file = read_cases(CASES, [plan_score.HARDWARE])
+    file = read_cases(CASES, [HARDWARE])
     today, recorded = plan_score.accuracy_of(score(file), file), plan_score.recorded_accuracy()
     near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/plan/accuracy.json"
     assert today.throughput_median == pytest.approx(recorded.throughput_median, abs=0.2), near

@@ -20,14 +20,14 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 from parallel3d.planner.time.step import step_cost
-from parallel3d.tools.plan import score as plan_score
+from parallel3d.tools.arguments import HARDWARE
 
-HARDWARE = [plan_score.HARDWARE]
+FOLDERS = [HARDWARE]
 
 
 @pytest.fixture(scope="module")
 def a100() -> Cluster:
-    return load_cluster("a100-80gb", HARDWARE)
+    return load_cluster("a100-80gb", FOLDERS)
 
 
 def run(cluster: Cluster, **layout: object) -> PlannedRun:
@@ -49,22 +49,22 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
     assert alone / 8 < more_s(8) < alone / 3
 
 
-@pytest.mark.parametrize("path", sorted(plan_score.HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_hardware_file_reads(path: Path) -> None:
-    cluster = load_cluster(path.stem, HARDWARE)
+    cluster = load_cluster(path.stem, FOLDERS)
     assert 0 < cluster.device.matmul_efficiency < 1
     assert cluster.device.peak("bf16") > 0
 
 
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="h100-80gb"):
-        load_cluster("h100-80", HARDWARE)
+        load_cluster("h100-80", FOLDERS)
 
 
 def test_a_hardware_file_that_misses_a_key_says_which(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("device: {name: mine}\n")
     with pytest.raises(ConfigError, match="mine"):
-        load_cluster(str(tmp_path / "mine.yaml"), HARDWARE)
+        load_cluster(str(tmp_path / "mine.yaml"), FOLDERS)
 
 
 def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:

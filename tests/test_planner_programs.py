@@ -20,13 +20,13 @@ from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.programs import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, program_of
 from parallel3d.planner.time.step import step_cost
-from parallel3d.tools.plan import score as plan_score
+from parallel3d.tools.arguments import HARDWARE
 
-HARDWARE = [plan_score.HARDWARE]
+FOLDERS = [HARDWARE]
 
 
 def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
-    cluster = load_cluster("a100-80gb", HARDWARE)
+    cluster = load_cluster("a100-80gb", FOLDERS)
     shape = named_shape("llama2-7b", shape_cards())
     return PlannedRun(shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048)
 
@@ -73,7 +73,7 @@ def test_internevo_leaves_the_rest_of_the_layers_to_the_last_stages() -> None:
 
 def test_internevos_fsdp_makes_nothing_flat() -> None:
     tree = {"framework": "InternEvo", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 8}}
-    programs = [run_of_case(Fields({**tree, "parallel": {"fsdp": on}}), HARDWARE, {}).program for on in (True, False)]
+    programs = [run_of_case(Fields({**tree, "parallel": {"fsdp": on}}), FOLDERS, {}).program for on in (True, False)]
     assert [program.step_bytes + program.step_cached_bytes for program in programs] == [12, 18]
 
 
@@ -103,7 +103,7 @@ def test_dropout_and_the_attention_are_what_the_notes_of_a_run_say() -> None:
     }  # fmt: skip
 
     def activations(notes: str) -> float:
-        [rank] = memory_by_rank(run_of_case(Fields({**tree, "notes": notes}), HARDWARE, {}))
+        [rank] = memory_by_rank(run_of_case(Fields({**tree, "notes": notes}), FOLDERS, {}))
         return rank.activations
 
     flash, scores = activations("dropout 0.0"), activations("dropout 0.0; attention backend unfused")
@@ -130,7 +130,7 @@ def test_logits_of_megatron_core_are_there_in_16_bits_and_once_in_32() -> None:
 def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
     tree = {"framework": "torchtitan", "source": source, "train": {"compile": True},
             "model": {"layers": 12, "hidden": 512}, "hardware": {"gpus": 8}}  # fmt: skip
-    assert run_of_case(Fields(tree), HARDWARE, {}).program.name == name
+    assert run_of_case(Fields(tree), FOLDERS, {}).program.name == name
     assert program_of("torchtitan", compiled=False, early=False, year=2025, fsdp=True).name == "torchtitan"
 
 
@@ -139,7 +139,7 @@ def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
     tree = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 64}}
 
     def name(**parallel: object) -> str:
-        return run_of_case(Fields({**tree, "parallel": parallel}), HARDWARE, {}).program.name
+        return run_of_case(Fields({**tree, "parallel": parallel}), FOLDERS, {}).program.name
 
     assert name(fsdp=True) == name(zero_stage=3) == name(zero_stage=3, tp=8) == "unknown-fsdp"
     assert name() == name(zero_stage=1) == name(fsdp=True, pp=4) == "unknown"
@@ -147,9 +147,7 @@ def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
 
 def test_a_figure_of_the_first_iteration_is_compared_without_moments() -> None:
     """BigScience's log of its pipeline without DeepSpeed: what it holds at rest, to a thousandth."""
-    cases = {
-        case.id: case for case in read_cases(plan_score.HARDWARE.parent / "cases" / "published.json", HARDWARE).cases
-    }
+    cases = {case.id: case for case in read_cases(HARDWARE.parent / "cases" / "published.json", FOLDERS).cases}
     case = cases["bigscience-v100-meg_ds_3d_gpt2_perf_n16-ds-off"]
     assert max(r.allocated_in_first_step for r in memory_by_rank(case.run)) / 2**30 == pytest.approx(17.095, rel=1e-3)
 
@@ -161,6 +159,6 @@ def test_collectives_that_a_run_cuts_into_pieces_hide_as_nemos_do() -> None:
     }  # fmt: skip
 
     def tp_s(notes: str) -> float:
-        return step_cost(run_of_case(Fields({**tree, "notes": notes}), HARDWARE, {})).parts.tp
+        return step_cost(run_of_case(Fields({**tree, "notes": notes}), FOLDERS, {})).parts.tp
 
     assert tp_s("full AC. AsyncTP on.") == pytest.approx(0.4 * tp_s("full AC."))

@@ -13,10 +13,11 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
 from parallel3d.planner.published.words import flops_definition, network_gb_per_s
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
 
-CASES = plan_score.HARDWARE.parent / "cases" / "published.json"
+CASES = HARDWARE.parent / "cases" / "published.json"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_every_case_is_predicted(published: Score) -> None:
 
 
 def test_stated_parameter_counts_are_met(published: Score) -> None:
-    stated = {case.id: case.stated_parameters_b for case in read_cases(CASES, [plan_score.HARDWARE]).cases}
+    stated = {case.id: case.stated_parameters_b for case in read_cases(CASES, [HARDWARE]).cases}
     for case in published.cases:
         if case.source in ("llm_foundry", "megatron_sc21"):
             assert case.predicted.parameters / 1e9 == pytest.approx(stated[case.id], rel=0.035), case.id
@@ -135,7 +136,7 @@ def test_a_row_without_an_answer_is_skipped_and_says_so(row: Row, tmp_path: Path
             raise ZeroDivisionError("division by zero")
         return replace(said, step_time_s=step_time_s)
 
-    result = score(read_cases(tmp_path / "cases.json", [plan_score.HARDWARE]), fails_on_odd)
+    result = score(read_cases(tmp_path / "cases.json", [HARDWARE]), fails_on_odd)
     assert len(result.cases) == 1 and result.throughput.cases == 1
     assert result.skipped[0][0] == "odd" and "cannot be priced" in result.skipped[0][1]
 
@@ -189,7 +190,7 @@ def test_replicas_of_shards_hold_a_shard_of_the_optimizer_each(tmp_path: Path, r
 def test_a_file_that_is_no_list_of_cases_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text("{}")
     with pytest.raises(ConfigError, match="must be a list"):
-        read_cases(tmp_path / "cases.json", [plan_score.HARDWARE])
+        read_cases(tmp_path / "cases.json", [HARDWARE])
 
 
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

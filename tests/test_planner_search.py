@@ -26,6 +26,7 @@ from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Fixed, Question, run_length
 from parallel3d.planner.time.step import step_cost
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import score as plan_score
 
 CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"
@@ -33,7 +34,7 @@ MODEL = ModelConfig(layers=6, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816
 
 
 def question(**changes: object) -> Question:
-    cluster = load_cluster("a100-40gb", [plan_score.HARDWARE])
+    cluster = load_cluster("a100-40gb", [HARDWARE])
     whole = Question(shape=from_config(MODEL), cluster=cluster, gpus=16, seq_len=1024, global_batch_size=64)
     return replace(whole, **changes)  # type: ignore[arg-type]
 
@@ -92,7 +93,7 @@ def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models()
     full recompute, nothing sharded, no sequence parallelism. 18.4B and 39.1B are missed: docs/planner.md says by
     what."""
     found = []
-    for case in read_cases(CASES, [plan_score.HARDWARE]).cases:
+    for case in read_cases(CASES, [HARDWARE]).cases:
         if not case.id.startswith("megatron-sc21-t1"):
             continue
         run, layout = case.run, case.run.layout

@@ -18,13 +18,13 @@ from parallel3d.planner.search.space import data_axis_splits, families, per_micr
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
 from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.plan import score as plan_score
+from parallel3d.tools.arguments import HARDWARE
 
 MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632, vocab=32000)
 
 
 def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
-    cluster = load_cluster("a100-40gb", [plan_score.HARDWARE])
+    cluster = load_cluster("a100-40gb", [HARDWARE])
     asked = Question(shape=from_config(MODEL), cluster=cluster, gpus=8, seq_len=2048, global_batch_size=16)
     names = schedules or ("1f1b", "interleaved_1f1b")
     return replace(asked, memory_fraction=memory_fraction, schedules=names)

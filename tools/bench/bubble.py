@@ -37,7 +37,8 @@ def name_of(schedule: ScheduleName) -> str:
 
 
 def measure_bubble(name: ScheduleName, virtual_stages: int, steps: int) -> tuple[float, float]:
-    """(measured, simulated) in % of the step whose difference is the median; runs on every rank, right on rank 0."""
+    """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is the median. Rank 0's
+    result is the right one."""
     schedule = build_schedule(name, pp=PP, microbatches=MICROBATCHES, virtual_stages=virtual_stages)
     pp = init_device_mesh("cpu", (PP,), mesh_dim_names=("pp",))
     stages = [

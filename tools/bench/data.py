@@ -42,7 +42,7 @@ _AGREEMENT_STEPS = 3
 
 
 def bench_data(options: Options) -> list[ResultRow]:
-    """The rows of every case that `options` names."""
+    """Times every case that `options` names, and returns two rows of each."""
     cases = {f"{size.name}: {strategy}": (size, strategy) for size in SIZES for strategy in STRATEGIES}
     rows: list[ResultRow] = []
     for name in announced(chosen(cases, options)):
@@ -54,7 +54,7 @@ def bench_data(options: Options) -> list[ResultRow]:
 
 
 def measure(size: StepSize, strategy: ShardingName, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: both contestants, checked against each other, then timed in turn."""
+    """Runs on every rank: checks both contestants against each other, then times them in turn."""
     parallel = ParallelConfig(dp_shard=_RANKS)
     mesh, rank = build_mesh(parallel, "cpu"), dist.get_rank()
     ours, peer = build_ours(size.model, mesh, strategy), build_peer(size.model, mesh, strategy)
@@ -65,7 +65,7 @@ def measure(size: StepSize, strategy: ShardingName, rounds: int, steps: int) -> 
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """A step of the plain model under `shard`, as a function of this rank's batch to the global loss."""
+    """Returns the step of the plain model under `shard`: a function from this rank's batch to the global loss."""
     module = plain_model(model)
     options = ShardingOptions(microbatches=2)  # more than one: gathered parameters are kept
     data = shard(module, mesh, strategy, options=options)
@@ -84,7 +84,7 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer) -> None:
-    """What comes after a step's last backward."""
+    """Reduces the gradients, steps the optimizer and publishes the parameters, after a step's last backward."""
     data.finish_gradients()
     for part in parts.values():
         part.sync_views()
@@ -94,7 +94,7 @@ def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer
 
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """The same by torch's own means."""
+    """Returns the same step by torch's own means."""
     module = plain_model(model)
     if strategy in ("NO_SHARD", "SHARD_OPTIMIZER"):
         return _replicated_peer(module, split=strategy == "SHARD_OPTIMIZER")
@@ -120,7 +120,7 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def plain_model(config: ModelConfig) -> PlainLlama:
-    """With the same weights on every rank."""
+    """Returns the model with the same weights on every rank."""
     torch.manual_seed(0)
     return PlainLlama(config)
 
@@ -156,6 +156,6 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def _mean(loss: Tensor) -> float:
-    """Over the ranks."""
+    """Returns the mean of the loss over the ranks."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()

@@ -50,7 +50,7 @@ _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSize:
-    """A block, the activations that it sees, and how long to measure it."""
+    """A block, the shape of the activations that it gets, and how long to measure the block."""
 
     name: str
     model: ModelConfig
@@ -63,7 +63,7 @@ class BlockSize:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """How many ranks share the block, and how it lies between."""
+    """How many ranks share the block, and whether its activations are split along the sequence between the matrices."""
 
     name: str
     tp: int
@@ -101,7 +101,8 @@ LOSS_BAR = 0.25
 
 
 def bench_layers(options: Options) -> list[ResultRow]:
-    """The rows of every case that `options` names. Those against one process need the size's `one process` as well."""
+    """Measures every case that `options` names, and returns their rows. Rows against one process need the size's case
+    `one process` among them."""
     blocks = {f"block of {size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
     losses = {loss_case(tp): tp for tp in (1, 2)}
     rows: list[ResultRow] = []
@@ -127,7 +128,7 @@ def loss_case(tp: int) -> str:
 
 
 def measure(size: BlockSize, layout: BlockLayout, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: both contestants, checked against each other, then timed in turn."""
+    """Runs on every rank: checks both contestants against each other, then times them in turn."""
     tp = init_device_mesh("cpu", (layout.tp,)) if layout.tp > 1 else None
     weights = initial_weights(Llama(size.model, device="meta"), 0)
     ours = as_step(build_ours(size.model, tp, layout.sequence_parallel, weights))
@@ -160,7 +161,7 @@ def build_peer(model: ModelConfig, tp: DeviceMesh | None, sp: bool, weights: dic
 
 
 def as_step(block: nn.Module) -> Step:
-    """Forward and backward; the weights' gradients add up, as over microbatches."""
+    """Returns the forward and backward of a block; the weights' gradients add up, as over microbatches."""
 
     def step(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
@@ -181,8 +182,8 @@ def check_agreement(ours: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor]) ->
 
 
 def bench_loss(tp: int) -> ResultRow:
-    """Peak memory above what was there before: head and loss in chunks, forward and backward, against all tokens at
-    once, a fresh process each."""
+    """Compares the peak memory, above what was there before, of head and loss in chunks with that of all tokens at
+    once. Forward and backward count, and each runs in a fresh process."""
     chunked, whole = (run_ranks(peak_of_loss, tp, in_chunks, world_size=tp) for in_chunks in (True, False))
     ratio = chunked / whole
     return ResultRow(
@@ -191,7 +192,7 @@ def bench_loss(tp: int) -> ResultRow:
 
 
 def peak_of_loss(tp: int, in_chunks: bool) -> int:
-    """Runs on every rank; rank 0's peak in bytes."""
+    """Runs on every rank, and returns rank 0's peak in bytes."""
     mesh = init_device_mesh("cpu", (tp,)) if tp > 1 else None
     head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=mesh)
 

@@ -55,14 +55,16 @@ CASES = {
 
 @dataclass(frozen=True)
 class ReplicasResult:
-    """Of a run: the loss of its last parameters, and what each rank sent to the other replica."""
+    """What a run of replicas ends with: the validation loss of its last parameters, and the bytes that each rank sent
+    to the other replica."""
 
     val_loss: float
     sent_bytes: int
 
 
 def bench_local_sgd(options: Options) -> list[ResultRow]:
-    """Two rows for each case that `options` names; `steps` of each run, whose learning rate decays to its end."""
+    """Trains every case that `options` names, and returns two rows of each. `options.steps` are the steps of a run,
+    over which the learning rate decays."""
     cases, steps = chosen(CASES, options), options.steps or STEPS
     peer, *runs = [_run(recipe_of(CASES.get(name, ()), steps)) for name in announced([_PEER, *cases])]
     rows = []
@@ -92,13 +94,13 @@ def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
         f"optimizer.decay_steps={steps}",
         f"optimizer.warmup_steps={min(30, steps // 10)}",  # the recipe's own
         "train.device=cpu",
-        "train.eval_sequences=256",  # of fewer, the loss tells of the sequences more than of the run
+        "train.eval_sequences=256",  # the loss of fewer sequences says more about them than about the run
     )
     return load_recipe(find_recipe("quickstart"), (*LAYOUT, *length, *overrides), cards=shape_cards())
 
 
 def train(recipe: Recipe) -> ReplicasResult:
-    """Runs on every rank: the whole run, without its checkpoints."""
+    """Runs on every rank: trains the whole run, without checkpoints."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     loaders = build_loaders(recipe, load_corpus(recipe.data), rank)

@@ -47,12 +47,12 @@ _PAGE_MIB = 4096 / 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class StageSize:
-    """What a stage computes, for how many microbatches, and how long to measure it."""
+    """What a stage computes, the number of microbatches, and how long to measure."""
 
     name: str
     width: int
     inner: int
-    rows: int  # of a microbatch
+    rows: int  # rows of a microbatch
     microbatches: int
     rounds: int
     steps: int  # in a round
@@ -61,7 +61,7 @@ class StageSize:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
-    """A size in a pipeline."""
+    """A schedule on so many ranks, with stages of one size."""
 
     size: StageSize
     schedule: ScheduleName
@@ -101,7 +101,7 @@ _MEMORY_NAME = f"memory: {_MEMORY_STEPS} steps of {MEMORY.name}, after against b
 
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
-    """The rows of every case that `options` names."""
+    """Measures every case that `options` names, and returns their rows."""
     cases = {case.name: case for case in CASES}
     bubbles = {bench_bubble.name_of(name): (name, virtual_stages) for name, virtual_stages in bench_bubble.SCHEDULES}
     rows: list[ResultRow] = []
@@ -132,7 +132,7 @@ def _memory() -> ResultRow:
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: both contestants, checked against each other, then timed in turn."""
+    """Runs on every rank: checks both contestants against each other, then times them in turn."""
     ours, our_stages = build_ours(case)
     peer, peer_stages = build_peer(case)
     _check_agreement(ours(), peer(), our_stages, peer_stages)
@@ -140,7 +140,8 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Resident memory in MiB of both ranks together, before and after so many steps; some go before, to warm up."""
+    """Returns the resident memory of both ranks together, in MiB, before and after so many steps. Some steps go before,
+    to warm up."""
     step, _ = build_ours(case)
     for _ in range(20):
         step()
@@ -151,7 +152,8 @@ def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
 
 
 def build_ours(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
-    """A step of this project's runtime, which returns the loss on the last stage's rank, and this rank's stages."""
+    """Returns a step of this project's runtime, which gives the loss on the last stage's rank, and this rank's
+    stages."""
     schedule, pp, stages = case.build(), _mesh(case), _own_stages(case)
     boundary = TensorSpec((case.size.rows, case.size.width))
     runtime = PipelineRuntime(stages, schedule, pp, _loss, boundaries=boundary)
@@ -165,7 +167,8 @@ def build_ours(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
 
 
 def build_peer(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
-    """The same of torch, with shapes known beforehand and nothing done to the gradients that ours does not do."""
+    """Returns torch's step and stages, with shapes known beforehand and nothing done to gradients that ours leaves
+    out."""
     schedule, pp, modules = case.build(), _mesh(case), _own_stages(case)
     rank, example = pp.get_local_rank(), torch.empty(case.size.rows, case.size.width, requires_grad=True)
     stages: list[Any] = [  # torch's schedules take a list of their stages' base class, invariantly
@@ -196,7 +199,7 @@ def build_peer(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
 
 
 def _own_stages(case: PipelineCase) -> list[nn.Module]:
-    """This rank's, the same weights at each call."""
+    """Returns the modules of this rank's stages, with the same weights at each call."""
     torch.manual_seed(0)
     width, inner = case.size.width, case.size.inner
     schedule = case.build()

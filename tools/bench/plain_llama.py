@@ -27,7 +27,8 @@ class PlainRotary:
         self.cos = self.sin = torch.empty(0, 0)
 
     def rotate(self, x_BHSK: Tensor) -> Tensor:
-        """Positions laid into heads, in the rotate-half convention of Hugging Face: dim i turns with dim i + K / 2."""
+        """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns with dim i + K /
+        2."""
         length = x_BHSK.shape[2]
         if self.cos.shape[0] != length or self.cos.device != x_BHSK.device:
             self.cos, self.sin = self._angles(length, x_BHSK.device)
@@ -122,6 +123,7 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies full tensors by name. Those of other pipeline stages may be there, none of this one's may miss."""
+        """Sets every parameter to the full tensor of its name. `weights` may have tensors of other pipeline stages, and
+        must have all of this stage's."""
         for name, parameter in self.named_parameters():  # a tied weight comes once, as embed.weight
             parameter.copy_(weights[name])

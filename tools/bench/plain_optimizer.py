@@ -11,7 +11,8 @@ from parallel3d.config.recipe import OptimizerConfig
 
 
 def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """torch's own, at the peak learning rate, held constant; `model.layers` are the blocks whose matrices Muon has."""
+    """Returns torch's own optimizers, at the peak learning rate, held constant. Muon steps the matrices of the blocks
+    in `model.layers`."""
     config = config.resolved
     if config.name == "muon":
         matrices = [p for p in model.get_submodule("layers").parameters() if p.ndim == 2]
@@ -40,7 +41,7 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW at the peak learning rate, held constant. The first group, the matrices, decays; norms do not."""
+    """Returns AdamW at the peak learning rate, held constant. The first group, the matrices, decays; norms do not."""
     return torch.optim.AdamW(
         _groups(parameters, config), lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
     )

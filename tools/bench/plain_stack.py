@@ -25,12 +25,12 @@ class TokenBatch(Protocol):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels [B, S]."""
+    """Returns the mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class PlainStack:
-    """`train_step` on the whole global batch, whatever layout `recipe.parallel` names."""
+    """One process, whose `train_step` takes the whole global batch whatever layout `recipe.parallel` names."""
 
     def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         self.grad_clip = recipe.train.grad_clip

@@ -128,7 +128,7 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     for why, number in runs.left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
     ours, theirs = score(runs.both), score(runs.both, peer.predict)
-    for name, why in (*ours.skipped, *theirs.skipped):  # or the two would be judged by different runs
+    for name, why in (*ours.skipped, *theirs.skipped):  # else the two would be judged by different runs
         raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
     if who == "llm-analysis fitted":
         from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis

@@ -21,10 +21,11 @@ _TIMEOUT_S = 300.0
 
 
 def run_ranks(function: Callable[..., T], *arguments: object, world_size: int) -> T:
-    """`function(*arguments)` on ranks 0 to world_size - 1 of the default group; picklable arguments and result.
+    """Calls `function(*arguments)` on ranks 0 to world_size - 1 of the default group, and returns rank 0's result.
+    Arguments and result are pickled.
 
-    Raises what a rank raised of this project's errors, RankError where one raised another (its traceback is on stderr)
-    or died; the others are then stopped.
+    Raises this project's error that a rank raised, or RankError where a rank raised another one (its traceback is on
+    stderr) or died. The other ranks are then stopped.
     """
     # Forked from a server that has imported once what each of them needs: seconds less for each process.
     context = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ _TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much of a benchmark to run. None: as much as the benchmark deems right."""
+    """How much of a benchmark to run. Where a number is None the benchmark takes its own."""
 
     rounds: int | None = None
     steps: int | None = None  # in a round, of each contestant
@@ -52,7 +52,8 @@ class Round:
 
 
 def chosen(cases: Iterable[str], options: Options) -> list[str]:
-    """The cases, by name, that `options` asks for. Raises ConfigError, which names them all, where it is none."""
+    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names where no case
+    matches."""
     names = list(cases)
     found = [name for name in names if options.case in name]
     if not found:
@@ -61,21 +62,23 @@ def chosen(cases: Iterable[str], options: Options) -> list[str]:
 
 
 def announced(cases: Sequence[str]) -> Iterator[str]:
-    """Each, said on stderr when its turn comes."""
+    """Yields each case, and says it on stderr when its turn comes."""
     for done, name in enumerate(cases):
         print(f"[{done + 1}/{len(cases)}] {name}", file=sys.stderr, flush=True)
         yield name
 
 
 def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[ResultRow]:
-    """Medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a round."""
+    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a
+    round."""
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
     return [_row(case, "cpu_s_per_step", cpu, cpu_bar), _row(case, "wall_s_per_step", wall, None)]
 
 
 def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
-    """Ours in its layout against the plain loop of one process: what parallelism itself costs, and what it gains."""
+    """Compares ours in its layout with the plain loop of one process: what parallelism itself costs, and what it
+    gains."""
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
     name = f"{case} vs one process"
@@ -94,12 +97,12 @@ def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float 
 
 
 def as_json(rows: Sequence[ResultRow]) -> str:
-    """One object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
+    """Returns one JSON object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
     return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
 
 
 def as_table(rows: Sequence[ResultRow]) -> str:
-    """An aligned table, the ratio last; a ratio over its bar says so."""
+    """Returns an aligned table, the ratio last; a ratio over its bar says so."""
     cells = [_COLUMNS]
     for row in rows:
         bar = "-" if row.bar is None else f"{row.bar:.2f}"

@@ -55,7 +55,7 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """A way to cut a size over processes, and what ours promises in it."""
+    """A way to cut a size over processes, and the bars that ours promises to keep in it."""
 
     name: str
     parallel: ParallelConfig
@@ -92,7 +92,8 @@ LAYOUTS = (
 
 
 def bench_step(options: Options) -> list[ResultRow]:
-    """The rows of every case that `options` names. Those against one process need the size's `single` among them."""
+    """Times every case that `options` names, and returns their rows. Rows against one process need the size's case
+    `single` among them."""
     cases = {f"{size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
     rows: list[ResultRow] = []
     one_process: dict[str, Sequence[Round]] = {}
@@ -114,7 +115,7 @@ def bench_step(options: Options) -> list[ResultRow]:
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
-    """A global batch of 8 sequences in microbatches of 1, float32, a constant learning rate."""
+    """Returns a recipe with 8 sequences a step in microbatches of 1, float32, and a constant learning rate."""
     return Recipe(
         model=size.model,
         parallel=replace(parallel, microbatch_size=1),
@@ -124,7 +125,7 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
 
 
 def measure(recipe: Recipe, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: both contestants, checked against each other, then timed in turn."""
+    """Runs on every rank: checks both contestants against each other, then times them in turn."""
     ours, peer = build_ours(recipe), build_peer(recipe)
     rank = dist.get_rank()
     check_agreement(ours, peer, [random_batch(recipe, rank, seed) for seed in range(_AGREEMENT_STEPS)])
@@ -133,14 +134,14 @@ def measure(recipe: Recipe, rounds: int, steps: int) -> list[Round]:
 
 
 def build_ours(recipe: Recipe) -> TrainStep:
-    """A step of this project's trainer, as a function of this rank's batch to the global loss."""
+    """Returns a step of this project's trainer: a function from this rank's batch to the global loss."""
     mesh = build_mesh(recipe.parallel, "cpu")
     trainer = Trainer(recipe, mesh=mesh, device=_CPU, model_class=Llama)
     return lambda batch: trainer.train_step(batch).loss
 
 
 def build_peer(recipe: Recipe) -> TrainStep:
-    """The same of torch's own stack, or of the plain loop where there is one process, from the same weights."""
+    """Returns a step of torch's own stack, or of the plain loop where there is one process, from the same weights."""
     weights = initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed)
     if recipe.parallel.world_size == 1:
         stack: PlainStack | TorchStack = PlainStack(recipe, weights)
@@ -150,7 +151,7 @@ def build_peer(recipe: Recipe) -> TrainStep:
 
 
 def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
-    """The contiguous share that `rank` has of a global batch of random tokens."""
+    """Returns the contiguous share that `rank` has of a global batch of random tokens."""
     place = recipe.parallel.coordinates(rank)
     share = place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
     shape = (recipe.parallel.dp, recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
@@ -160,7 +161,8 @@ def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
 
 
 def check_agreement(ours: TrainStep, peer: TrainStep, batches: Sequence[Batch]) -> None:
-    """One step of each on each batch. Raises RankError where the losses differ: the timings would compare two runs."""
+    """Takes one step of each contestant on each batch. Raises RankError where the losses differ: the timings would
+    compare two different runs."""
     for step, batch in enumerate(batches):
         our_loss, peer_loss = ours(batch), peer(batch)
         if not abs(our_loss - peer_loss) <= _AGREEMENT * abs(peer_loss):  # not: NaN differs from all

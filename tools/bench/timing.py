@@ -14,12 +14,12 @@ Step = Callable[[int], object]  # does step i of a round
 
 
 def time_in_turn(ours: Step, peer: Step, *, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank, and gives every rank the same processor times."""
+    """Times both contestants round after round. Every rank calls it, and every rank gets the same processor times."""
     return [Round(ours=time_steps(ours, steps), peer=time_steps(peer, steps)) for _ in range(rounds)]
 
 
 def time_steps(step: Step, steps: int) -> Timing:
-    """What one step takes: wall time between barriers, processor time summed over the ranks."""
+    """Returns what one step takes: wall time between barriers, and processor time summed over the ranks."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for index in range(steps):

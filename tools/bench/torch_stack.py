@@ -35,7 +35,8 @@ from parallel3d.tools.bench.plain_stack import TokenBatch, token_loss
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """The layers of one pipeline stage, on the meta device: an even cut, the first stages taking what is left over."""
+    """Returns the layers of one pipeline stage, on the meta device. The cut is even; the first stages take what is
+    left."""
     with torch.device("meta"):
         model = PlainLlama(config)
     each, left_over = divmod(config.layers, stages)
@@ -94,13 +95,15 @@ def apply_fsdp(model: PlainLlama, mesh: DeviceMesh) -> None:
 
 
 def grad_norm_squared(grads: list[Tensor]) -> Tensor:
-    """Squared norm over every rank that holds a part of `grads`, which are all DTensors of one mesh or all plain."""
+    """Returns the squared norm over all ranks that hold a part of `grads`, all of them DTensors of one mesh or all
+    plain."""
     norm = nn.utils.get_total_norm(grads, foreach=True)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
 
 
 class TorchStack:
-    """`train_step` on this data rank's share of the global batch. `mesh` has all four axes."""
+    """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global batch. `mesh` has
+    all four axes."""
 
     def __init__(self, recipe: Recipe, mesh: DeviceMesh, weights: Mapping[str, Tensor]) -> None:
         if recipe.model.tied_embeddings or recipe.parallel.recompute != "none" or recipe.train.precision != "fp32":
@@ -183,7 +186,7 @@ class TorchStack:
         return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self.device))
 
     def _reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's mean loss to the global one, and the global gradient norm: [] each."""
+        """Returns the global mean loss of this rank's mean loss, and the global gradient norm: [] each."""
         for axis in ("dp_replicate", "dp_shard"):
             if self.mesh[axis].size() > 1:
                 dist.all_reduce(loss, group=self.mesh.get_group(axis))

@@ -43,7 +43,7 @@ _RESULT = "step_time_s"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedStep:
-    """A layout: seconds of a step."""
+    """The predicted and the measured seconds of a step in one layout."""
 
     layout: str
     processes: int
@@ -56,7 +56,7 @@ class CheckedStep:
 
 
 def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
-    """Trains every layout, and prints the comparison of a hardware file's `text`."""
+    """Trains every layout, and compares with what the hardware file of this `text` predicts."""
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
     if cluster.measured is None:
         raise ConfigError("--check: the file has no section `measured`; parallel3d-plan calibrate -o FILE writes one")
@@ -78,7 +78,7 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
 
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
-    """Seconds of a step of the check's model."""
+    """Returns the predicted seconds of a step of the check's model."""
     return strategy(question(cluster, parallel), parallel).cost.step_time_s
 
 
@@ -109,7 +109,7 @@ def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> 
 
 
 def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """One rank: times the recipe's steps; rank 0 writes the result into `run_dir`."""
+    """Runs on every rank: times the recipe's steps. Rank 0 writes the result into `run_dir`."""
     from parallel3d.launch.process_group import choose_device, process_group
     from parallel3d.tools.calibrate.probes import time_probes
 
@@ -122,7 +122,7 @@ def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: the correlation of the places, equals sharing theirs."""
+    """Returns Spearman's correlation, that of the places; equal values share theirs."""
     a, b = _places(first), _places(second)
     mean = (len(a) - 1) / 2
     shared = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))

@@ -20,7 +20,7 @@ from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.tools.reply import Reply, write_output
 
 _PRELOAD = ("torch", "parallel3d.tools.calibrate.worker", "parallel3d.models.llama")
-_PATIENCE_S = 1800.0  # of a collective: under a launcher the others wait for rank 0
+_PATIENCE_S = 1800.0  # timeout of a collective: under a launcher the others wait for rank 0
 _TARGET = "parallel3d.tools.calibrate.worker:worker"
 
 
@@ -55,12 +55,12 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _started_here(options: argparse.Namespace) -> dict[int, Any]:
-    """What each world has measured, by its number of ranks."""
+    """Measures with each world of local workers, and returns the results by the number of ranks."""
     return {ranks: _started(options, ranks) for ranks in sorted({1, *(options.ranks or _usual_ranks(options.device))})}
 
 
 def _started(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """What so many workers, started here, have measured. Raises RankError where one of them failed."""
+    """Returns what so many workers, started here, have measured. Raises RankError where a worker failed."""
     from parallel3d.launch.local import launch_local
 
     print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ def _usual_ranks(device: str) -> list[int]:
 
 
 def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
-    """The launcher's world, on rank 0, which before has measured what one process does."""
+    """Measures the launcher's world. Rank 0 measures one process before, and alone returns the results."""
     from parallel3d.tools.calibrate.worker import worker
 
     size = rendezvous.world_size
@@ -98,7 +98,7 @@ def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict
 
 
 def _recipe(options: argparse.Namespace, ranks: int, folder: str) -> Recipe:
-    """What the launcher wants to know of a world: its size, its device and where results go."""
+    """Returns a recipe that says what a launcher wants to know: the world's size, its device and where results go."""
     return Recipe(
         model=ModelConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn_hidden=8, vocab=8),
         parallel=ParallelConfig(dp_replicate=ranks),

@@ -30,12 +30,12 @@ from parallel3d.tools.calibrate.probes import (
 
 Times = Mapping[str, float]
 Tree = dict[str, Any]
-_LEAST_REST = 0.02  # of a block, that is not products and attention
+_LEAST_REST = 0.02  # least share of a block that is neither products nor attention
 _NOTHING_ELSE = {"byte_s": 1e-18, "gradient_s": 0.0, "logit_s": 0.0}  # until it is known
 
 
 def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
-    """The section of one process, from its kernels and its probes; `cluster` is any with a device."""
+    """Returns the section of one process, from its kernels and its probes. `cluster` may be any with a device."""
     overhead = overhead_of(times, "alone", _larger_parameters())
     recompute = {kind: _recompute_s(times, kind, overhead) for kind in ("selective", "full")}
     tree: Tree = {**kernels, **_NOTHING_ELSE, "overhead": vars(overhead), "recompute": recompute}
@@ -51,8 +51,9 @@ def process_tree(kernels: Tree, times: Times, cluster: Cluster) -> Tree:
 
 
 def _beside_products(tree: Tree, cluster: Cluster, blocks: Mapping[tuple[int, int], float]) -> Tree:
-    """`byte_s` and `gradient_s`, from `blocks`, seconds of whole ones by sequence and microbatch: what they take beside
-    their products grows with the traffic of the other operators, and starts from what the weights take."""
+    """Returns `byte_s` and `gradient_s`. `blocks` are the seconds of whole blocks by sequence and microbatch: what a
+    block takes beside its products grows with the traffic of the other operators, and starts from what the weights
+    take."""
     bare = _kernels(one_process_from_tree(tree), cluster)
     found = []
     for size in (LARGER_SIZES[0], LARGER_SIZES[-1]):
@@ -76,7 +77,7 @@ def _block_s(times: Times, size: tuple[int, int]) -> float:
 
 
 def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead) -> Tree:
-    """The section of so many ranks at once. `alone`: what one of them adds by itself."""
+    """Returns the section of `ranks` processes that run at once. `alone` is what a process adds by itself."""
     by_one, by_all = found["contention"]
     shared = max(1.0, ranks / cores) if cores else 1.0
     contention = max(1.0, by_all / by_one / shared)
@@ -105,7 +106,7 @@ def _has(times: Times, axis: str) -> bool:
 
 
 def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: float) -> Tree:
-    """What an axis adds to a process alone, each rank as if it had a core to itself."""
+    """Returns what an axis adds to a process alone, each rank as if it had a core to itself."""
     parameters = _larger_parameters() / (ranks if axis.startswith("tp") else 1)
     found = overhead_of(times, axis, parameters)
     # Where the optimizer's states are split a rank steps only its own.
@@ -115,8 +116,9 @@ def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: 
 
 
 def _action_s(times: Times, ranks: int, cores: int, contention: float, alone: Overhead) -> float:
-    """A pipeline of one tiny block a rank: what a microbatch takes beyond its blocks, embedding and head, over its
-    actions. With fewer cores than ranks all of it counts, else the first or the last rank's."""
+    """Returns what an action of a pipeline adds. The pipeline has one tiny block a rank, and what its microbatch takes
+    beyond blocks, embedding and head is divided by the actions: all of it with fewer cores than ranks, else that of the
+    first or the last rank."""
     few, many = (m * ranks for m in TINY_MICROBATCHES)
     first, second = (times[probe_name("pp", TINY, ranks, m, TINY_SEQ, 1)] for m in (few, many))
     each = (second - first) / (many - few) / contention
@@ -126,8 +128,8 @@ def _action_s(times: Times, ranks: int, cores: int, contention: float, alone: Ov
 
 
 def overhead_of(times: Times, axis: str, parameters: float) -> Overhead:
-    """A step's time is step + layers * layer + microbatches * (microbatch + layers * block): the four from four runs of
-    tiny models, and from two of a larger one what each parameter takes once a step."""
+    """Returns the program's own times. A step takes step + layers * layer + microbatches * (microbatch + layers *
+    block): four runs of tiny models give these four, and two of a larger one what each parameter takes once a step."""
     (few_layers, many_layers), (few, many) = TINY_LAYERS, TINY_MICROBATCHES
 
     def tiny(layers: int, microbatches: int) -> float:
@@ -155,7 +157,7 @@ def _larger_parameters() -> int:
 
 
 def _recompute_s(times: Times, kind: str, overhead: Overhead) -> float:
-    """What a tiny block takes more where it is recomputed."""
+    """Returns what a tiny block takes more where it is recomputed."""
     few, many = TINY_MICROBATCHES
     deep = TINY_LAYERS[-1]
     first, second = (times[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] for m in (few, many))
@@ -180,6 +182,6 @@ def _kernels(process: OneProcess, cluster: Cluster) -> Kernels:
 
 
 def _block_model_s(run: PlannedRun, kernels: Kernels) -> float:
-    """A block of the larger model by the curves alone."""
+    """Returns the seconds of a block of the larger model by the curves alone."""
     block = block_times(run, kernels)
     return block.forward_s + block.backward_s

@@ -16,12 +16,12 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
 
 _MOST_CPU_RANKS = 8
-_SHARE = 0.98  # of a GPU's memory, that a process can have
+_SHARE = 0.98  # the share of a GPU's memory that a process can have
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
 
 
 def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
-    """The file, from what each world (by its ranks) has measured."""
+    """Returns the file's text, from what each world has measured; `worlds` are by their ranks."""
     alone = worlds[min(worlds)]
     on_cpu = alone["device"] == "CPU"
     cores = alone["cores"] if on_cpu else 0
@@ -53,7 +53,7 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
 
 
 def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
-    """Peaks are the best that was measured, so that no efficiency is left to guess."""
+    """Returns the device's section. Peaks are the best that was measured, so that no efficiency is left to guess."""
     peaks = {p: max(rate for _, _, rate in rows) / 1e12 for p, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
     attention = {way: max(rate for _, _, rate in rows) / 1e12 for way, rows in process["attention"]["bf16"].items()}
@@ -70,7 +70,7 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
 
 
 def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
-    """The largest world's all-gather as a link: what is beyond the measured sizes is priced by it."""
+    """Returns the largest world's all-gather as a link, by which sizes beyond the measured ones are priced."""
     if not ranks:
         return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
     size = max(ranks)
@@ -86,11 +86,11 @@ def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
 
 
 def host_memory_bytes() -> int:
-    """Of this host."""
+    """Returns the memory of this host."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Only its processes' curves are asked, which are given.
+# A cluster for questions that are answered by the measured curves alone.
 ANY = Cluster(
     name="any",
     device=Device(

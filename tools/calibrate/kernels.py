@@ -17,7 +17,7 @@ from parallel3d.layers.placement import Placement
 from parallel3d.layers.scores import attend
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_LEAST_SHARE = 0.2  # of a call, that is taken for its work and not for its dispatch
+_LEAST_SHARE = 0.2  # the least share of a call that is taken for its work and not for its dispatch
 _HEADS = 4
 _PASSES = 3
 _T = TypeVar("_T")
@@ -26,7 +26,8 @@ Rows = list[list[float]]
 
 
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
-    """The sections `matmul`, `attention` and `memory` of a process (`planner.measured.OneProcess`)."""
+    """Returns the sections `matmul`, `attention` and `memory` of a process
+    (`planner.hardware.calibration.OneProcess`)."""
     gpu = device.type != "cpu"
     sides: Sequence[int] = (512, 2048, 8192) if gpu else (32, 128, 512) if quick else (32, 64, 128, 256, 512, 1024)
     coarse: Sequence[int] = sides if gpu else (128, 512)
@@ -44,7 +45,7 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
 
 
 def best_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.005) -> float:
-    """The least time of a call, over two rounds of several calls each."""
+    """Returns the least time of a call, over two rounds of several calls each."""
     work()
     once = max(1e-7, timed_s(work, device, 1))
     calls = max(1, int(round_s / once))
@@ -52,8 +53,8 @@ def best_s(work: Callable[[], object], device: torch.device, *, round_s: float =
 
 
 def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[_T]]:
-    """What each pass over all points has measured of each: what else the machine does for a second spoils one pass of a
-    few points and not every round of one."""
+    """Returns what each pass over all points has measured of each point. What else the machine does for a second spoils
+    one pass of a few points, and not every round of one point."""
     found: dict[tuple[int, int], list[_T]] = {point: [] for point in points}
     for _ in range(_PASSES):
         for point, taken in found.items():
@@ -62,7 +63,7 @@ def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]])
 
 
 def timed_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of a call, the mean of `calls`."""
+    """Returns the seconds of a call, the mean of `calls` of them."""
     start = time.perf_counter()
     for _ in range(calls):
         work()
@@ -77,7 +78,7 @@ def _beyond(seconds: float, dispatch_s: float) -> float:
 
 @torch.no_grad()
 def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
-    """[side, depth, operations per second] of a linear layer's product."""
+    """Returns rows [side, depth, operations per second] of a linear layer's product."""
 
     def seconds(side: int, depth: int) -> float:
         x, weight = (torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
@@ -89,7 +90,8 @@ def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
 
 
 def _attention(device: torch.device, precision: str, keys: Sequence[int], depths: Sequence[int]) -> dict[str, Rows]:
-    """[keys, head dim, operations per second], causal: 4 (forward) and 10 (backward) of which half count."""
+    """Returns rows [keys, head dim, operations per second] of causal attention: half of 4 (forward) and of 10
+    (backward) operations for each query, key and number of a head."""
 
     def seconds(length: int, depth: int) -> tuple[float, float]:
         shape = (1, _HEADS, length, depth)
@@ -116,7 +118,7 @@ def _attention(device: torch.device, precision: str, keys: Sequence[int], depths
 
 @torch.no_grad()
 def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
-    """[bytes, seconds] of a norm, which reads and writes."""
+    """Returns rows [bytes, seconds] of a norm, which reads and writes."""
     features = 256
     norm = RMSNorm(features, tp=Placement(device=device))
     norm.weight.fill_(1.0)

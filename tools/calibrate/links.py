@@ -25,7 +25,7 @@ _ROUNDS = 5
 
 
 def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[int]) -> dict[str, Rows]:
-    """[bytes of the whole tensor, seconds] of each kind over all ranks."""
+    """Returns rows [bytes of the whole tensor, seconds] of each kind of collective over all ranks."""
     axis = Axis.of(build_mesh(ParallelConfig(tp=world_size), device.type)["tp"])
     found: dict[str, Rows] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     for size in sizes:
@@ -44,7 +44,7 @@ def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[i
 
 
 def together_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call that all ranks make at once: the least of several rounds, of the rank that took longest."""
+    """Returns the seconds of a call that all ranks make at once: the least of several rounds, of the slowest rank."""
     work()
     calls = _agreed(max(1, int(0.01 / max(1e-6, timed_s(work, device, 2)))), device)
     least = float("inf")
@@ -55,7 +55,7 @@ def together_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _agreed(number: int, device: torch.device) -> int:
-    """Rank 0's."""
+    """Returns rank 0's number on every rank."""
     value = torch.tensor(float(number), device=device)
     dist.broadcast(value, src=0)
     return int(value.item())
@@ -68,14 +68,14 @@ def _largest(number: float, device: torch.device) -> float:
 
 
 class _Passing(nn.Module):
-    """A stage that computes nothing: what it takes is what it gives."""
+    """A stage that computes nothing and returns what it was given."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view_as(x) if x.requires_grad else x.clone().requires_grad_()
 
 
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
-    """[bytes, seconds] of an action of a pipeline that only passes on what it receives."""
+    """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it receives."""
     pp = build_mesh(ParallelConfig(pp=world_size), device.type)["pp"]
     return [[float(size), _action_s(pp, device, size)] for size in sizes]
 
@@ -95,7 +95,7 @@ def _action_s(pp: DeviceMesh, device: torch.device, size: int) -> float:
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
-    """Seconds of the same block's forward and backward, by one rank while the others wait, and by all at once."""
+    """Returns the seconds of a block's forward and backward: by one rank while the others wait, and by all at once."""
     from parallel3d.models.llama import Llama
     from parallel3d.tools.calibrate.probes import LARGER, LARGER_SEQ
 

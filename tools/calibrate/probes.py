@@ -60,7 +60,7 @@ def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
 
 
 def probes(world_size: int) -> list[Probe]:
-    """The runs of so many ranks, each along one axis."""
+    """Returns the runs to time with so many ranks, each along one axis."""
     if world_size == 1:
         alone = ParallelConfig()
         found = _tiny("alone", alone)
@@ -90,9 +90,9 @@ def probes(world_size: int) -> list[Probe]:
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
-    """Seconds of a step of each recipe with the trainer, the least of several rounds. A round goes through all of them:
-    what else a machine does for a second or two then spoils a round of a few, and not all rounds of one. Every rank of
-    the world calls it."""
+    """Returns the seconds of a step of each recipe with the trainer, the least of several rounds. A round goes through
+    all recipes: what else a machine does for a second or two then spoils one round of a few recipes, and not all rounds
+    of one. Every rank of the world calls it."""
     import torch.distributed as dist
 
     from parallel3d.tools.calibrate.kernels import timed_s
@@ -111,8 +111,8 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
 
 
 def _meshes(recipes: Sequence[Recipe], device: torch.device) -> dict[tuple[int, ...], DeviceMesh]:
-    """By sizes, one for all recipes that have them: each of gloo's groups has a thread that wakes 100 times a second,
-    and those of forty meshes made a small step with four ranks on two cores take 40% longer."""
+    """Builds one mesh for all recipes of the same sizes, by the sizes. Each of gloo's groups has a thread that wakes
+    100 times a second: the groups of forty meshes made a small step with four ranks on two cores take 40% longer."""
     from parallel3d.mesh import build_mesh
 
     layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
@@ -137,7 +137,7 @@ def _batch(recipe: Recipe, rank: int) -> Any:
 
     place = recipe.parallel.coordinates(rank)
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
-    # The same on the ranks of one data rank.
+    # All ranks of one data rank draw the same tokens.
     generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
     tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
     return Batch(

@@ -31,7 +31,7 @@ class Measurements:
     torch: str
     cores: int
     memory_bytes: int
-    processors: int  # of a GPU
+    processors: int  # multiprocessors of a GPU
     kernels: dict[int, dict[str, Any]] = field(default_factory=dict)  # by threads
     probes: dict[int, dict[str, float]] = field(default_factory=dict)  # by threads, by name
     contention: tuple[float, float] = (1.0, 1.0)
@@ -40,7 +40,8 @@ class Measurements:
 
 
 def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """`recipe.run_dir` is where the results go; `recipe.train.steps` of 1 asks for quick ones."""
+    """Measures on every rank. Rank 0 writes the results into `recipe.run_dir`; `recipe.train.steps` of 1 asks for quick
+    ones."""
     assert recipe.run_dir is not None
     quick = recipe.train.steps == 1
     device = choose_device(recipe.train.device, rendezvous)
@@ -52,7 +53,7 @@ def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def _alone(device: torch.device, *, quick: bool) -> Measurements:
-    """With one thread, and with as many as there are cores."""
+    """Measures one process with one thread, and with as many threads as there are cores."""
     found = _nothing_yet(device)
     for threads in sorted({1, cores()}) if device.type == "cpu" else [1]:
         if device.type == "cpu":

@@ -41,7 +41,7 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: returns the exit status."""
+    """Runs the command line, and returns the exit status."""
     try:
         options = _parser().parse_intermixed_args(arguments)
         parallel, comparison = _check_model(options) if options.model else _check_recipe(options)
@@ -123,7 +123,8 @@ def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutCom
 
 
 def _layout_of(settings: Sequence[str]) -> ParallelConfig:
-    """The axes that `parallel.tp=2` and the like name. A model function has no stages."""
+    """Returns the layout of settings such as `parallel.tp=2`, data and tensor axes alone: a model function has no
+    stages."""
     axes = {}
     for text in settings:
         key, _, value = text.partition("=")

@@ -24,8 +24,9 @@ from parallel3d.tools.check_layout.diagnosis import (
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
 
-# Of the largest entry; of the update for parameters. Layouts that are right differ by up to 1e-6 (losses and norms
-# 2e-7, parameters 1e-4), for sums in another order; of the faults that tests plant the mildest moves a norm by 1.5e-4.
+# Shares of the largest entry, for parameters of the largest update. Layouts that are right differ by up to 1e-6 (losses
+# and norms 2e-7, parameters 1e-4), for sums in another order; of the faults that tests plant the mildest moves a norm
+# by 1.5e-4.
 LIMITS: dict[What, float] = {
     "initial weight": 1e-6,
     "output": 1e-4,
@@ -40,7 +41,7 @@ _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs first. `name` is a parameter's, a module's for an output, and empty for a loss."""
+    """The first difference. `name` is that of a parameter, or of a module for an output, and empty for a loss."""
 
     step: int  # 0: before training
     what: What
@@ -162,7 +163,7 @@ def _with_parameters(difference: Difference, parameters: tuple[str, ...]) -> Dif
 
 
 def _parameters_of(module: str, parameters: Mapping[str, object]) -> tuple[str, ...]:
-    """The module's own, or those below it."""
+    """Returns the parameters that the module itself has, or else those of the modules inside it."""
     below = [name for name in parameters if name.startswith(f"{module}.")]
     own = [name for name in below if name.count(".") == module.count(".") + 1]
     return tuple(own or below)
@@ -184,7 +185,7 @@ def _row(number: int, reference: StepRecord, ours: StepRecord, found: dict[What,
 
 
 def _view_sizes(reference: Views, ours: Views, scales: Mapping[str, float], *, rounding: float = 0.0) -> Sizes:
-    """How far what each rank sees of each tensor is from the reference's, in units of its scale."""
+    """Returns how far each rank's view of each tensor is from the reference, in units of the tensor's scale."""
     sizes: Sizes = {}
     for name, views in reference.items():
         allowed = rounding * float(np.abs(views[0]).max(initial=0.0))
@@ -196,7 +197,8 @@ def _view_sizes(reference: Views, ours: Views, scales: Mapping[str, float], *, r
 
 
 def _output_sizes(reference: Views, ours: Views, case: CheckedLayout) -> Sizes:
-    """As `_view_sizes` for outputs, of which each rank has its part. One whose part is not plain to see is left out."""
+    """Does what `_view_sizes` does, for outputs, of which each rank has a part. An output is left out where shapes do
+    not say which part."""
     sizes: Sizes = {}
     for name, views in reference.items():
         scale = float(np.abs(views[0]).max(initial=0.0)) or 1.0
@@ -221,7 +223,7 @@ def _scales(tensors: Mapping[str, Array]) -> dict[str, float]:
 
 
 def _only(views: Views) -> dict[str, Array]:
-    """One process's tensors."""
+    """Returns the tensors of a record of one process."""
     return dict(_items(views))
 
 

@@ -29,7 +29,7 @@ class CheckedLayout:
 
 
 def causes_of_weights(reference: Array, views: Mapping[int, Array], case: CheckedLayout) -> list[str]:
-    """Of weights that differ before training."""
+    """Returns the usual causes of weights that differ before training."""
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks drew other values: a generator that depends on the rank"]
     return [
@@ -41,7 +41,7 @@ def causes_of_weights(reference: Array, views: Mapping[int, Array], case: Checke
 def causes_of_output(
     name: str, reference: Array, views: Mapping[int, Array], weights: Views, case: CheckedLayout
 ) -> list[str]:
-    """Of a module's output, while all that was computed before it agrees."""
+    """Returns the usual causes of a module's output that differs while all that was computed before agrees."""
     causes: list[str] = []
     for rank, view in views.items():
         part = expected_part(reference, view.shape, rank, case.parallel)
@@ -67,7 +67,7 @@ def causes_of_output(
 
 
 def causes_of_loss(ours: float, reference: float, case: CheckedLayout) -> list[str]:
-    """Of a loss, where every output agrees."""
+    """Returns the usual causes of a loss that differs while every output agrees."""
     ratio = ours / reference if reference else float("nan")
     return [
         f"the loss is {ratio:.4g} x the reference{_is(ratio, case)}, and every output agrees: look at what it is "
@@ -78,7 +78,7 @@ def causes_of_loss(ours: float, reference: float, case: CheckedLayout) -> list[s
 def causes_of_gradient(
     name: str, differing: Sequence[str], reference: Mapping[str, Array], ours: Views, case: CheckedLayout
 ) -> list[str]:
-    """Of gradients, where the loss and every output agree."""
+    """Returns the usual causes of gradients that differ while the loss and every output agree."""
     parallel, views, wanted = case.parallel, ours.get(name, {}), reference[name]
     if not views:
         return ["no rank has a gradient for it: it is cut off from the loss, frozen, or on no pipeline stage"]
@@ -105,7 +105,7 @@ def causes_of_gradient(
 def causes_of_norm(
     norms: tuple[float, float], gradients: Mapping[str, Array], case: CheckedLayout
 ) -> tuple[list[str], list[str]]:
-    """Of a norm of gradients that agree one by one: the parameters to blame, and why."""
+    """Returns the parameters to blame for a norm that differs while the gradients agree one by one, and the causes."""
     squares = {name: float(np.square(gradient.astype(np.float64)).sum()) for name, gradient in gradients.items()}
     excess = norms[1] ** 2 - norms[0] ** 2
     replicated, tied = [n for n in squares if n in case.replicated], [n for n in squares if n in case.tied]
@@ -123,7 +123,7 @@ def causes_of_norm(
 
 
 def causes_of_parameter(views: Mapping[int, Array], before: Mapping[int, Array]) -> list[str]:
-    """Of a parameter after a step whose gradients and norm agree."""
+    """Returns the usual causes of a parameter that differs after a step whose gradients and norm agree."""
     if not views:
         return ["no rank has it"]
     if len({id(view) for view in views.values()}) > 1:
@@ -135,8 +135,8 @@ def causes_of_parameter(views: Mapping[int, Array], before: Mapping[int, Array])
 
 
 def expected_part(whole: Array, shape: tuple[int, ...], rank: int, parallel: ParallelConfig) -> Array | None:
-    """The part of one process's output that `rank` should have: of the batch its data rank's, and of each other dim all
-    or its tp rank's. None where the shapes do not say."""
+    """Returns the part of one process's output that `rank` should have: its data rank's share of the batch, and of each
+    other dim all or its tp rank's share. Returns None where the shapes do not say."""
     place = parallel.coordinates(rank)
     dp_rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
     if len(shape) != whole.ndim or shape[0] * parallel.dp != whole.shape[0]:
@@ -151,7 +151,7 @@ def expected_part(whole: Array, shape: tuple[int, ...], rank: int, parallel: Par
 
 
 def _missing_sums(wanted: Array, views: Mapping[int, Array], case: CheckedLayout) -> Iterator[str]:
-    """Copies that should agree and do not: what a sum or a mean over an axis would make of them."""
+    """Yields, for copies that should agree and do not, what a sum or a mean over an axis would make of them."""
     parallel = case.parallel
     for axis, size in (("tp", parallel.tp), ("dp_replicate", parallel.dp_replicate), ("dp_shard", parallel.dp_shard)):
         places = {rank: vars(parallel.coordinates(rank)) for rank in views}
@@ -170,7 +170,7 @@ def _missing_sums(wanted: Array, views: Mapping[int, Array], case: CheckedLayout
 
 
 def _causes_of_ratio(ratio: float, name: str, case: CheckedLayout, *, everywhere: bool) -> Iterator[str]:
-    """A gradient that is a plain multiple of what it should be."""
+    """Yields the causes of a gradient that is a plain multiple of what it should be."""
     parallel = case.parallel
     said = f"the gradient is {ratio:.4g} x the reference"
     said = f"every gradient is {ratio:.4g} x the reference" if everywhere else said
@@ -195,7 +195,7 @@ def _causes_of_ratio(ratio: float, name: str, case: CheckedLayout, *, everywhere
 
 
 def _orders(reference: Array, ours: Array, case: CheckedLayout) -> list[str]:
-    """Whether the blocks of some dim are there, but in another order."""
+    """Returns a cause where the blocks of some dim are right but stand in another order."""
     if ours.shape != reference.shape or not np.any(reference):
         return []
     far = float(np.linalg.norm(ours - reference))
@@ -215,7 +215,7 @@ def _orders(reference: Array, ours: Array, case: CheckedLayout) -> list[str]:
 
 
 def _ratio(ours: Array, reference: Array) -> float | None:
-    """k where ours is k x reference; None where it is no multiple."""
+    """Returns k where ours is k x reference; None where ours is not a multiple."""
     if ours.shape != reference.shape:
         return None
     square = float(np.vdot(reference, reference))
@@ -230,7 +230,8 @@ def _alike(a: Array, b: Array) -> bool:
 
 
 def _is(number: float, case: CheckedLayout) -> str:
-    """The axis whose size a number is."""
+    """Returns a remark that names the axis whose size, or its inverse, a number is; empty where there is no such
+    axis."""
     axes = {**case.parallel.axes, "dp": case.parallel.dp}
     named = [axis for axis, size in axes.items() if size > 1 and abs(number - size) < _NEAR * size]
     inverse = [f"1 / {axis}" for axis, size in axes.items() if size > 1 and abs(number * size - 1) < _NEAR]

@@ -79,7 +79,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `module:function` names, from the working directory too. Raises ConfigError."""
+    """Returns the function that `module:function` names, from the working directory too. Raises ConfigError where there
+    is no such function."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigError(f"--model {target}: must be module:function, such as my_model:build")
@@ -96,7 +97,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def accepted(build: Callable[..., Any], options: Mapping[str, int], *, asked: Mapping[str, int]) -> dict[str, int]:
-    """The options that the function takes. Raises ConfigError for one that the user asked for and it does not."""
+    """Returns the options that the function takes. Raises ConfigError for one that the user asked for and it does not
+    take."""
     parameters = inspect.signature(build).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for name in asked:
@@ -119,7 +121,7 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def _forward_and_backward(model: nn.Module, job: ModelCheck, mesh: DeviceMesh | None, step: int) -> float:
-    """On this data rank's share; returns the mean loss over all."""
+    """Runs on this data rank's share of the batch, and returns the mean loss over all ranks."""
     parallel = job.parallel
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
     batch = -(-BATCH // parallel.dp) * parallel.dp
@@ -142,7 +144,8 @@ def _mean_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None, job: Mod
 
 
 def _grad_norm(model: nn.Module) -> float:
-    """As torch's users take it. Parameters of several meshes are taken apart, which torch itself refuses."""
+    """Returns the norm of all gradients as torch takes it, mesh by mesh, because torch refuses several meshes at
+    once."""
     by_mesh: dict[object, list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -153,7 +156,7 @@ def _grad_norm(model: nn.Module) -> float:
 
 
 def _split_dim(parameter: Tensor) -> int | None:
-    """The dim that tp splits."""
+    """Returns the dim that tp splits; None where tp replicates the parameter."""
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, parameter.placements, strict=True):
@@ -174,5 +177,5 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(name: str) -> str:
-    """Without what DDP and activation checkpointing put into names."""
+    """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

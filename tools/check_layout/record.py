@@ -58,13 +58,14 @@ def record_recipe(recipe: Recipe) -> TrainingRecord:
 
 
 def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: LocalParameter) -> None:
-    """As it is between the norm and the clipping; a copy, because it is scaled next, or dropped."""
+    """Keeps a copy of the gradient between the norm and the clipping, because the gradient is scaled or dropped
+    next."""
     grad = parameter.local.grad
     kept.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
 
 
 def random_loader(recipe: Recipe, rank: int) -> BatchLoader:
-    """Batches of random ids for the data rank that `rank` belongs to; none of the run's own data is read."""
+    """Returns batches of random ids for the data rank that `rank` belongs to. The run's own data is not read."""
     train = recipe.train
     length = train.steps * train.global_batch_size * train.seq_len + 1
     ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
@@ -72,24 +73,24 @@ def random_loader(recipe: Recipe, rank: int) -> BatchLoader:
 
 
 def joined(activations: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """The microbatches of each module as one batch, where they are of one shape."""
+    """Returns the microbatches of each module as one batch, where they have one shape."""
     alike = {name: parts for name, parts in activations.items() if len({part.shape for part in parts}) == 1}
     return {name: torch.cat(parts) for name, parts in alike.items()}
 
 
 def collect(tensors: Iterable[tuple[str, Tensor | None]]) -> Views:
-    """What every rank sees of these as global tensors; on rank 0. A missing gradient is seen by nobody."""
+    """Returns, on rank 0, what every rank sees of these as global tensors. A gradient of None is left out."""
     return gathered({name: whole(tensor) for name, tensor in tensors if tensor is not None})
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The global tensor, a copy. Every rank of a DTensor's mesh calls it."""
+    """Returns a copy of the global tensor. Every rank of a DTensor's mesh calls it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def gathered(tensors: dict[str, Tensor]) -> Views:
-    """Every rank's tensors by name, on rank 0; equal ones once."""
+    """Returns every rank's tensors by name on rank 0, equal ones as one array; nothing elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     everyone: list[dict[str, Array]] | None = [{}] * size if rank == 0 else None
@@ -131,8 +132,8 @@ def put(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """The outputs of every module that has parameters, one tensor a microbatch, in the order of their first forward.
-    Forwards that a backward recomputes are not looked at, nor the parts of a compiled block."""
+    """Yields the outputs of every module that has parameters, one tensor a microbatch, in the order of their first
+    forward. Forwards that a backward recomputes and the parts of a compiled block are left out."""
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keeper(name: str) -> Callable[[nn.Module, object, object], None]:

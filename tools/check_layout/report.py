@@ -18,8 +18,8 @@ def as_text(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
 
 
 def as_json(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
-    """`same`, `layout`, `limits`, `steps`, and `first_difference` (null where all agree). A size that is no number
-    (missing, not finite) is null."""
+    """Returns one object: `same`, `layout`, `limits`, `steps`, and `first_difference` (null where all agree). A size
+    that is missing or not finite is null."""
     content = {
         "same": comparison.first is None,
         "layout": asdict(parallel),

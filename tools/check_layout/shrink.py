@@ -8,19 +8,21 @@ from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerCon
 from parallel3d.config.rules import validate
 
 SEQ_LEN, VOCAB = 16, 264
-EPS = 1e-3  # of AdamW: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole rate
+EPS = 1e-3  # AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSize:
+    """How small a recipe becomes, and how many steps are compared."""
+
     layers: int = 2  # at least one for each pipeline stage
     hidden: int = 64
     steps: int = 3
 
 
 def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
-    """The recipe in float32 on the CPU, its model and batch cut down. What tp, dp and the schedule ask of the numbers
-    still holds; a vocabulary that tp does not divide stays so. Raises ConfigError."""
+    """Returns the recipe in float32 on the CPU, its model and batch cut down. The numbers still keep what tp, dp and
+    the schedule ask of them; a vocabulary that tp does not divide stays so. Raises ConfigError."""
     parallel, train = recipe.parallel, recipe.train
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
@@ -54,7 +56,7 @@ def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
 
 
 def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """All in float32: bf16 would turn the last bit of a gradient into the first of a state or an update."""
+    """Returns the optimizer all in float32: bf16 would turn the last bit of a gradient into the first of a state."""
     small = replace(optimizer, warmup_steps=0, decay_steps=None, state_dtype=None, stochastic_rounding=False)
     if small.name == "muon":
         small = replace(small, ns_dtype="fp32")
@@ -62,7 +64,7 @@ def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def _shrink_model(model: ModelConfig, size: CheckSize, *, tp: int, stages: int) -> ModelConfig:
-    """Grouped heads stay grouped, by two at most."""
+    """Returns a smaller model, in which grouped heads stay grouped, by two at most."""
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(tp, 2))
     if kv_heads * group % tp:
@@ -82,5 +84,5 @@ def _shrink_model(model: ModelConfig, size: CheckSize, *, tp: int, stages: int) 
 
 
 def _up(number: int, factor: int) -> int:
-    """The smallest multiple of `factor` that is at least `number`."""
+    """Returns the smallest multiple of `factor` that is at least `number`."""
     return -(-number // factor) * factor

@@ -242,7 +242,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: returns the exit status."""
+    """Runs the command line, and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)

@@ -40,7 +40,7 @@ def emit_recipe(path: Path, asked: ParsedQuestion, plan: Plan) -> None:
 
 
 def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
-    """The user's own recipe, or the defaults, with the plan's model, batch and layout."""
+    """Returns the user's own recipe, or the defaults, with the plan's model, batch and layout."""
     q = plan.question
     if not q.program.is_parallel3d:
         raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
@@ -88,7 +88,7 @@ def _steps(plan: Plan) -> int:
 
 
 def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
-    """The trainer's section for a shape, with what a card or a config.json says beyond the shape."""
+    """Returns the trainer's section for a shape, with what a card or a config.json says beyond the shape."""
     is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned" and shape.biases and shape.layer_norm
     is_llama = shape.feed_forward == "swiglu" and shape.positions == "rope" and not shape.biases
     if not is_gpt and not is_llama:
@@ -158,7 +158,7 @@ def _entry(key: str, value: object, comment: str, indent: str) -> Iterator[str]:
 
 
 def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
-    """Why each choice, with its figure."""
+    """Yields (key, comment): why each choice was made, with its figure."""
     q, parallel, parts, step = plan.question, best.parallel, best.cost.parts, best.cost.step_time_s
     node = q.cluster.gpus_per_node
     if parallel.pp > 1:

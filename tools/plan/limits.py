@@ -40,7 +40,7 @@ class Limit:
     at: Question | None = None
     told: str = ""
     strategy: Strategy | None = None
-    length: RunLength | None = None  # of the whole run, for a cluster and a known number of tokens
+    length: RunLength | None = None  # the whole run, for a cluster and a known number of tokens
 
 
 def answer(options: argparse.Namespace) -> Reply:

@@ -87,7 +87,7 @@ def _validate(question: Question, parallel: ParallelConfig) -> None:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         ffn_hidden=shape.ffn_hidden,
-        vocab=max(shape.vocab, 512 * parallel.tp),  # the rule of the byte tokenizer is none of the layout's
+        vocab=max(shape.vocab, 512 * parallel.tp),  # the byte tokenizer's rule does not concern a layout
     )
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     validate(Recipe(model=model, train=train, parallel=parallel, data=DataConfig(), run_dir="runs/plan"))

@@ -76,7 +76,7 @@ def find_model(options: argparse.Namespace) -> Model:
 
 
 def read_model(text: str) -> Model:
-    """Returns the model of a name or a path. Raises ConfigError where there is none."""
+    """Returns the model of a name or a path. Raises ConfigError where it finds no model."""
     path = Path(text)
     if (path / "config.json").is_file():
         path = path / "config.json"

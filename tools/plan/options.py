@@ -25,7 +25,7 @@ from parallel3d.tools.plan.launch import LAUNCHERS
 OBJECTIVES = ("throughput", "memory", "cost")  # the values of `ranking.Objective`
 LIMITS = ("cluster", "sequence", "batch", "model")
 _PRECISIONS = ("bf16", "fp16", "fp32")
-_MOST_SIZES = 32  # of a sweep
+_MOST_SIZES = 32  # sizes that a sweep tries
 
 
 def _add_question(parser: Parser, *, gpus: bool = True) -> None:

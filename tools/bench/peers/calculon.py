@@ -48,7 +48,7 @@ class Calculon:
             ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
-        """Why it cannot express a case; empty where it can."""
+        """Returns why Calculon cannot express a case; empty where it can."""
         run = case.run
         if not any(part in run.cluster.device.name for part in _SYSTEMS):
             return "a device that it has no system file of"
@@ -62,7 +62,8 @@ class Calculon:
         return "grouped keys" if run.shape.kv_heads != run.shape.heads else ""
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """What it says of a case that it can express. Raises ConfigError where it refuses that after all."""
+        """Returns the prediction of a case that Calculon can express. Raises ConfigError where it refuses the case
+        after all."""
         answers, refusals = [], []
         for networks in _networks(case.run.layout):
             try:
@@ -81,7 +82,8 @@ class Calculon:
         )
 
     def _asked(self, case: PublishedCase, networks: tuple[int, int, int]) -> tuple[float, float]:
-        """Seconds of a step and bytes of a device, with tp, pp and dp over those of the system's networks."""
+        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of the system's
+        networks."""
         tree = next(tree for part, tree in self._systems.items() if part in case.run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
         model = self._llm(self._application(case), logging.getLogger("calculon"))
@@ -133,7 +135,7 @@ class Calculon:
 
 
 def why_not(layout: RunLayout) -> str:
-    """What of a layout Calculon has no word for; empty where it has them all."""
+    """Returns what of a layout Calculon has no word for; empty where it has words for all."""
     if layout.recompute not in _RECOMPUTE:
         return f"recompute of a part ({layout.recompute})"
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
@@ -142,6 +144,6 @@ def why_not(layout: RunLayout) -> str:
 
 
 def _networks(layout: RunLayout) -> Iterator[tuple[int, int, int]]:
-    """For tp, pp and dp: 0 is the node's, 1 the network between nodes."""
+    """Returns the networks that tp, pp and dp may use: 0 is the node's, 1 the one between nodes."""
     tp, pp, dp = ((0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp))
     return product(tp, pp, dp)

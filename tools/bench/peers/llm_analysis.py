@@ -20,7 +20,11 @@ from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
 _GIB = 2.0**30
-_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # of a RunLayout -> ActivationRecomputation
+_RECOMPUTE = {
+    "none": "NONE",
+    "selective": "SELECTIVE",
+    "full": "FULL",
+}  # RunLayout.recompute -> ActivationRecomputation
 _GATED = 1.5  # three matrices as two
 
 
@@ -35,11 +39,11 @@ class LlmAnalysis:
         _module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)  # it warns of every run several times
 
     def cannot(self, case: PublishedCase) -> str:
-        """Why it cannot express a case; empty where it can."""
+        """Returns why llm-analysis cannot express a case; empty where it can."""
         return why_not(case.run.layout)
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """What it says of a case that it can express."""
+        """Returns the prediction of a case that llm-analysis can express."""
         summary = self._asked(case)
         return prediction(
             case,
@@ -106,7 +110,7 @@ class LlmAnalysis:
 
 
 def why_not(layout: RunLayout) -> str:
-    """What of a layout llm-analysis has no word for; empty where it has them all."""
+    """Returns what of a layout llm-analysis has no word for; empty where it has words for all."""
     if layout.recompute not in _RECOMPUTE:
         return f"recompute of a part ({layout.recompute})"
     if _zero_stage(layout) is None:
