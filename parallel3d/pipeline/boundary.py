@@ -18,10 +18,10 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor between two stages. Its shape is of numbers, and of names for sizes that differ from batch to batch:
-    `TensorSpec(("batch", "seq", 512))`, to be run with `sizes={"batch": 2, "seq": 1024}`.
+    """One tensor between two stages. Its shape consists of numbers, and of names for sizes that differ from batch to
+    batch: `TensorSpec(("batch", "seq", 512))` is run with `sizes={"batch": 2, "seq": 1024}`.
 
-    `requires_grad`: a gradient of the same shape comes back for it. Never for whole numbers and bools.
+    `requires_grad` says that a gradient of the same shape comes back. Integers and bools never have one.
     """
 
     shape: tuple[int | str, ...]
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def like(cls, tensor: Tensor) -> TensorSpec:
-        """As a tensor is: for boundaries taken from an example."""
+        """Makes the spec of an example tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @cached_property
@@ -38,7 +38,7 @@ class TensorSpec:
         return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def with_sizes(self, sizes: Sizes) -> TensorSpec:
-        """All numbers. Raises ValueError where a name has no size."""
+        """Returns the spec with numbers in the place of names. Raises ValueError where a name has no size."""
         unknown = [size for size in self.shape if isinstance(size, str) and size not in sizes]
         if unknown:
             raise ValueError(f"{self}: no size given for {', '.join(map(str, unknown))}; given are {dict(sizes)}")
@@ -49,7 +49,7 @@ class TensorSpec:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of a spec of numbers."""
+        """The bytes of the tensor; the shape must consist of numbers."""
         return math.prod(size for size in self.shape if isinstance(size, int)) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Message:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts where they lie in one piece of memory, in bytes."""
+        """The byte at which each tensor starts where all of them lie in one piece of memory."""
         ends = [0]
         for spec in self.specs:
             ends.append(ends[-1] + -(-spec.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -79,7 +79,7 @@ class Message:
 
     @cached_property
     def digest(self) -> int:
-        """Equal on two ranks that have declared the same."""
+        """A checksum that is equal on two ranks whose declarations are the same."""
         return zlib.crc32(str(self).encode())
 
     def __str__(self) -> str:
@@ -100,7 +100,8 @@ class Crossing:
 
 
 def normalized(boundaries: TensorSpec | Boundary | Sequence[Boundary], stages: int) -> tuple[Boundary, ...]:
-    """One boundary for each gap between stages, from one that all share or a list. Raises ValueError."""
+    """Returns one boundary for each gap between stages, from one that all gaps share or a list. Raises ValueError where
+    the list has another length."""
     if isinstance(boundaries, TensorSpec):
         boundaries = (boundaries,)
     if boundaries and all(isinstance(spec, TensorSpec) for spec in boundaries):

@@ -1,8 +1,8 @@
-"""How the ranks of one pipeline reach each other: shared memory, process groups, and word of a failure.
+"""How the ranks of one pipeline reach each other: shared memory, process groups, and the message of a failure.
 
-A process group carries what goes to a higher rank and another what goes to a lower one, because a GPU's group works off
-its queue in order: in a single queue two ranks that each send first would wait for each other for ever. They are made
-when the first message needs them: on one host without GPUs, none may.
+One process group carries what goes to a higher rank and another what goes to a lower rank, because a GPU's group works
+off its queue in order: with a single queue two ranks that each send first would wait for each other for ever. The
+groups are made when the first message needs them; on one host without GPUs often none does.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Way = tuple[int, int]  # source rank, target rank
 
 
 class Links:
-    """Between the ranks of a pipeline along one placement of stages; made by all of them at once.
+    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at once.
 
-    Raises ScheduleError, on all ranks, where their schedules differ.
+    Raises ScheduleError on all ranks where their schedules differ.
     """
 
     def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
         self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
-        self.shared: frozenset[Way] = frozenset()  # the ways of shared memory, of all ranks
+        self.shared: frozenset[Way] = frozenset()  # the ways of all ranks that go through shared memory
         self._pipeline = pp.get_group() if self.size > 1 else None
-        self._groups: dict[bool, dist.ProcessGroup] = {}  # by whether it is for what goes to a higher rank
+        self._groups: dict[bool, dist.ProcessGroup] = {}  # True: the group that carries what goes to a higher rank
         self._is_closed = False
         self._failure_key = ""
         self._timeout_ms = 0.0
@@ -51,7 +51,7 @@ class Links:
             self._meet(pp.get_group(), schedule, device)
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
-        """Every target makes its links' memory, tells all where it is, and both ends open it."""
+        """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
         self._timeout_ms = timeout_ms(pipeline, device)
         is_possible = device.type == "cpu" and _MEMORY_FOLDER.is_dir()
         folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=_MEMORY_FOLDER if is_possible else None))
@@ -61,7 +61,7 @@ class Links:
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             offers: list[_Offer] = [_Offer("", folder, 0, {})] * self.size
             dist.all_gather_object(offers, _Offer(socket.gethostname(), folder, digest, mine), group=pipeline)
-            if len({offer.digest for offer in offers}) > 1:
+            if len({offer.schedule_digest for offer in offers}) > 1:
                 raise ScheduleError(f"schedule {schedule.name}: the ranks of the pipeline do not have the same one")
             self._failure_key = f"parallel3d/{offers[0].host}{offers[0].folder}"
             for source, target in _ways(schedule):
@@ -79,7 +79,7 @@ class Links:
             shutil.rmtree(folder)  # what is open stays; nothing is left behind, however the processes end
 
     def open_groups(self) -> None:
-        """The backend's groups, made when all ranks of the pipeline come to need them."""
+        """Makes the backend's groups, when all ranks of the pipeline come to need them."""
         if not self._groups:
             for ascending in (True, False):
                 assert self._pipeline is not None
@@ -94,7 +94,7 @@ class Links:
         return self._groups[source < target]
 
     def wait(self, link: Incoming) -> Header:
-        """The next header of a link. Meanwhile what waits to be sent goes out as room for it comes free.
+        """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
 
         Raises PeerLostError where the other end has gone or stays silent.
         """
@@ -110,7 +110,7 @@ class Links:
                 self._sleep([])
 
     def _sleep(self, pipes: list[int]) -> None:
-        """Until one of `pipes` can be read, or something was sent that had to wait."""
+        """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to be sent."""
         sleeper = select.poll()
         for pipe in pipes:
             sleeper.register(pipe, select.POLLIN)
@@ -128,7 +128,7 @@ class Links:
             raise RankError(f"this pipeline has failed: {self.failure_message() or 'see the first error'}")
 
     def fail(self, message: str) -> None:
-        """Tells the others: leaves a message for whoever asks, then closes everything that they may wait for."""
+        """Tells the other ranks: leaves them a message, then closes everything that they may wait for."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -141,7 +141,7 @@ class Links:
                 dist.destroy_process_group(group)
 
     def failure_message(self) -> str | None:
-        """What the first rank that failed has said."""
+        """Returns the message of the first rank that failed, or None where none has failed."""
         if self.size == 1 or not default_store().check([self._failure_key]):
             return None
         return str(default_store().get(self._failure_key).decode())
@@ -151,8 +151,8 @@ Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
 
 
 class OfflineLinks(Links):
-    """Of a rank whose pipeline has no other processes (a dry run in torch's "fake" process group): all that it sends
-    and receives goes through the groups, as on GPUs, and nobody is there to be told of a failure."""
+    """Stands in for the links of a rank whose pipeline has no other processes (a dry run in torch's "fake" process
+    group). All messages go through the groups, as on GPUs, and a failure is told to nobody."""
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         pass
@@ -170,19 +170,19 @@ class _Offer:
 
     host: str
     folder: Path
-    digest: int  # of its schedule
-    links: dict[Way, Path]  # that end at this rank
+    schedule_digest: int
+    links: dict[Way, Path]  # the incoming ones
 
 
 def _ways(schedule: Schedule) -> list[Way]:
-    """Both ways between the ranks of each two stages in a row."""
+    """Returns both ways between the ranks of each two stages in a row."""
     stages = schedule.placement
     pairs = {pair for pair in zip(stages[:-1], stages[1:], strict=True) if pair[0] != pair[1]}
     return sorted(pairs | {(target, source) for source, target in pairs})
 
 
 def _make_links(folder: Path, ways: list[Way]) -> dict[Way, Path]:
-    """Those of the ways that there is room for."""
+    """Makes the links of those ways that there is room for."""
     made = {}
     for source, target in ways:
         path = folder / f"{source}-{target}"

@@ -1,11 +1,11 @@
-"""Executes a schedule, whatever it is: the one path of a batch, with one pipeline rank as with many.
+"""Executes any schedule: a batch takes this one path with one pipeline rank as with many.
 
     specs = TensorSpec(("batch", "seq", 512))
     runtime = PipelineRuntime([stage], schedule, mesh["pp"], loss_fn, boundaries=specs)
     loss = runtime.run(inputs, labels, sizes={"batch": 2, "seq": 1024})
 
-Any `nn.Module` is a stage. It takes the tensors that the stage before gives, one or a tuple, and the last one's output
-goes to the loss. What crosses between stages is declared (`boundary`), and checked where it is made.
+Any `nn.Module` can be a stage. It takes the tensors that the stage before gives, one or a tuple, and the last stage's
+output goes to the loss. What crosses between stages is declared (`boundary`), and checked where it is made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from parallel3d.timeline.recorder import Recorder
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What crosses for one set of sizes, and the memory that it is received into."""
+    """What crosses between stages for one set of sizes, and the memory that receives it."""
 
     sizes: dict[str, int]
     crossings: tuple[Crossing, ...]
@@ -41,13 +41,13 @@ class _Shapes:
 class PipelineRuntime:
     """Runs microbatches through the stages of this rank and its neighbours.
 
-    `stages` are this rank's, in the order of the model (`schedule.stages_of`). `loss_fn(output, labels)` gives the
-    scalar that is differentiated, already divided as the sum over microbatches and data ranks needs it. `boundaries`:
-    what crosses between stages, one for all gaps or a list of them. `connect`: how the ranks reach each other. Built by
-    all ranks of `pp` at once.
+    `stages` are this rank's, in the order of the model (`schedule.stages_of`). `loss_fn(output, labels)` returns the
+    scalar that is differentiated, already divided so that microbatches and data ranks can be summed. `boundaries` says
+    what crosses between stages, once for all gaps or as a list. `connect` makes the links between the ranks. All ranks
+    of `pp` build their runtime at once.
 
-    Raises ScheduleError where the schedule cannot be carried out, or the ranks do not have the same one; ValueError
-    where the stages do not suit it.
+    Raises ScheduleError where the schedule cannot be carried out or the ranks have different ones, ValueError where the
+    stages do not suit it.
     """
 
     def __init__(
@@ -86,15 +86,14 @@ class PipelineRuntime:
         keywords: Sequence[Mapping[str, Any]] | None = None,
         schedule: Schedule | None = None,
     ) -> Tensor:
-        """Forward and backward of a batch. `inputs[m]` is a microbatch of the first stage, a tensor or a tuple of them,
-        `labels[m]` what the loss compares the last one's output with; a rank that does not hold the stage may have
-        None. `keywords[m]`: what every stage's forward gets by name with microbatch m; every rank has it. `schedule`:
-        another than the runtime's own, checked already, of the same stages on the same ranks, for other numbers of
-        microbatches. Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere;
-        gradients are left in `.grad`.
+        """Runs forward and backward of a batch: `inputs`, `labels` and `keywords` are those of `PipelineBatch`. Every
+        rank has the same `keywords`. `sizes` gives the sizes that `boundaries` name. `schedule` may be another one than
+        the runtime's own, already checked, with the same stages on the same ranks, for another number of microbatches.
+        Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are left in
+        `.grad`.
 
-        Raises StageError where this rank's part failed and RankError where another's did; the pipeline is then of no
-        more use.
+        Raises StageError where this rank's part failed and RankError where another rank's did; the pipeline cannot be
+        used again after either.
         """
         schedule = schedule or self.schedule
         if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
@@ -114,8 +113,8 @@ class PipelineRuntime:
         microbatches: int | None = None,
         sizes: Sizes | None = None,
     ) -> Tensor:
-        """The sum of losses as `run` gives it, without training. `microbatches`: how many, where that is not the
-        length of `inputs`."""
+        """Returns the sum of losses as `run` does, without training. `microbatches` is needed where `inputs` is None
+        and their number is not that of training."""
         schedule = self._forwards(inputs, microbatches)
         execution = self._prepare(schedule, PipelineBatch(inputs, labels), sizes, self.loss_fn)
         execution.run()
@@ -125,7 +124,7 @@ class PipelineRuntime:
     def forward(
         self, inputs: Microbatches | None, *, microbatches: int | None = None, sizes: Sizes | None = None
     ) -> list[Any]:
-        """The last stage's output for each microbatch, on its rank; an empty list elsewhere."""
+        """Returns the last stage's output for each microbatch on its rank, and an empty list elsewhere."""
         execution = self._prepare(self._forwards(inputs, microbatches), PipelineBatch(inputs), sizes, loss_fn=None)
         execution.run()
         return execution.outputs
@@ -176,7 +175,8 @@ class PipelineRuntime:
         return self._forward_schedules[microbatches]
 
     def _shapes_for(self, sizes: dict[str, int]) -> _Shapes:
-        """Those of the last batch again where its sizes were the same: so memory does not grow with their number."""
+        """Returns the last batch's shapes where its sizes were the same. Only one set is kept, so memory stays
+        bounded."""
         if self._shapes is None or self._shapes.sizes != sizes:
             crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
             self._shapes = _Shapes(sizes, crossings, Buffers(self.device))

@@ -32,7 +32,7 @@ class BlockRange:
 
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
-    """The blocks of each stage, from how many blocks each stage has (`schedules.balance`)."""
+    """Returns the blocks of each stage, from how many blocks each stage has (`schedules.balance`)."""
     starts = (0, *cut_points(sizes))
     last = len(sizes) - 1
     return [
@@ -55,7 +55,7 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
 
 
 def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
-    """The subset of the model's parameter names that belongs to a stage."""
+    """Returns the subset of the model's parameter names that belongs to a stage."""
     indices = {str(index) for index in range(blocks.first, blocks.end)}
     parts = {*(FIRST_PARTS if blocks.is_first_stage else ()), *(LAST_PARTS if blocks.is_last_stage else ())}
     return {
@@ -74,8 +74,9 @@ def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
 
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """The stages of a Sequential. `boundaries` are the indices of the first module of each stage but the first. The
-    stages hold the model's own modules under their own names, so that the stages' state dicts together are the model's.
+    """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each stage but the first.
+    The stages hold the model's own modules under their own names, so that the stages' state dicts together are the
+    model's.
 
     Raises ValueError where a stage would be empty.
     """
@@ -83,7 +84,7 @@ def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.S
 
 
 def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """The stages of any model whose forward calls the modules `names` one after the other, such as ["embed",
+    """Cuts a model into stages if its forward calls the modules `names` one after the other, such as ["embed",
     "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple.
 
     Raises ValueError where a stage would be empty, or a parameter of the model is in none of the modules or in two.
@@ -125,8 +126,8 @@ class Chain(nn.Sequential):
 
 @torch.no_grad()
 def boundaries_of(stages: Sequence[nn.Module], *example: Tensor) -> list[Boundary]:
-    """What crosses between the stages of a model, from a forward of an example microbatch through all of them; on the
-    meta device this costs nothing. Floating-point tensors are assumed to need a gradient."""
+    """Finds what crosses between the stages of a model, from a forward of an example microbatch through all of them; on
+    the meta device this costs nothing. Floating-point tensors are assumed to need a gradient."""
     values: tuple[Tensor, ...] = example
     boundaries = []
     for stage in stages[:-1]:

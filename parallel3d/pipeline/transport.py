@@ -22,8 +22,8 @@ from parallel3d.torch_private import storage_references
 
 
 class Buffers:
-    """Memory that is received into, used again as soon as nothing but this pool refers to it: autograd may keep a
-    received tensor, or a view of it, for longer than the runtime does."""
+    """A pool of memory for received tensors. A tensor is used again as soon as nothing but the pool refers to it:
+    autograd may keep a received tensor, or a view of it, for longer than the runtime does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class Buffers:
         for _ in range(len(pool)):
             tensor, storage = pool[0]
             pool.rotate(-1)
-            if storage_references(storage) == 2:  # the two in the pool
+            if storage_references(storage) == 2:  # the pool's own two
                 return tensor.detach()
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)  # type: ignore[arg-type]
         pool.append((tensor, tensor.untyped_storage()))
@@ -42,8 +42,8 @@ class Buffers:
 
 
 class Transport:
-    """`send` hands over what an action on another rank takes, `receive` gets what one here does. `crossings[s]` is what
-    goes between stages s and s + 1."""
+    """Carries out the sends and receives of one run. `send` passes on what an action on another rank takes, `receive`
+    gets what an action here takes. `crossings[s]` is what goes between stages s and s + 1."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers) -> None:
         self.links = links
@@ -87,7 +87,7 @@ class Transport:
         return self._arrived.pop(taker)
 
     def finish(self) -> None:
-        """Waits until all that was sent is on its way."""
+        """Waits until every message is on its way."""
         self.links.wait_until_sent()
         for target, outbox in self._outboxes.items():
             while outbox:
@@ -112,7 +112,7 @@ class Transport:
         return self._crossings[taker.stage].backward
 
     def _ways(self) -> list[tuple[tuple[int, int], Crossing]]:
-        """(ranks, crossing) of each boundary that lies between two ranks."""
+        """Returns (ranks, crossing) of each boundary that lies between two ranks."""
         pairs = zip(self._placement[:-1], self._placement[1:], strict=True)
         return [(pair, c) for pair, c in zip(pairs, self._crossings, strict=True) if pair[0] != pair[1]]
 
@@ -133,7 +133,7 @@ class Transport:
 
 
 class _Inbox:
-    """What one rank sends here by the backend, in its order."""
+    """Receives what one rank sends here by the backend, in the order of the sender."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Inbox:
         self._post()
 
     def take(self, action: Action) -> tuple[Tensor, ...]:
-        """Waits for what `action` takes. What was sent before it is kept for its own taker."""
+        """Waits for what `action` takes. A message that was sent before it is kept for its own taker."""
         while action not in self._arrived:
             arriving, works, tensors = self._posted.popleft()
             self._post()
