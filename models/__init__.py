@@ -24,7 +24,7 @@ def shape_cards() -> dict[str, Path]:
 
 
 def model_class(architecture: str) -> ModelClass:
-    """The class of a model. Imports torch."""
+    """Returns the class of a model. It imports torch."""
     if architecture not in _CLASSES:
         raise ConfigError(f"model.architecture = {architecture}: must be one of {', '.join(_CLASSES)}")
     module, _, name = _CLASSES[architecture].partition(":")

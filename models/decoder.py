@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
+class DecoderParts:
     """What a decoder is made of, beside its head and the sizes that its config gives."""
 
     embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         self.norm: nn.Module | None = parts.norm()
         self.head: nn.Module | None = head
 
-    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+    def parts(self, config: ModelConfig, placement: Placement) -> DecoderParts:
         """Returns the parts that make this model what it is. Every model has its own."""
         raise NotImplementedError
 
@@ -118,7 +118,9 @@ class Decoder(nn.Module):
         return x
 
 
-def make_block(config: ModelConfig, placement: Placement, parts: Parts, index: int, recompute: BlockRecompute) -> Block:
+def make_block(
+    config: ModelConfig, placement: Placement, parts: DecoderParts, index: int, recompute: BlockRecompute
+) -> Block:
     """Builds block `index` of the whole model."""
     D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
     # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).

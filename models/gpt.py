@@ -22,16 +22,16 @@ from parallel3d.layers.init import normal
 from parallel3d.layers.norm import LayerNorm
 from parallel3d.layers.placement import Placement
 from parallel3d.layers.positions import LearnedPositions
-from parallel3d.models.decoder import Decoder, Parts
+from parallel3d.models.decoder import Decoder, DecoderParts
 
 
 class GPT(Decoder):
     """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, which GPT-2 uses)."""
 
-    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+    def parts(self, config: ModelConfig, placement: Placement) -> DecoderParts:
         """Returns the parts of a GPT."""
         embed = TokensAndPositions(config, placement)
-        return Parts(
+        return DecoderParts(
             embed=embed,
             token_weight=embed.tokens.weight,
             norm=partial(LayerNorm, config.hidden, eps=config.norm_eps, tp=placement),

@@ -20,16 +20,16 @@ from parallel3d.layers.init import normal
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.models.decoder import Decoder, Parts
+from parallel3d.models.decoder import Decoder, DecoderParts
 
 
 class Llama(Decoder):
     """A decoder with rotary positions, RMSNorm and SwiGLU."""
 
-    def parts(self, config: ModelConfig, placement: Placement) -> Parts:
+    def parts(self, config: ModelConfig, placement: Placement) -> DecoderParts:
         """Returns the parts of a Llama; all blocks share one table of rotary angles."""
         embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=placement, init=normal(config.init_std))
-        return Parts(
+        return DecoderParts(
             embed=embed,
             token_weight=embed.weight,
             norm=partial(RMSNorm, config.hidden, eps=config.norm_eps, tp=placement),

@@ -1,4 +1,4 @@
-"""Which modules a table means, and what is refused before anything is changed."""
+"""A table of rules: the modules that it means, and what is refused before anything is changed."""
 
 from __future__ import annotations
 

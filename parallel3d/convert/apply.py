@@ -28,6 +28,7 @@ from parallel3d.convert.plan import Plan, plan_modules, split_dims
 from parallel3d.convert.rules import Rules
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
+from parallel3d.shards import shard_rows
 
 
 def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.Module:
@@ -60,7 +61,8 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
 
 
 def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> None:
-    """The ranks cut their parts out of what should be one model: a forgotten seed would make a patchwork of several."""
+    """Raises ValueError where the ranks start from different weights: without a common seed their parts would be parts
+    of several models."""
     named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor) and not p.is_meta]
     if not named:
         return
@@ -84,12 +86,12 @@ def _place(plans: Sequence[Plan], dims: Mapping[nn.Parameter, int | None], tp: D
 
 
 def _on_axis(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis) -> nn.Parameter:
+    """Returns this rank's part of a parameter as a DTensor that is split in `dim`, or whole on every rank."""
     full = parameter.detach()
     placement: Placement = Replicate() if dim is None else Shard(dim)
     local: Tensor = full
     if dim is not None:
-        each = -(-full.shape[dim] // axis.size)  # as DTensor cuts: the last ranks may have fewer, or none
-        first = min(axis.rank * each, full.shape[dim])
-        local = full.narrow(dim, first, min(each, full.shape[dim] - first)).clone()
+        rows = shard_rows(full.shape[dim], axis.rank, axis.size)
+        local = full.narrow(dim, rows.start, len(rows)).clone()
     laid = DTensor.from_local(local, tp, [placement], run_check=False, shape=full.shape, stride=full.stride())
     return nn.Parameter(laid, requires_grad=parameter.requires_grad)

@@ -1,7 +1,7 @@
-"""What `layers.convert` makes of a module: a class on top of its own, whose forward works on this rank's part.
+"""The classes that `convert.apply` puts on top of a module's own, whose forward works on this rank's part.
 
-Shapes: B batch, S sequence, I input features, O output features, P packed matrices, n = tp. What each sends is in its
-docstring. A weight is [O, I], or [I, O] in transformers' Conv1D.
+Shapes: B batch, S sequence, I input features, O output features, P packed matrices, n = tp. The docstring of
+each class says what it sends. A weight is [O, I], or [I, O] in transformers' Conv1D.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
+from parallel3d.layers.embedding import look_up
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -27,6 +28,7 @@ from parallel3d.layers.regions import (
     scatter_to_region,
 )
 from parallel3d.mesh import Axis
+from parallel3d.shards import largest_shard, shard_rows
 
 
 class Form(nn.Module):
@@ -60,7 +62,7 @@ class ColumnForm(Form):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
 
     Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
-    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `layers.convert`.
+    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`.
     """
 
     features: int  # output features of all ranks
@@ -72,7 +74,10 @@ class ColumnForm(Form):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._own_columns()
         y = F.linear(x if self.entered else copy_to_region(x, self.axis), weight, bias)
-        return _GatherLast.apply(y, self.axis, self.features) if self.gather_output else y
+        if not self.gather_output:
+            return y
+        each = largest_shard(self.features, self.axis.size)  # the last ranks may have fewer
+        return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
 
     def _own_columns(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.weight_and_bias()
@@ -80,7 +85,7 @@ class ColumnForm(Form):
             if bias is not None:
                 bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(self.axis.size, 1)[self.axis.rank]
                 bias = bias.flatten()
-            weight = cast(Tensor, _Exchange.apply(weight, self.axis, self.packed))
+            weight = cast(Tensor, _ColumnsFromRows.apply(weight, self.axis, self.packed))
         elif self.shared_heads is not None:
             head = self.axis.rank * self.shared_heads // self.axis.size
             weight = copy_to_region(weight, self.axis).chunk(self.shared_heads, 1 if is_conv1d(self) else 0)[head]
@@ -113,21 +118,19 @@ class EmbeddingForm(Form):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows, _ = self.weight_and_bias()
-        first_row = self.axis.rank * -(-self.num_embeddings // self.axis.size)
-        own = ids - first_row
-        elsewhere = (own < 0) | (own >= rows.shape[0])
+        first_row = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
         if self.padding_idx is not None:  # its row is looked up, but learns nothing
             rows = _hold_row(rows, self.padding_idx - first_row)
         if rows.shape[0] == 0:  # fewer ids than tp
             y = rows.new_zeros(*ids.shape, rows.shape[1]) + 0.0 * rows.sum()
         else:
-            y = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+            y, _, _ = look_up(ids, rows, first_row)
         return reduce_from_region(y, self.axis)
 
 
 class ReplicatedForm(Form):
-    """A module that every rank has whole. While its own forward runs, its parameters read as plain tensors; for all
-    others they are the DTensors that they are. Where its gradient is partial it is all-reduced in the backward. With
+    """A module that every rank has whole. While its own forward runs, its parameters read as plain tensors; to everyone
+    else they are DTensors. Where its gradient is partial it is all-reduced in the backward. With
     `gather_sequence` its output [B, S / n, D] is all-gathered."""
 
     partial_gradient: bool = False
@@ -192,32 +195,14 @@ def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) 
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear layer with its weight transposed. Known by what it has, so that
-    transformers need not be there."""
+    """Returns whether a module is transformers' Conv1D, a linear layer whose weight is transposed. It is recognised by
+    its name and attributes, so that transformers need not be installed."""
     weight = module._parameters.get("weight")
     is_named_so = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
     return is_named_so and hasattr(module, "nf") and weight is not None and weight.ndim == 2
 
 
-class _GatherLast(Function):
-    """[..., this rank's chunk] -> [..., size]; backward: this rank's chunk of the gradient, whole on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, size: int) -> Tensor:
-        ctx.axis, ctx.own = axis, x.shape[-1]
-        each = -(-size // axis.size)
-        mine = F.pad(x, (0, each - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(axis.size)]
-        dist.all_gather(parts, mine, group=axis.group)
-        return torch.cat(parts, dim=-1)[..., :size]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        each = -(-grad.shape[-1] // ctx.axis.size)
-        return grad[..., ctx.axis.rank * each :][..., : ctx.own].contiguous(), None, None
-
-
-class _Exchange(Function):
+class _ColumnsFromRows(Function):
     """[I / n, P * O], this rank's rows -> [I, P * O / n], its columns of each of the P matrices; backward: the way
     back."""
 

@@ -36,7 +36,7 @@ def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[Plan]:
 
 @dataclass(frozen=True)
 class Part:
-    """A module of the whole, its global name, and tp."""
+    """A module of the model, with its global name, its parent and the size of tp."""
 
     name: str
     module: nn.Module
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one module: its form, the dim that each of its parameters is split in (None: whole), and the
+    """Says what becomes of one module: its form, the dim that each of its parameters is split in (None: whole), and the
     counts on modules that follow from it."""
 
     part: Part
@@ -74,7 +74,7 @@ class Plan:
 
 
 def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
-    """The style of each module that a pattern matches."""
+    """Returns the style of each module that a pattern matches."""
     names = [name for name, _ in module.named_modules() if name]
     styles: dict[str, Style] = {}
     by_pattern: dict[str, str] = {}
@@ -145,7 +145,8 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
 
 
 def _plan_column(part: Part, style: Column, entered: bool) -> Plan:
-    """Split by whole units; or shared, or packed: the notes above."""
+    """Plans a column-parallel layer: split by whole units, or shared or packed ([Note: shared heads] and [Note: packed
+    weights] in `convert.apply`)."""
     transposed = _is_transposed(part)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     features = part.size_of_weight(out_dim)
@@ -204,7 +205,8 @@ def _refuse_odd_embedding(part: Part) -> None:
 
 
 def split_dims(plans: list[Plan]) -> dict[nn.Parameter, int | None]:
-    """The dim of every parameter. Raises ValueError where the two names of a tied one disagree."""
+    """Returns the dim that every parameter is split in. Raises ValueError where the two names of a tied one
+    disagree."""
     dims: dict[nn.Parameter, int | None] = {}
     for plan in plans:
         for name, dim in plan.dims.items():

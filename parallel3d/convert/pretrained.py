@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.errors import CheckpointError
+from parallel3d.layers.parameter import like_parameter
+from parallel3d.shards import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -51,7 +53,7 @@ def load_safetensors(
     `prefix` and the module's; of tied ones either name will do. Values are cast to the parameter's dtype.
 
     Call it after `tensor_parallelize` and before `fully_shard`. Raises CheckpointError where a tensor is missing, is of
-    another shape, or is none of the module's; ValueError for a DTensor of more than one axis.
+    another shape, or belongs to another model; ValueError for a DTensor of more than one axis.
     """
     with ExitStack() as files:
         stored = _open(Path(path), files)
@@ -75,7 +77,7 @@ def load_safetensors(
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, Any]:
-    """The file that each tensor is in, opened: nothing of them is read yet."""
+    """Opens the files and returns the file that each tensor is in. No tensor is read yet."""
     try:
         if path.is_dir() and (path / _INDEX).is_file():
             weight_map = json.loads((path / _INDEX).read_text())["weight_map"]
@@ -90,7 +92,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def _targets(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Every parameter and persistent buffer once, with all of its names."""
+    """Yields every parameter and persistent buffer once, with all of its names."""
     by_id: dict[int, tuple[list[str], Tensor]] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     persistent = module.state_dict(keep_vars=True)
@@ -111,10 +113,9 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
             raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
         (placement,) = tensor.placements
         if isinstance(placement, Shard):
-            n, rank, size = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank(), tensor.shape[placement.dim]
-            each = -(-size // n)  # as DTensor cuts: the last ranks may have fewer, or none
-            own = slice(min(rank * each, size), min((rank + 1) * each, size))
-            whole = (*whole[: placement.dim], own, *whole[placement.dim + 1 :])
+            dim, tp = placement.dim, tensor.device_mesh
+            rows = shard_rows(tensor.shape[dim], tp.get_local_rank(), tp.size())
+            whole = (*whole[:dim], slice(rows.start, rows.stop), *whole[dim + 1 :])
     values: Tensor = stored[whole] if whole else file.get_tensor(name)
     # A copy: what safetensors gives is a view of the file's own pages, strided as the whole tensor is.
     return values.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -123,20 +124,12 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
 def _put(
     module: nn.Module, names: list[str], tensor: Tensor, values: Tensor, device: torch.device | str | None
 ) -> None:
-    """Into the tensor's memory, or, from the meta device, into a new one under all of its names."""
+    """Writes values into the tensor's memory. A tensor on the meta device is replaced, under all of its names, by a new
+    one."""
     if not tensor.is_meta:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(values)
         return
-    filled: Tensor = values.to(device or "cpu")
-    if isinstance(tensor, DTensor):
-        filled = DTensor.from_local(
-            filled,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+    filled = like_parameter(tensor, values.to(device or "cpu"))
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
     for name in names:

@@ -102,7 +102,7 @@ MISTRAL = LLAMA
 QWEN2 = LLAMA  # with biases of q, k and v, which go with their weights
 QWEN3: dict[str, Style | Word] = {
     **LLAMA,
-    "**.layers.*.self_attn.q_norm": Replicate(partial_gradient=True),  # of this rank's heads
+    "**.layers.*.self_attn.q_norm": Replicate(partial_gradient=True),  # this rank norms its own heads
     "**.layers.*.self_attn.k_norm": Replicate(partial_gradient=True),
 }
 _OF_TOKENS = Replicate(partial_gradient=True)

@@ -50,7 +50,7 @@ class BlockActivations:
     attention_dropout: bool = False
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
-        """Of one block."""
+        """Returns the bytes that one block keeps."""
         if recompute == "full":
             return self._tokens_outside * self.hidden * self.item_bytes
         outside = 2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0)
@@ -58,7 +58,8 @@ class BlockActivations:
         return self._tokens_outside * outside + self._tokens * mlp + self._attention_bytes(recompute)
 
     def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
-        """Of the blocks of one stage, by their indices in the whole model: of `every` one is recomputed so."""
+        """Returns the bytes that the blocks of one stage keep, given by their indices in the whole model. One block in
+        `every` is recomputed as `recompute` says, the others are not."""
         return sum(self.bytes(recompute if index % every == 0 else "none") for index in blocks)
 
     @property
@@ -75,7 +76,7 @@ class BlockActivations:
 
     @property
     def norm_bytes(self) -> int:
-        """Of a norm and a token, its output included."""
+        """The bytes that a norm keeps of one token, its output included."""
         if self.layer_norm:
             return 2 * self.hidden * self.item_bytes + 2 * (self._wide_bytes if self.fused_norm else self.item_bytes)
         if self.fused_norm:

@@ -107,7 +107,7 @@ class ParallelAttention(ParallelModule):
             self.q_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
             self.k_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
         self.dropout: Dropout | None = None
-        if options.dropout:  # of probabilities [batch, heads, queries, keys], whose heads are split
+        if options.dropout:  # it drops probabilities [batch, heads, queries, keys], whose heads are split
             mode = options.dropout_mode
             self.dropout = Dropout(options.dropout, name=options.name, tp=self.tp, split_dim=1, mode=mode)
 
@@ -121,12 +121,12 @@ class ParallelAttention(ParallelModule):
         positions: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor:
-        """`context` [batch, T, context_hidden] (T / tp of it under sequence parallelism): where keys and values come
-        from, if not from x. `mask` [batch or 1, 1, S, T], bool, True where a query may see a key: holds beside the
-        attention's own causality and window; for packed documents `mask.same_document(ids)`, or instead of a mask
-        their `lengths`, in order and S in sum for each sequence: then each is attended to alone, and no S^2 numbers
-        exist. `positions` [batch, S]: of the rotation. `key` [batch]: of dropout. Raises ValueError where lengths do
-        not add up, or come with a mask, a context or dropout."""
+        """Returns the attention's output for x. Keys and values come from `context` [batch, T, context_hidden] (T / tp
+        of it under sequence parallelism), or from x without one. `mask` [batch or 1, 1, S, T], bool, True where a query
+        may see a key: holds beside the attention's own causality and window; for packed documents
+        `mask.same_document(ids)`, or instead of a mask their `lengths`, in order and S in sum for each sequence: then
+        each is attended to alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation. `key` [batch]: of
+        dropout. Raises ValueError where lengths do not add up, or come with a mask, a context or dropout."""
         if lengths is not None:
             self._check_lengths(lengths, x_BSD, mask, context)
         if context is None:

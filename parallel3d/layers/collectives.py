@@ -20,7 +20,7 @@ from parallel3d.layers.shared_memory import SLOT_BYTES, SharedExchange, shared_e
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import functional_collectives as functional
 
-SEQUENCE_DIM = 1  # of activations [batch, seq, hidden]
+SEQUENCE_DIM = 1  # activations are [batch, seq, hidden]
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,7 +37,8 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
-    """Sum over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x where small)."""
+    """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x
+    where small)."""
     if axis.size == 1:
         return Pending(lambda: x)
     if is_compiling():
@@ -51,7 +52,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
-    """[..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1) times x per rank."""
+    """Starts to gather [..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1)
+    times x per rank."""
     if axis.size == 1:
         return Pending(lambda: x)
     if is_compiling():
@@ -67,8 +69,8 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
-    """[..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n of x per
-    rank."""
+    """Starts to sum [..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n
+    of x per rank."""
     if axis.size == 1:
         return Pending(lambda: x)
     if is_compiling():
@@ -96,7 +98,7 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """Largest over the axis, elementwise; `x` may be overwritten."""
+    """Returns the elementwise maximum over the axis; `x` may be overwritten."""
     if axis.size == 1:
         return x
     if is_compiling():
@@ -120,7 +122,7 @@ def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
-    """The shared memory that a tensor goes through, if it does."""
+    """Returns the shared memory that a tensor goes through, or None where it goes through the backend."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
         return None
     assert axis.group is not None
@@ -135,7 +137,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
-    """`sent`: what must live until then."""
+    """Returns x when the work is done. The tensors `sent` live until then."""
     if work is not None:
         work.wait()
     return x

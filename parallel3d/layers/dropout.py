@@ -32,15 +32,15 @@ _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
-    """What the dropout of a microbatch depends on beside each layer's name. `samples`: the global index of each
-    sequence, int64 of any shape. Returns an int64 of that shape: a number for each sequence and this step."""
+    """Returns what the dropout of a microbatch depends on beside each layer's name: an int64 for each sequence and this
+    step, in the shape of `samples`, which are the global indices of the sequences, int64."""
     run = _split_mix(_split_mix(torch.tensor(seed)) + torch.tensor(step))
     return _split_mix(samples * _GOLDEN + run)
 
 
 def drawn_key(batch: int) -> Tensor:
-    """A key [batch] from torch's default CPU generator, whose state has to agree over tp; torch.utils.checkpoint puts
-    it back before it recomputes (`preserve_rng_state`, its default)."""
+    """Draws a key [batch] from torch's default CPU generator, whose state has to agree over tp. torch.utils.checkpoint
+    restores the state before it recomputes (`preserve_rng_state`, its default)."""
     return _split_mix((torch.arange(batch) + torch.randint(2**62, (1,))) * _GOLDEN)
 
 
@@ -78,13 +78,13 @@ class Dropout(nn.Module):
         return x.masked_fill(self.dropped(x, drawn_key(x.shape[0]) if key is None else key), 0.0) * (1 / (1 - self.p))
 
     def dropped(self, x: Tensor, key: Tensor) -> Tensor:
-        """Which elements are dropped: bool, in the shape of x."""
+        """Returns which elements are dropped: True where one is, in the shape of x."""
         if key.shape != x.shape[:1]:
             raise ValueError(f"Dropout {self.name}: a key of {list(key.shape)}, and a batch of {x.shape[0]}")
         return self._exact(x, key) if self.mode == "exact" else self._fast(x, key)
 
     def _exact(self, x: Tensor, key: Tensor) -> Tensor:
-        """A counter for every element of a sample, from its global place, hashed with the sample's key."""
+        """Hashes a counter of every element's global place in its sample with the sample's key."""
         split = None if self.split_dim is None else self.split_dim % x.ndim
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt).view(-1, *[1] * (x.ndim - 1))
         stride = 1
@@ -106,8 +106,8 @@ class Dropout(nn.Module):
 
 @torch.library.custom_op("parallel3d::keyed_bernoulli", mutates_args=())
 def _keyed_bernoulli(like: Tensor, key: Tensor, salt: Tensor, rank: int, p: float) -> Tensor:
-    """True with probability p, in the shape of `like`: an operator of its own, because no compiler can follow a
-    generator that is made here. A key on the CPU costs a GPU no wait."""
+    """Draws True with probability p, in the shape of `like`. It is an operator of its own, because no compiler can
+    follow a generator that is made here. A key on the CPU costs a GPU no wait."""
     of_samples = _split_mix(key.cpu() + salt) * torch.arange(1, 2 * key.numel(), 2)  # their order counts
     seed = int(_split_mix(of_samples.sum() + rank))
     generator = torch.Generator(like.device).manual_seed(seed)
@@ -120,7 +120,7 @@ def _(like: Tensor, key: Tensor, salt: Tensor, rank: int, p: float) -> Tensor:
 
 
 def _split_mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser of a tensor that nobody else needs: written over where it is run as it stands."""
+    """Returns SplitMix64's finaliser of a tensor, which is written over unless a compiler traces it."""
     z = _xor_shifted(z, 30)
     z = z.mul_(_MIX[0])
     z = _xor_shifted(z, 27)
@@ -129,5 +129,5 @@ def _split_mix(z: Tensor) -> Tensor:
 
 
 def _xor_shifted(z: Tensor, bits: int) -> Tensor:
-    """z xor z >> bits, zeros following: torch's own shift repeats the sign."""
+    """Returns z xor (z >> bits), with zeros shifted in: torch's own shift repeats the sign."""
     return z.bitwise_xor_((z >> bits).bitwise_and_(2 ** (64 - bits) - 1))

@@ -69,16 +69,18 @@ class VocabParallelEmbedding(ParallelModule):
         rows = traced(self.weight, self, "weight")
         if self.axis.size == 1:
             return F.embedding(ids, rows)
-        own, elsewhere = _own_rows(ids, self.first_row, rows.shape[0])
-        y = F.embedding(own, rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        y, _, _ = look_up(ids, rows, self.first_row)
         return reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
 
 
-def _own_rows(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Ids as indices of this rank's rows (0 for those of another's), and which are another's."""
+def look_up(ids: Tensor, rows: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Looks ids [B, S] up in this rank's rows [w, D] of the vocabulary, from id `first` on. Returns [B, S, D], with
+    zeros for the ids of other ranks; the ids as indices of the rows, 0 for other ranks'; and which ids are other
+    ranks'."""
     own = ids - first
-    elsewhere = (own < 0) | (own >= rows)
-    return own.masked_fill(elsewhere, 0), elsewhere
+    elsewhere = (own < 0) | (own >= rows.shape[0])
+    own = own.masked_fill(elsewhere, 0)
+    return F.embedding(own, rows).masked_fill_(elsewhere.unsqueeze(-1), 0.0), own, elsewhere
 
 
 class _VocabParallelEmbedding(Function):
@@ -93,9 +95,8 @@ class _VocabParallelEmbedding(Function):
             ctx.save_for_backward(ids)
             ctx.elsewhere = None
             return F.embedding(ids, rows)
-        own, ctx.elsewhere = _own_rows(ids, first, rows.shape[0])
+        y, own, ctx.elsewhere = look_up(ids, rows, first)
         ctx.save_for_backward(own)
-        y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
         return start_reduce_scatter(y, axis).wait() if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod
@@ -109,8 +110,9 @@ class _VocabParallelEmbedding(Function):
 
 
 def _accumulate_or_return_looked_up(weight: Tensor, ids: Tensor, grad: Tensor, *, fused: bool) -> Tensor | None:
-    """The gradient `grad` of the looked-up rows, added to those rows alone where there is a total already: a dense
-    gradient of the vocabulary's size for every microbatch costs more than the look-up."""
+    """Does `accumulate_or_return` for the gradient `grad` of the rows that were looked up. It is added to those rows
+    alone where there is a total already: a dense gradient of the vocabulary's size for every microbatch costs more than
+    the look-up."""
     if fused and (total := accumulated_gradient(weight)) is not None:
         total.index_put_((ids,), grad.to(total.dtype), accumulate=True)  # deterministic on GPUs too
         return None

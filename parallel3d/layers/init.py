@@ -18,7 +18,7 @@ from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSp
 
 
 def normal(std: float) -> Initializer:
-    """Normal with mean 0."""
+    """Returns an initializer that draws from a normal distribution with mean 0."""
 
     def fill(tensor: Tensor, generator: torch.Generator | None) -> object:
         return tensor.normal_(0.0, std, generator=generator)
@@ -27,17 +27,17 @@ def normal(std: float) -> Initializer:
 
 
 def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """The start of a norm's scale."""
+    """Fills a norm's scale with ones."""
     return tensor.fill_(1.0)
 
 
 def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """The start of a bias."""
+    """Fills a bias with zeros."""
     return tensor.zero_()
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform between -bound and bound."""
+    """Returns an initializer that draws uniformly between -bound and bound."""
 
     def fill(tensor: Tensor, generator: torch.Generator | None) -> object:
         return tensor.uniform_(-bound, bound, generator=generator)
@@ -46,7 +46,7 @@ def uniform(bound: float) -> Initializer:
 
 
 def initial_tensor(spec: ParameterSpec, name: str, seed: int) -> Tensor:
-    """The global tensor that the parameter of this global name starts from, float32 on the CPU."""
+    """Returns the global tensor that the parameter of this global name starts from, float32 on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     full = torch.empty(spec.shape, dtype=torch.float32)
@@ -56,16 +56,18 @@ def initial_tensor(spec: ParameterSpec, name: str, seed: int) -> Tensor:
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Every parameter's initial global tensor by its global name; a tied one once, under its first name.
+    """Returns the initial global tensor of every parameter by its global name; a tied one is there once, under its
+    first name.
 
-    `module` may be on the meta device. For references and tests: a run never holds more than one of them at a time.
+    `module` may be on the meta device. References and tests use it; a run holds one global tensor at a time.
     """
     return {name: initial_tensor(spec, name, seed) for name, spec in named_specs(module)}
 
 
 def set_initializers(module: nn.Module, initializers: Mapping[str, Initializer]) -> None:
-    """Other starts for the parameters whose global names match a pattern (`layers.*.mlp.down.weight`); the last match
-    holds. Changes no value: call it before `initialize`. Raises ValueError for a pattern that matches nothing."""
+    """Replaces the initializers of the parameters whose global names match a pattern (`layers.*.mlp.down.weight`); the
+    last match holds. It changes no value: call it before `initialize`. Raises ValueError for a pattern that matches
+    nothing."""
     names = [name for name, _ in named_specs(module)]
     for pattern, init in initializers.items():
         matches = [name for name in names if fnmatchcase(name, pattern)]

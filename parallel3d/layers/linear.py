@@ -200,8 +200,8 @@ def _column_parallel_traced(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
 
 
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
-    """x [..., I] times weight [O, I] -> [..., width], filled up with -inf. The product is written into the wider rows,
-    so that nothing is copied. `width` None: [..., O]."""
+    """Multiplies x [..., I] by weight [O, I] -> [..., width], filled up with -inf. The product is written into the
+    wider rows, so that nothing is copied. Without a width the result is [..., O]."""
     features = weight.shape[0]
     if width is None or features == width:
         return F.linear(x, weight)

@@ -43,9 +43,9 @@ class TokenLoss:
     z_loss: float = 0.0
 
     def forward(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-        """logits [T, w], labels [T] -> losses [T] and lse [T], the same on every rank. Sends two all-reduces over tp:
-        the largest logit, then the sums, of one and two (with smoothing three) numbers a token. `overwrite`: the
-        memory of the logits is used again, because nobody reads them any more."""
+        """Computes, of logits [T, w] and labels [T], losses [T] and lse [T], the same on every rank. Sends two
+        all-reduces over tp: the largest logit, then the sums, of one and two (with smoothing three) numbers a token.
+        `overwrite`: the memory of the logits is used again, because nobody reads them any more."""
         own, elsewhere, valid = self._own_labels(labels, logits.shape[-1])
         largest = all_reduce_max(logits.amax(dim=-1).to(wide_dtype(logits)), self.axis)
         shifted = _minus(logits, largest, overwrite)
@@ -65,8 +65,8 @@ class TokenLoss:
         return losses.masked_fill(labels == self.ignore_index, 0.0), lse
 
     def backward(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, overwrite: bool = False) -> Tensor:
-        """The gradient [T, w] by the logits where `grad` [T] is the one by the losses, in float32 at least. Nothing is
-        sent."""
+        """Returns the gradient [T, w] by the logits where `grad` [T] is the one by the losses, in float32 at least.
+        Nothing is sent."""
         own, elsewhere, valid = self._own_labels(labels, logits.shape[-1])
         result = _minus(logits, lse, overwrite).exp_()
         lse = lse.unsqueeze(-1)
@@ -79,8 +79,8 @@ class TokenLoss:
         return result.mul_(grad.masked_fill(labels == self.ignore_index, 0.0).unsqueeze(-1))
 
     def _own_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor, int]:
-        """Labels [T, 1] as columns of this rank (0 for those of another rank), which [T] are another rank's, and how
-        many of the columns are of the vocabulary: a head may have filled up the others."""
+        """Returns labels [T, 1] as columns of this rank (0 for those of another rank), which [T] are another rank's,
+        and how many of the columns are of the vocabulary: a head may have filled up the others."""
         rows = shard_rows(self.vocab, self.axis.rank, self.axis.size)
         own, valid = labels - rows.start, min(width, len(rows))
         elsewhere = (own < 0) | (own >= valid)
@@ -98,8 +98,8 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """The loss of each token, in float32 (float64 for such logits), the same on every tp rank; 0 where the label is
-    `ignore_index`.
+    """Returns the loss of each token, in float32 (float64 for such logits), the same on every tp rank; 0 where the
+    label is `ignore_index`.
 
     logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab`: the true size where the logits are a
     `VocabParallelHead`'s that tp does not divide (label smoothing has to know) or that are filled up to a multiple.

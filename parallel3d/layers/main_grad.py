@@ -1,4 +1,4 @@
-"""Where a backward that adds gradients itself adds them.
+"""The tensor to which a fused backward adds a gradient.
 
 `parameter.main_grad` (Megatron's name) is a plain tensor of the shape of this rank's part, usually float32 where the
 parameter has 16 bits: a fused backward adds to it, in its precision, and leaves `.grad` alone. It belongs to whoever
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def accumulated_gradient(parameter: Tensor) -> Tensor | None:
-    """The plain tensor that holds the gradient so far; None where there is none yet."""
+    """Returns the plain tensor that holds the gradient so far; None before the first backward."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     if main is not None:
         return main

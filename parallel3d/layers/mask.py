@@ -1,4 +1,4 @@
-"""Which keys a query may see, as bool tensors that scaled_dot_product_attention takes: True where it may.
+"""Masks say which keys a query may see: bool tensors for scaled_dot_product_attention, True where it may.
 
 Shapes: B batch, S queries, T keys. A mask is [B or 1, 1, S, T] and the same for every head, so that every tp rank uses
 the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead train on GPUs alone and are
@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Packed sequences: document ids [B, S] -> [B, 1, S, S], True within a document. Make it once a batch, not once a
-    layer. Causality is the attention's own and need not be in it."""
+    """Makes the mask of packed sequences: document ids [B, S] -> [B, 1, S, S], True within a document. Make it once a
+    batch, not once a layer. Causality is the attention's own and need not be in it."""
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
 
 
 def documents_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
-    """The cumulative lengths of varlen attention, [documents + 1] from 0 to B * seq_len, as document ids [B, seq_len].
+    """Turns the cumulative lengths of varlen attention, [documents + 1] from 0 to B * seq_len, into document ids
+    [B, seq_len].
     A document that crosses the end of a sequence goes on in the next one as another."""
     tokens = int(cu_seqlens[-1])
     if tokens % seq_len:
@@ -31,8 +32,8 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 
 
 def lengths_of_documents(documents: Tensor) -> list[int]:
-    """Document ids [B, S], equal and adjacent within a document -> their lengths in order, for `lengths` of
-    `ParallelAttention`; once a batch, since a GPU is waited for. A document ends with its sequence."""
+    """Returns the lengths, in order, of documents whose ids [B, S] are equal and adjacent, for `lengths` of
+    `ParallelAttention`. Call it once a batch, since it waits for a GPU. A document ends with its sequence."""
     batch, seq = documents.shape
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -41,9 +42,9 @@ def lengths_of_documents(documents: Tensor) -> list[int]:
 
 
 def own_mask(queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask [S, T] of an attention's own settings; None where every query sees every key. With `window` a query sees
-    that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and where it is
-    not causal as many on the other side."""
+    """Returns the mask [S, T] of an attention's own settings; None where every query sees every key. With `window` a
+    query sees that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and
+    as many on the other side where the attention is not causal."""
     if not causal and window is None:
         return None
     # Queries are the last of the keys, as torch's causal_lower_right has them.

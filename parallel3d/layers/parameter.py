@@ -38,7 +38,7 @@ Initializer = Callable[[Tensor, torch.Generator | None], object]
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter's global shape, its place on the tp axis (`dim` that is split; None: replicated), how it starts."""
+    """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how it starts."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -47,7 +47,7 @@ class ParameterSpec:
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """This tp rank's part of the global tensor, a view: the rows of `shards.shard_rows`."""
+        """Returns this tp rank's part of the global tensor, a view: the rows of `shards.shard_rows`."""
         if self.dim is None:
             return full
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
@@ -98,7 +98,7 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
 
     def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
-        """This rank's part of `full` as a DTensor on the tp axis; where that has one rank, as it is."""
+        """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
         if self.tp is None or self.tp.size() == 1:
             return local
         shape, stride = full.shape, full.stride()
@@ -107,14 +107,14 @@ class ParallelModule(nn.Module):
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
-    """See [Note: fused gradients]."""
+    """Sets for all layers below `module` whether their backwards add up gradients: [Note: fused gradients]."""
     for part in module.modules():
         if isinstance(part, ParallelModule):
             part.fused_gradients = on
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
-    """The spec of every parameter below `module` by its global name; of a tied one once, under its first name."""
+    """Yields the global name and the spec of every parameter below `module`; of a tied one the first name alone."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         if not isinstance(part, ParallelModule):
@@ -127,14 +127,14 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """The plain tensor behind a parameter or a gradient. Call it where gradients are off: an autograd function's own
-    forward and backward are such places."""
+    """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off, as in the forward and
+    the backward of an autograd function."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
-    """What a backward pass returns for `parameter` whose local gradient is `local`: added to the total, and None, where
-    gradients are fused; else the gradient in the parameter's own form."""
+    """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None where gradients are
+    fused, after adding it to the total; else the gradient in the parameter's own form."""
     if not fused:
         return like_parameter(parameter, local)
     total = accumulated_gradient(parameter)
@@ -173,7 +173,7 @@ def accumulate_or_return_rows(
 
 
 def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
-    """A replicated parameter as a plain tensor for autograd. Backward: its gradient, summed over tp where it is
+    """Returns a replicated parameter as a plain tensor for autograd. Backward: its gradient, summed over tp where it is
     partial (at once, or left to the end of the step: [Note: fused gradients])."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -185,8 +185,8 @@ def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
 
 
 def traced(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
-    """This rank's part of a parameter as `torch.compile` can follow it: torch's own conversion, whose gradient is the
-    parameter's; what is partial is summed as `replicated` does."""
+    """Returns this rank's part of a parameter as `torch.compile` can follow it: by torch's own conversion, whose
+    gradient is the parameter's. A partial gradient is summed as `replicated` does."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if module.specs[name].partial_gradient and not module.fused_gradients:
         local = copy_to_region(local, module.axis)
@@ -208,7 +208,8 @@ class _Replicated(Function):
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local`, of the shape of this rank's part, in the form of `parameter`: a DTensor, laid out alike, or itself."""
+    """Returns `local`, of the shape of this rank's part, in the form of `parameter`: as a DTensor with the same layout,
+    or as it is."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Where a layer stands: what every layer of a model is given alike, as one object."""
+"""The placement of a layer: what every layer of a model is given alike, as one object."""
 
 from __future__ import annotations
 

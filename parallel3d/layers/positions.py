@@ -1,4 +1,4 @@
-"""Where a token stands: learned position embeddings, positions within packed documents, and the scalings that stretch
+"""Positions of tokens: learned embeddings, positions within packed documents, and the scalings that stretch
 rotary frequencies to longer contexts.
 """
 
@@ -53,7 +53,8 @@ class LearnedPositions(ParallelModule):
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """Document ids [batch, seq], equal and adjacent within a document -> each token's place in its own, int64."""
+    """Returns each token's place in its own document, int64 [batch, seq]. Document ids [batch, seq] are equal and
+    adjacent within a document."""
     place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return place - (place * starts).cummax(dim=1).values

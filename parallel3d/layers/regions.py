@@ -1,4 +1,4 @@
-"""Where a tensor changes how it lies over the tp axis: six functions, each with the collective that is its conjugate in
+"""Regions change how a tensor lies over the tp axis: six functions, each with the collective that is its conjugate in
 the backward. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g) and sequence parallelism
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2: its g and its conjugate).
 
@@ -35,45 +35,45 @@ from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, start_gather
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
-Change = Callable[[Tensor, Axis, int], Tensor]  # of how a tensor lies over the axis; the number is the dim
+Change = Callable[[Tensor, Axis, int], Tensor]  # changes how a tensor lies over the axis; the number is the dim
 
 
 def copy_to_region(x: Tensor, tp: Tp) -> Tensor:
-    """Forward: x, the same on every rank, unchanged. Backward: the gradient, summed over tp (all-reduce)."""
+    """Forward passes x on, which is the same on every rank. Backward sums the gradient over tp (all-reduce)."""
     return _apply(x, tp, 0, forward=_alias, backward=_sum)
 
 
 def reduce_from_region(x: Tensor, tp: Tp) -> Tensor:
-    """Forward: the sum of x over tp (all-reduce). Backward: the gradient, the same on every rank, unchanged."""
+    """Forward sums x over tp (all-reduce). Backward passes the gradient on, which is the same on every rank."""
     return _apply(x, tp, 0, forward=_sum, backward=_same)
 
 
 def scatter_to_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
-    """Forward: [..., d, ...], the same on every rank -> this rank's [..., d / n, ...]; nothing is sent. Backward:
-    all-gather. Raises ValueError where tp does not divide d."""
+    """Forward takes this rank's [..., d / n, ...] of [..., d, ...], the same on every rank, and sends nothing. Backward
+    all-gathers. Raises ValueError where tp does not divide d."""
     return _apply(x, tp, dim, forward=_own_part, backward=_gathered, divides=True)
 
 
 def gather_from_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
-    """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradient, which is
-    the same on every rank; nothing is sent."""
+    """Forward all-gathers [..., d / n, ...] -> [..., d, ...]. Backward takes this rank's part of the gradient, which is
+    the same on every rank, and sends nothing."""
     return _apply(x, tp, dim, forward=_gathered, backward=_own_part)
 
 
 def all_gather_to_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """Forward: [..., d / n, ...] -> [..., d, ...] (all-gather). Backward: this rank's part of the gradients' sum
-    (reduce-scatter). Along the sequence: what enters a column-parallel layer."""
+    """Forward all-gathers [..., d / n, ...] -> [..., d, ...]. Backward reduce-scatters: this rank gets its part of the
+    gradients' sum. Along the sequence it stands before a column-parallel layer."""
     return _apply(x, tp, dim, forward=_gathered, backward=_own_part_of_sum)
 
 
 def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """Forward: [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp (reduce-scatter). Backward:
-    all-gather. Along the sequence: what leaves a row-parallel layer. Raises ValueError where tp does not divide d."""
+    """Forward reduce-scatters: [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp. Backward all-gathers.
+    Along the sequence it stands after a row-parallel layer. Raises ValueError where tp does not divide d."""
     return _apply(x, tp, dim, forward=_own_part_of_sum, backward=_gathered, divides=True)
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's [..., d / n, ...] of a whole tensor; a view."""
+    """Returns this rank's [..., d / n, ...] of a whole tensor, a view."""
     length = x.shape[dim] // axis.size
     return x.narrow(dim, axis.rank * length, length)
 

@@ -26,8 +26,8 @@ class RotaryEmbedding(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x [batch, seq, heads, head_dim] -> the same shape and dtype. `positions` [batch, seq], below seq: 0, 1, ...
-        where it is not given."""
+        """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
+        they are not given. Returns the same shape and dtype."""
         cos, sin = self._angles(x)
         if positions is not None:
             cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]

@@ -1,4 +1,4 @@
-"""What attention does with queries, keys and values: softmax(scale q k^T + mask) v, on the heads of one rank.
+"""The product of attention on the heads of one rank: softmax(scale q k^T + mask) v.
 
 Shapes: B batch, H this rank's query heads, G its key-value heads, S queries, T keys, K head dim.
 """
@@ -15,7 +15,7 @@ from parallel3d.layers.dropout import Dropout
 def attend(
     q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
 ) -> Tensor:
-    """[B, H, S, K] by torch's fastest kernel for these shapes. `causal` only without a mask."""
+    """Returns [B, H, S, K], by torch's fastest kernel for these shapes. `causal` goes without a mask."""
     grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -32,8 +32,8 @@ def attend_with_dropout(
     dropout: Dropout,
     key: Tensor | None,
 ) -> Tensor:
-    """[B, H, S, K] with the probabilities written out [B, H, S, T]: torch's kernels draw their dropout from one
-    generator, which on tp ranks of equal seeds would drop the same elements of different heads."""
+    """Returns [B, H, S, K], with the probabilities written out [B, H, S, T]: torch's kernels draw their dropout from
+    one generator, which on tp ranks of equal seeds would drop the same elements of different heads."""
     group = q_BHSK.shape[1] // k_BGTK.shape[1]
     k, v = (part.repeat_interleave(group, dim=1) if group > 1 else part for part in (k_BGTK, v_BGTK))
     scores = q_BHSK @ k.transpose(-1, -2) * (q_BHSK.shape[-1] ** -0.5 if scale is None else scale)
