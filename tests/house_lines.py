@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 BATCH_PATH = frozenset(
     {
         "models/decoder.py",
+        "parallel3d/host_memory/exchange.py",
+        "parallel3d/host_memory/ring.py",
+        "parallel3d/host_memory/segment.py",
         "parallel3d/layers/attention.py",
         "parallel3d/layers/collectives.py",
         "parallel3d/layers/deferral.py",
@@ -33,7 +36,6 @@ BATCH_PATH = frozenset(
         "parallel3d/layers/parameter.py",
         "parallel3d/layers/rotary.py",
         "parallel3d/layers/scores.py",
-        "parallel3d/layers/shared_memory.py",
         "parallel3d/mesh.py",
         "parallel3d/optimizers/build.py",
         "parallel3d/parallelize.py",
@@ -41,7 +43,6 @@ BATCH_PATH = frozenset(
         "parallel3d/pipeline/execution.py",
         "parallel3d/pipeline/links.py",
         "parallel3d/pipeline/runtime.py",
-        "parallel3d/pipeline/shared_link.py",
         "parallel3d/pipeline/transport.py",
         "parallel3d/schedules/schedule.py",
         "parallel3d/sharding/fully_sharded.py",

@@ -2,8 +2,8 @@
 
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
 at once; `Pending.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go through
-`shared_memory`, all others through the backend. Under `torch.compile` all of them are torch's functional collectives,
-which a compiler can put into its graph and overlap.
+`host_memory.exchange`, all others through the backend. Under `torch.compile` all of them are torch's functional
+collectives, which a compiler can put into its graph and overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from parallel3d.layers.shared_memory import SLOT_BYTES, SharedExchange, shared_exchange
+from parallel3d.host_memory.exchange import SLOT_BYTES, SharedExchange, exchange_of
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import functional_collectives as functional
 
@@ -126,7 +126,7 @@ def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
         return None
     assert axis.group is not None
-    return shared_exchange(axis.group)
+    return exchange_of(axis.group)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

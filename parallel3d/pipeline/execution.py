@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
+from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.layers.deferral import Work, deferring
 from parallel3d.pipeline.boundary import Boundary, Crossing
-from parallel3d.pipeline.shared_link import PeerLostError
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.recorder import Recorder

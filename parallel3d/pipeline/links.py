@@ -8,9 +8,7 @@ groups are made when the first message needs them; on one host without GPUs ofte
 from __future__ import annotations
 
 import select
-import shutil
 import socket
-import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,11 +20,10 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
-from parallel3d.pipeline.shared_link import Header, Incoming, Outgoing, PeerLostError, prepare
+from parallel3d.host_memory.ring import Header, Incoming, Outgoing, PeerLostError, reserve
+from parallel3d.host_memory.segment import can_share, own_folder
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.torch_private import default_store, timeout_ms
-
-_MEMORY_FOLDER = Path("/dev/shm")
 
 Way = tuple[int, int]  # source rank, target rank
 
@@ -53,11 +50,10 @@ class Links:
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
         self._timeout_ms = timeout_ms(pipeline, device)
-        is_possible = device.type == "cpu" and _MEMORY_FOLDER.is_dir()
-        folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=_MEMORY_FOLDER if is_possible else None))
-        try:
-            mine = _make_links(folder, [way for way in _ways(schedule) if way[1] == self.rank]) if is_possible else {}
-            self.incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
+        with own_folder() as folder:
+            ways = [way for way in _ways(schedule) if way[1] == self.rank] if can_share(device.type) else []
+            mine = _make_links(folder, ways)
+            incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             offers: list[_Offer] = [_Offer("", folder, 0, {})] * self.size
             dist.all_gather_object(offers, _Offer(socket.gethostname(), folder, digest, mine), group=pipeline)
@@ -71,12 +67,8 @@ class Links:
                 self.shared |= {(source, target)}
                 if source == self.rank:
                     self.outgoing[target] = Outgoing(path, target)
-            self.incoming = {
-                source: link for source, link in self.incoming.items() if (source, self.rank) in self.shared
-            }
-            dist.barrier(pipeline)  # all have opened what is to be removed
-        finally:
-            shutil.rmtree(folder)  # what is open stays; nothing is left behind, however the processes end
+            self.incoming = {source: link for source, link in incoming.items() if (source, self.rank) in self.shared}
+            dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
         """Makes the backend's groups, when all ranks of the pipeline come to need them."""
@@ -187,6 +179,6 @@ def _make_links(folder: Path, ways: list[Way]) -> dict[Way, Path]:
     for source, target in ways:
         path = folder / f"{source}-{target}"
         with suppress(OSError):
-            prepare(path)
+            reserve(path)
             made[source, target] = path
     return made

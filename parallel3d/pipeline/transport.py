@@ -1,7 +1,8 @@
 """One run's transfers between pipeline ranks: sends that do not block, receives posted ahead of their use.
 
 Between two ranks things travel in the order in which the sender makes them, which the receiver knows from the schedule:
-no tags, no shapes on the wire. Small messages between CPUs of one host go through `shared_link`, others by the backend.
+no tags, no shapes on the wire. Small messages between CPUs of one host go through `host_memory.ring`, others by the
+backend.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, PeerLostError
 from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
-from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, PeerLostError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
 from parallel3d.torch_private import storage_references
+
+_TAG = struct.Struct("<HcII")  # a message's stage, kind and microbatch, and the digest of what its sender declared
 
 
 class Buffers:
@@ -63,7 +66,7 @@ class Transport:
         target = self._placement[taker.stage]
         link = self.links.outgoing.get(target)
         if link is not None and message.nbytes <= LARGEST_BYTES:
-            link.send(taker, message, tensors)
+            link.send(_TAG.pack(taker.stage, taker.kind.encode(), taker.microbatch, message.digest), tensors)
             return
         outbox = self._outboxes[target]
         for tensor in tensors:
@@ -94,17 +97,19 @@ class Transport:
                 _wait(outbox.popleft()[0], target)
 
     def _read(self, link: Incoming) -> None:
-        """The next message of a link. What was sent before the one that is wanted is kept for its own taker."""
+        """Reads the next message of a link. A message that was sent before the wanted one is kept for its own taker."""
         header = self.links.wait(link)
-        message = self._message(header.taker)
-        if header.digest != message.digest:
+        stage, kind, microbatch, digest = _TAG.unpack_from(header.tag)
+        taker = Action(stage, Kind(kind.decode()), microbatch)
+        message = self._message(taker)
+        if digest != message.digest:
             raise ValueError(
-                f"{header.taker} takes {message} ({message.nbytes} bytes), and pipeline rank {link.peer} has sent "
+                f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {link.peer} has sent "
                 f"something else ({header.nbytes} bytes): the ranks have declared other shapes or sizes"
             )
         tensors = tuple(self._buffers.take(spec) for spec in message.specs)
-        link.read(header, message, tensors)
-        self._arrived[header.taker] = tensors
+        link.read(header, tensors)
+        self._arrived[taker] = tensors
 
     def _message(self, taker: Action) -> Message:
         if taker.kind is Kind.FORWARD:

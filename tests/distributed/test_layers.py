@@ -11,6 +11,7 @@ from torch.distributed import DeviceMesh, get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d.host_memory.exchange import SLOT_BYTES
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.collectives import (
     all_reduce,
@@ -26,7 +27,6 @@ from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
 from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.layers.shared_memory import SLOT_BYTES
 from parallel3d.mesh import Axis
 
 B, S, D = 2, 8, 16

@@ -17,7 +17,7 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from parallel3d.layers.shared_memory import SLOT_BYTES
+from parallel3d.host_memory.exchange import SLOT_BYTES
 from parallel3d.mesh import Axis
 from tests.distributed.layer_cases import F64, tp_mesh
 

@@ -10,21 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.pipeline.boundary import Message, TensorSpec
-from parallel3d.pipeline.shared_link import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, prepare
-from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, layout, reserve
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outgoing, Incoming]:
     folder = tmp_path_factory.mktemp("link") / "0-1"
-    prepare(folder)
+    reserve(folder)
     incoming = Incoming(folder, 0)
     return Outgoing(folder, 1), incoming
 
 
-def message_of(numbers: int) -> Message:
-    return Message((TensorSpec((numbers,), torch.int32), TensorSpec((), torch.float64)))
+def tag_of(number: int) -> bytes:
+    return f"message {number:08}".encode()
 
 
 @settings(deadline=None, max_examples=40)
@@ -40,17 +38,15 @@ def test_messages_arrive_whole_and_in_order(
         header = incoming.poll()
         assert header is not None
         number, size = sent.popleft()
-        message = message_of(size)
-        assert header.taker == Action(3, Kind.INPUT, number)
-        assert (header.nbytes, header.digest) == (message.nbytes, message.digest)
         into = [torch.empty(size, dtype=torch.int32), torch.empty((), dtype=torch.float64)]
-        incoming.read(header, message, into)
+        assert (header.tag, header.nbytes) == (tag_of(number), layout(into)[1])
+        incoming.read(header, into)
         assert torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number) and into[1].item() == number
 
     order = deque(takes)
     for number, size in enumerate(sizes):
         tensors = [torch.arange(size, dtype=torch.int32) + number, torch.tensor(float(number), dtype=torch.float64)]
-        outgoing.send(Action(3, Kind.INPUT, number), message_of(size), tensors)
+        outgoing.send(tag_of(number), tensors)
         sent.append((number, size))
         while sent and order and order.popleft():
             take()
@@ -60,17 +56,17 @@ def test_messages_arrive_whole_and_in_order(
 
 
 def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
-    prepare(tmp_path / "a")
+    reserve(tmp_path / "a")
     incoming = Incoming(tmp_path / "a", 0)
     outgoing = Outgoing(tmp_path / "a", 1)
-    outgoing.send(Action(0, Kind.FORWARD, 0), message_of(1), [torch.zeros(1), torch.zeros(())])
+    outgoing.send(tag_of(0), [torch.zeros(1), torch.zeros(())])
     outgoing.close()
     assert incoming.poll() is not None  # what was sent before is there
     with pytest.raises(PeerLostError, match="pipeline rank 0 has gone"):
         incoming.poll()
-    prepare(tmp_path / "b")
+    reserve(tmp_path / "b")
     incoming = Incoming(tmp_path / "b", 0)
     outgoing = Outgoing(tmp_path / "b", 1)
     incoming.close()
     with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
-        outgoing.send(Action(0, Kind.FORWARD, 0), message_of(1), [torch.zeros(1), torch.zeros(())])
+        outgoing.send(tag_of(0), [torch.zeros(1), torch.zeros(())])

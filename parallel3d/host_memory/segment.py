@@ -1,0 +1,77 @@
+"""A segment: memory that processes of one host share, with pipes beside it that tell them when to read.
+
+A segment is a folder of one file and some named pipes. One process reserves it, others open it, and then the folder is
+removed: what is open stays usable, and nothing is left behind, however the processes end. A pipe whose other end was
+closed reads as empty, so that the end of a process wakes everyone who waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MEMORY_FOLDER = Path("/dev/shm")  # a file system in memory
+_MEMORY = "memory"
+
+
+def can_share(device_type: str) -> bool:
+    """Returns whether tensors on this type of device can go through the memory of this host."""
+    return device_type == "cpu" and MEMORY_FOLDER.is_dir()
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Makes a folder for this process's segments, which is removed at the end of the block: by then all others must
+    have opened what they need."""
+    folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
+    """Makes a segment. Raises OSError where there is no room for it: memory that is only promised would end the process
+    when it is first written."""
+    folder.mkdir()
+    with (folder / _MEMORY).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    for pipe in pipes:
+        os.mkfifo(folder / pipe)
+
+
+class Segment:
+    """A segment as one process has it open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pipes: list[int] = []
+        with (folder / _MEMORY).open("r+b") as file:
+            self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+    def open_pipe(self, name: str, mode: int) -> int:
+        """Opens one of the segment's pipes and returns its descriptor. A reader opens it first, without blocking; a
+        writer would wait for the reader."""
+        pipe = os.open(self._folder / name, mode)
+        self._pipes.append(pipe)
+        return pipe
+
+    def view(self, start: int, like: Tensor) -> Tensor:
+        """Returns the memory from byte `start` on as a tensor of the shape and dtype of `like`."""
+        return self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    def close(self) -> None:
+        """Closes the pipes. The processes at their other ends then know that this one is gone."""
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+    def __del__(self) -> None:
+        self.close()
