@@ -7,6 +7,7 @@ backend.
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
