@@ -24,7 +24,6 @@ BATCH_PATH = frozenset(
         "parallel3d/host_memory/segment.py",
         "parallel3d/layers/attention.py",
         "parallel3d/layers/collectives.py",
-        "parallel3d/layers/deferral.py",
         "parallel3d/layers/dropout.py",
         "parallel3d/layers/embedding.py",
         "parallel3d/layers/head.py",

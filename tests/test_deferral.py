@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.deferral import deferring, make_linears_deferrable
+from parallel3d.layers.deferral import delay_weight_gradients
 from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.parameter import set_fused_gradients
 
@@ -30,14 +30,14 @@ def run(model: nn.Sequential, x: Tensor) -> Tensor:
 
 def test_second_half_adds_what_the_first_left_out() -> None:
     plain, split = make_model(), make_model()
-    make_linears_deferrable(split)
+    delayed = delay_weight_gradients(split)
     assert [name for name, _ in split.named_parameters()] == [name for name, _ in plain.named_parameters()]
     for _ in range(2):  # the second time the gradients add up
         x_plain, x_split = torch.randn(2, 3, 5, 4)[0].requires_grad_(), None
         x_split = x_plain.detach().clone().requires_grad_()
         run(plain, x_plain).backward()
         before = copy.deepcopy(split[0].weight.grad)
-        with deferring() as works:
+        with delayed.collecting() as works:
             run(split, x_split).backward()
         assert len(works) == 2
         torch.testing.assert_close(x_split.grad, x_plain.grad)
@@ -58,8 +58,8 @@ def test_activation_recompute_happens_once() -> None:
             return super().forward(x)
 
     model = nn.Sequential(nn.Linear(4, 4), Counted(4, 4))
-    make_linears_deferrable(model)
-    with deferring() as works:
+    delayed = delay_weight_gradients(model)
+    with delayed.collecting() as works:
         checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
     for work in works:
         work()
@@ -69,8 +69,8 @@ def test_activation_recompute_happens_once() -> None:
 
 def test_outside_of_the_first_half_nothing_is_put_off() -> None:
     model = make_model()
-    make_linears_deferrable(model)
-    with deferring() as works:
+    delayed = delay_weight_gradients(model)
+    with delayed.collecting() as works:
         pass
     run(model, torch.randn(3, 5, 4)).backward()
     assert works == [] and model[0].weight.grad is not None
@@ -81,7 +81,8 @@ def test_the_layers_put_off_fused_gradients_alone(fused: bool, monkeypatch: pyte
     monkeypatch.setattr("parallel3d.layers.linear.FUSED_FROM_ELEMENTS", 0)
     layer = ColumnParallelLinear(4, 6)
     set_fused_gradients(layer, fused)
-    with deferring() as works:
+    delayed = delay_weight_gradients(layer)
+    with delayed.collecting() as works:
         layer(torch.ones(1, 2, 4, requires_grad=True)).sum().backward()
     assert len(works) == fused and (layer.weight.grad is None) == fused
     for work in works:
@@ -91,5 +92,5 @@ def test_the_layers_put_off_fused_gradients_alone(fused: bool, monkeypatch: pyte
 
 def test_a_compiled_module_is_left_alone() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
-    make_linears_deferrable(model)
+    delay_weight_gradients(model)
     assert "forward" not in vars(model[0]._orig_mod) and "forward" in vars(model[1])

@@ -1,8 +1,8 @@
 """Collectives over one axis of the mesh, on plain tensors, without autograd: what the layers' backward passes call.
 
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
-at once; `Pending.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go through
-`host_memory.exchange`, all others through the backend. Under `torch.compile` all of them are torch's functional
+at once; `PendingTensor.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go
+through `host_memory.exchange`, all others through the backend. Under `torch.compile` all of them are torch's functional
 collectives, which a compiler can put into its graph and overlap.
 """
 
@@ -30,58 +30,58 @@ _functional_scatter = getattr(functional, "reduce_scatter_single", functional.re
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingTensor:
     """A tensor that is on its way."""
 
     wait: Callable[[], Tensor]
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis) -> PendingTensor:
     """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x
     where small)."""
     if axis.size == 1:
-        return Pending(lambda: x)
+        return PendingTensor(lambda: x)
     if is_compiling():
-        return Pending(lambda: functional.all_reduce(x, "sum", _group(axis)))
+        return PendingTensor(lambda: functional.all_reduce(x, "sum", _group(axis)))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         finish = exchange.start(x)
-        return Pending(lambda: _sum(finish()))
+        return PendingTensor(lambda: _sum(finish()))
     work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(lambda: _after(work, x))
+    return PendingTensor(lambda: _after(work, x))
 
 
-def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
+def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> PendingTensor:
     """Starts to gather [..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1)
     times x per rank."""
     if axis.size == 1:
-        return Pending(lambda: x)
+        return PendingTensor(lambda: x)
     if is_compiling():
         # Along dim 0, and joined here: what torch 2.11 does for other dims cannot be traced.
-        return Pending(lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim))
+        return PendingTensor(lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim))
     x = x.contiguous()
     if exchange := _exchange_for(x, axis):
         finish = exchange.start(x)
-        return Pending(lambda: torch.cat(finish(), dim=dim))
+        return PendingTensor(lambda: torch.cat(finish(), dim=dim))
     parts = x.new_empty((axis.size * len(x), *x.shape[1:]))
     work = all_gather_single(parts, x, group=axis.group, async_op=True)
-    return Pending(lambda: _joined(_after(work, parts), axis, dim))
+    return PendingTensor(lambda: _joined(_after(work, parts), axis, dim))
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> PendingTensor:
     """Starts to sum [..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n
     of x per rank."""
     if axis.size == 1:
-        return Pending(lambda: x)
+        return PendingTensor(lambda: x)
     if is_compiling():
-        return Pending(lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis)))
+        return PendingTensor(lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis)))
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()  # no copy where batch = 1
     if exchange := _exchange_for(stacked, axis):
         finish = exchange.start(stacked)
-        return Pending(lambda: _sum([part[axis.rank] for part in finish()]))
+        return PendingTensor(lambda: _sum([part[axis.rank] for part in finish()]))
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
-    return Pending(lambda: _after(work, out, stacked))
+    return PendingTensor(lambda: _after(work, out, stacked))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -33,7 +33,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import (
-    Pending,
+    PendingTensor,
     all_reduce,
     start_all_reduce,
     start_gather,
@@ -60,7 +60,6 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from parallel3d.mesh import Axis
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
@@ -163,7 +162,7 @@ class RowParallelLinear(ParallelModule):
             y = F.linear(x, traced(self.weight, self, "weight"))
             y = reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
         else:
-            y = RowParallelProduct.apply(x, self.weight, self.axis, self.sequence_parallel, self.fused_gradients)
+            y = RowParallelProduct.apply(x, self.weight, self)
         return y if self.bias is None else y + replicated(self.bias, self, "bias")
 
 
@@ -227,7 +226,7 @@ class ColumnParallelProduct(Function):
         ctx.weights = parameters[: len(layers)]
         given_biases = iter(parameters[len(layers) :])
         ctx.biases = [None if layer.bias is None else next(given_biases) for layer in layers]
-        ctx.rows = [layer.rows for layer in layers]
+        ctx.rows, ctx.delayed = [layer.rows for layer in layers], first.delayed
         if ctx.sequence_parallel:
             x = start_gather(x, ctx.axis).wait()
         weights = _used_parts(ctx.weights, ctx.rows)
@@ -240,7 +239,7 @@ class ColumnParallelProduct(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         # The input is gathered again while its gradient is computed, and that travels while the weights' are.
-        gathered = start_gather(x, ctx.axis) if ctx.sequence_parallel else Pending(lambda: x)
+        gathered = start_gather(x, ctx.axis) if ctx.sequence_parallel else PendingTensor(lambda: x)
         weights = _used_parts(ctx.weights, ctx.rows)
         # [tokens, O / n], without the columns that the output was filled up with.
         flat = [grad.flatten(0, -2)[:, : weight.shape[0]] for grad, weight in zip(grads, weights, strict=True)]
@@ -257,7 +256,7 @@ class ColumnParallelProduct(Function):
         given = []
         for weight, rows, grad in zip(ctx.weights, ctx.rows, flat, strict=True):
             if rows is None:
-                given.append(accumulate_or_return_product(weight, grad, x, fused=ctx.fused))
+                given.append(accumulate_or_return_product(weight, grad, x, fused=ctx.fused, delayed=ctx.delayed))
             else:
                 given.append(accumulate_or_return_rows(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
         for bias, rows, grad in zip(ctx.biases, ctx.rows, flat, strict=True):
@@ -278,12 +277,12 @@ class RowParallelProduct(Function):
     """The product of a row-parallel layer and the sum over tp after it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, fused: bool) -> Tensor:
-        ctx.axis, ctx.sequence_parallel, ctx.fused = axis, sequence_parallel, fused
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
+        ctx.axis, ctx.sequence_parallel, ctx.fused = layer.axis, layer.sequence_parallel, layer.fused_gradients
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.delayed = weight, layer.delayed
         y = F.linear(x, local_tensor(weight))
-        return start_reduce_scatter(y, axis).wait() if sequence_parallel else all_reduce(y, axis)
+        return start_reduce_scatter(y, ctx.axis).wait() if ctx.sequence_parallel else all_reduce(y, ctx.axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -291,5 +290,6 @@ class RowParallelProduct(Function):
         if ctx.sequence_parallel:
             grad = start_gather(grad, ctx.axis).wait()
         grad_x = grad @ local_tensor(weight)
-        grad_weight = accumulate_or_return_product(weight, grad.flatten(0, -2), x.flatten(0, -2), fused=ctx.fused)
-        return grad_x, grad_weight, None, None, None
+        products = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_weight = accumulate_or_return_product(weight, *products, fused=ctx.fused, delayed=ctx.delayed)
+        return grad_x, grad_weight, None

@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.deferral import delay_if_split
+from parallel3d.layers.deferral import DelayedGradients
 from parallel3d.layers.main_grad import accumulated_gradient, add_product
 from parallel3d.layers.placement import LayerTp, Placement
 from parallel3d.layers.regions import copy_to_region
@@ -71,6 +71,7 @@ class ParallelModule(nn.Module):
         self.tp, self.sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         self.axis = Axis.of(self.tp)
         self.fused_gradients = False
+        self.delayed: DelayedGradients | None = None  # where a schedule splits the backward (`deferral`)
         self.specs: dict[str, ParameterSpec] = {}
 
     def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
@@ -146,12 +147,14 @@ def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Te
     return None
 
 
-def accumulate_or_return_product(weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool) -> Tensor | None:
+def accumulate_or_return_product(
+    weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool, delayed: DelayedGradients | None = None
+) -> Tensor | None:
     """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and
     [tokens, in]: where gradients are fused, the matrix multiplication itself adds the product, now or delayed."""
-    # What is put off must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
+    # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
     kept = grad_out.detach(), x.detach()
-    if fused and delay_if_split(lambda: accumulate_or_return_product(weight, *kept, fused=True)):
+    if fused and delayed and delayed.delay(lambda: accumulate_or_return_product(weight, *kept, fused=True)):
         return None
     if fused and (total := accumulated_gradient(weight)) is not None:
         add_product(total, grad_out, x)

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.host_memory.ring import PeerLostError
-from parallel3d.layers.deferral import Work, deferring
+from parallel3d.layers.deferral import DelayedGradients, Work
 from parallel3d.pipeline.boundary import Boundary, Crossing
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
@@ -55,6 +55,7 @@ class Stage:
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None
     after_weights: Callable[[bool], None] = lambda last: None
+    delayed: DelayedGradients | None = None  # set by the runtime of a schedule that splits the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,9 @@ class Execution:
         is_split = kind is Kind.INPUT
         self._stages[stage].before_backward(not is_split and action in self._schedule.last_backwards)
         if is_split:
-            with deferring() as works:
+            delayed = self._stages[stage].delayed
+            assert delayed is not None, "the runtime's own schedule splits the backward"
+            with delayed.collecting() as works:
                 _differentiate(alive.roots, grads)
             self._weights[stage, microbatch] = works
         else:

@@ -11,14 +11,14 @@ output goes to the loss. What crosses between stages is declared (`boundary`), a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.deferral import make_linears_deferrable
+from parallel3d.layers.deferral import delay_weight_gradients
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
 from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, PipelineBatch, Stage
 from parallel3d.pipeline.links import Connect, Links
@@ -66,15 +66,14 @@ class PipelineRuntime:
         self.schedule = schedule
         self.loss_fn = loss_fn
         own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
+        if schedule.splits:
+            own = [replace(stage, delayed=delay_weight_gradients(stage.module)) for stage in own]
         self.device = torch.device(device) if device is not None else _device_of(own)
         self._boundaries = normalized(boundaries, schedule.stages)
         self.links = connect(pp, schedule, self.device)
         self.stages = dict(zip(schedule.stages_of(self.links.rank), own, strict=True))
         self._shapes: _Shapes | None = None
         self._forward_schedules: dict[int, Schedule] = {}
-        if schedule.splits:
-            for stage in own:
-                make_linears_deferrable(stage.module)
 
     def run(
         self,
