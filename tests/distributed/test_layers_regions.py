@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
+from parallel3d.host_memory.exchange import SLOT_BYTES
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -17,7 +18,6 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from parallel3d.host_memory.exchange import SLOT_BYTES
 from parallel3d.mesh import Axis
 from tests.distributed.layer_cases import F64, tp_mesh
 
