@@ -141,7 +141,7 @@ class PlannedRun:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: as its program cuts them, this project's own by what they cost (`schedules.balance`)."""
+        """Layers of each stage: as its program cuts them, this project's own by what they cost (`balance`)."""
         program = self.program
         if program.cuts_by_cost and not self.stage_layers:
             return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
