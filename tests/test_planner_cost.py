@@ -17,6 +17,7 @@ from parallel3d.planner.memory.ranks import memory_by_rank, quick_worst_bytes, w
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 from parallel3d.planner.time.step import step_cost
@@ -40,7 +41,10 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
 
     def more_s(ranks: int) -> float:
         one = run(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)
-        return step_cost(replace(one, muon=muon)).parts.optimizer - step_cost(one).parts.optimizer
+        return (
+            step_cost(replace(one, optimizer=OptimizerMemory(muon=muon))).parts.optimizer
+            - step_cost(one).parts.optimizer
+        )
 
     square, wide = (2 * s * s * (2 * long + s) for s, long in ((4096, 4096), (4096, 11008)))
     products = 32 * 5 * (4 * square + 3 * wide)

@@ -52,7 +52,7 @@ def test_every_strategy_is_a_valid_recipe() -> None:
     [
         (OptimizerMemory(), 0.95),
         (OptimizerMemory(), 0.08),
-        (OptimizerMemory(factors=True), 0.07),
+        (OptimizerMemory(is_adafactor=True), 0.07),
         (OptimizerMemory(state_bytes=0.0), 0.06),
     ],
 )

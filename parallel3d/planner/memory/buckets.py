@@ -73,9 +73,13 @@ def under_way(run: PlannedRun, part: StageSlice) -> float:
     also the gradients, with what one step makes."""
     last = buckets_of(run, part)[-2:]
     copies = sum(bucket.copied for bucket in last)
-    if not run.steps_in_backward:
+    if not run.optimizer.steps_in_backward:
         return copies
-    return copies + sum(bucket.memory for bucket in last) + run.step_bytes * max(bucket.stepping for bucket in last)
+    return (
+        copies
+        + sum(bucket.memory for bucket in last)
+        + run.optimizer.step_bytes * max(bucket.stepping for bucket in last)
+    )
 
 
 def published_bytes(run: PlannedRun, part: StageSlice) -> float:

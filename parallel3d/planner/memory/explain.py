@@ -12,11 +12,11 @@ from parallel3d.planner.model.planned_run import PlannedRun
 
 def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, str]]:
     """Yields each kind, its bytes, and where they come from."""
-    yield from _parallel3d(run, memory) if run.is_own else _published(run, memory)
+    yield from _parallel3d(run, memory) if run.runs_parallel3d else _published(run, memory)
     program = run.program
     share = f"{program.fragmentation:.0%} of what comes and goes + {program.cache_bytes / 1e9:.1f} GB of freed blocks"
-    yield "fragmentation", memory.fragmentation, "none on a CPU" if run.on_cpu and run.is_own else share
-    outside = "none on a CPU" if run.on_cpu and run.is_own else "CUDA, cuBLAS and NCCL, outside the allocator"
+    yield "fragmentation", memory.fragmentation, "none on a CPU" if run.on_cpu and run.runs_parallel3d else share
+    outside = "none on a CPU" if run.on_cpu and run.runs_parallel3d else "CUDA, cuBLAS and NCCL, outside the allocator"
     yield "context", memory.context, outside
 
 

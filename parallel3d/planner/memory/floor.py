@@ -28,14 +28,14 @@ class MemoryFloor(NamedTuple):
 def memory_floors(run: PlannedRun) -> tuple[MemoryFloor, ...]:
     """The floors of the first and the last pipeline rank of a parallel3d run; a published program has none."""
     ranks = dict.fromkeys((0, run.layout.pp - 1))
-    return tuple(_rank_floor(RankState(run, rank)) if run.is_own else MemoryFloor() for rank in ranks)
+    return tuple(_rank_floor(RankState(run, rank)) if run.runs_parallel3d else MemoryFloor() for rank in ranks)
 
 
 def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
     """A lower bound of `worst_rank(run).total`, from the states of one run and the activations of another that has them
     in common with it."""
     program = run.program
-    around = 0.0 if run.on_cpu or not run.is_own else program.cache_bytes + program.context_bytes
+    around = 0.0 if run.on_cpu or not run.runs_parallel3d else program.cache_bytes + program.context_bytes
     more = 1.0 if run.on_cpu else 1 + program.fragmentation
     most = 0.0
     for has, does in zip(states, work, strict=True):

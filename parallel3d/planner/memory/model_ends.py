@@ -38,7 +38,7 @@ class EndTensors:
         rows, full = vocabulary_rows(shape, layout.tp), item * run.tokens * shape.hidden
         is_gathered = layout.sequence_parallel and layout.tp > 1
         copied = full if is_gathered and layout.microbatch_size > 1 else 0
-        chunk = tokens_at_a_time(run.loss_chunk_tokens, tokens=run.tokens, vocab=shape.vocab, tp=layout.tp)
+        chunk = tokens_at_a_time(run.optimizer.loss_chunk_tokens, tokens=run.tokens, vocab=shape.vocab, tp=layout.tp)
         return cls(
             hidden_local=item * outside * shape.hidden,
             hidden_full=full,
@@ -52,7 +52,7 @@ class EndTensors:
             table=rows * shape.hidden,
             positions=item * shape.position_rows * shape.hidden if shape.positions == "learned" else 0,
             is_split=layout.tp > 1,
-            steps_in_backward=run.steps_in_backward,
+            steps_in_backward=run.optimizer.steps_in_backward,
         )
 
     @property

@@ -291,7 +291,7 @@ class _Moments:
                 return waits if has_gradients else partial
             return waits - partial + reduced if has_gradients else reduced
         if action.is_last:
-            reduced *= not rank.run.steps_in_backward
+            reduced *= not rank.run.optimizer.steps_in_backward
             return own - has_gradients * rank.sum_bytes * block.numel * later + reduced
         return own + (0.0 if has_gradients else rank.sum_bytes * block.numel * later)
 
@@ -428,9 +428,9 @@ class _Moments:
         rounded = rank.master * unit.shard * (reduce != rank.master)
         last = unit.last * (rank.item if new else rank.sum_bytes) if rank.shards > 1 else 0
         most = sent + max(new, arrived + max(copied, rounded) + last - whole)
-        if not rank.run.steps_in_backward:
+        if not rank.run.optimizer.steps_in_backward:
             return most
-        step = rank.run.step_bytes * rank.largest_shard(stage)
+        step = rank.run.optimizer.step_bytes * rank.largest_shard(stage)
         return max(
             most, sent + max(new > 0, arrived + max(copied, rounded) + last - whole) - arrived * (rounded > 0) + step
         )
@@ -457,7 +457,7 @@ class _Moments:
         """Yields the last buckets of all stages, and the optimizer's step."""
         rank = self.rank
         received = self._received * rank.tensors.hidden_local
-        step = 0.0 if rank.run.steps_in_backward else rank.step_bytes
+        step = 0.0 if rank.run.optimizer.steps_in_backward else rank.step_bytes
         if rank.whole:
             sent = [self._sent[kind] for kind in rank.schedule.kinds]
             packing = max(buckets_of(rank.run, stage.part)[-1].packing for stage in rank.stages)
@@ -475,7 +475,7 @@ class _Moments:
         rank, ends, blocks, local = self.rank, self.rank.ends, stage.blocks, self.rank.tensors.hidden_local
         table = rank.item * ends.table * stage.tied  # a tied table's gradient waits for the embedding
         buckets = buckets_of(rank.run, stage.part) if rank.whole else ()
-        step = rank.run.step_bytes * rank.largest_shard(stage) * rank.alone
+        step = rank.run.optimizer.step_bytes * rank.largest_shard(stage) * rank.alone
         for at in range(blocks if stage.part.head else blocks - 1, -2, -1):
             base = self._in_backward(action, stage, at, min(at + 1, blocks), head=at == blocks)
             if at == blocks:
@@ -491,6 +491,6 @@ class _Moments:
                     waiting = [one.memory + one.copied for one in before]
                     oldest = before[0] if len(before) == 2 else bucket
                     yield base.plus(temporary=work + sum(waiting) + bucket.memory)
-                    stepped = sum(waiting) + bucket.memory + rank.run.step_bytes * oldest.stepping
+                    stepped = sum(waiting) + bucket.memory + rank.run.optimizer.step_bytes * oldest.stepping
                     sent = sum(waiting[1:]) + bucket.memory + max(bucket.copied, bucket.packing)
                     yield base.plus(temporary=2 * local + table + max(stepped, sent))

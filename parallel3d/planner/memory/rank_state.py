@@ -92,7 +92,9 @@ class RankState:
         # dtype than the gradient's, which fully_shard keeps to the end of the last backward.
         self.sum_bytes = layout.reduce_bytes if self.sharded else self.master
         self.reduces_each = self.sharded and layout.reduce == "microbatch"
-        self.steps_alone = run.steps_in_backward and not self.sharded  # one parameter at a time, in the backward
+        self.steps_alone = (
+            run.optimizer.steps_in_backward and not self.sharded
+        )  # one parameter at a time, in the backward
         has_replicas = layout.dp > layout.dp_shard
         self.partial_bytes = layout.reduce_bytes if has_replicas else self.master
         is_other = layout.reduce_bytes != self.master
@@ -125,17 +127,17 @@ class RankState:
         """Parameters, gradients and optimizer states that are there throughout a step."""
         run, numel = self.run, sum(stage.blocks * self.block.numel + stage.ends.numel for stage in self.stages)
         shard = sum(map(self.shard_of, self.stages))
-        states = run.state_bytes * (numel if self.alone else shard)
-        if run.factors:
+        states = run.optimizer.state_bytes * (numel if self.alone else shard)
+        if run.optimizer.is_adafactor:
             states = adafactor_state_bytes(self._parts)
-        if run.muon is not None:
+        if run.optimizer.muon is not None:
             hidden = sum(table.shard(self.shards) for table in hidden_tables(run.shape, self.layout.tp))
-            states -= (run.state_bytes - run.muon.state_bytes) * self._blocks * hidden
+            states -= (run.optimizer.state_bytes - run.optimizer.muon.state_bytes) * self._blocks * hidden
         if self.alone:
             return self.master * numel, 0.0, states
         if self.whole:
             masters = self.master * shard if self.item < self.master else 0
-            return self.item * numel + masters, 0.0 if run.steps_in_backward else self.master * numel, states
+            return self.item * numel + masters, 0.0 if run.optimizer.steps_in_backward else self.master * numel, states
         return self.master * shard, 0.0, states
 
     @property
@@ -149,19 +151,22 @@ class RankState:
     def step_bytes(self) -> float:
         """What the optimizer makes for itself in a step."""
         run, is_narrow = self.run, self.master == 2
-        if run.rounded is not None:
-            each, states = (None if run.factors else run.step_bytes), run.rounded
+        if run.optimizer.stochastic_rounding_states is not None:
+            each, states = (
+                (None if run.optimizer.is_adafactor else run.optimizer.step_bytes),
+                run.optimizer.stochastic_rounding_states,
+            )
             return rounded_step_bytes(
                 self._parts, tp=self.layout.tp, shards=self.shards, states=states, step_bytes=each
             )
-        if run.factors:
+        if run.optimizer.is_adafactor:
             return adafactor_step_bytes(self._parts, shards=self.shards, is_narrow=is_narrow)
-        vectors_alone = run.muon is not None  # Muon steps the matrices of blocks
-        most = run.step_bytes * max(self.largest_shard(stage, vectors_alone) for stage in (None, *self.kinds))
-        if run.muon is None:
+        vectors_alone = run.optimizer.muon is not None  # Muon steps the matrices of blocks
+        most = run.optimizer.step_bytes * max(self.largest_shard(stage, vectors_alone) for stage in (None, *self.kinds))
+        if run.optimizer.muon is None:
             return most
         ranks, matrices = self.layout.dp * self.layout.tp, muon_matrices(run, self._blocks)
-        return max(most, muon_step_bytes(matrices, ranks=ranks, step=run.muon, is_narrow=is_narrow))
+        return max(most, muon_step_bytes(matrices, ranks=ranks, step=run.optimizer.muon, is_narrow=is_narrow))
 
     def largest_shard(self, stage: RankStage | None, vectors_alone: bool = False) -> int:
         """Numbers of the largest parameter that is stepped here, of a stage's ends or of a block (None)."""
@@ -195,7 +200,7 @@ class RankState:
 
     def complete_gradients(self, stage: RankStage) -> float:
         """Returns their bytes after the stage's last backward."""
-        return 0.0 if self.whole or self.run.steps_in_backward else self.master * self.shard_of(stage)
+        return 0.0 if self.whole or self.run.optimizer.steps_in_backward else self.master * self.shard_of(stage)
 
     def delayed_table(self, stage: RankStage) -> int:
         """Numbers of the head's gradient, where it waits for the second half of a backward."""
@@ -310,7 +315,7 @@ def _block_activations(run: PlannedRun) -> BlockActivations:
         fused_norm=not run.on_cpu,
         layer_norm=shape.layer_norm,
         gated=shape.feed_forward_inputs == 2,
-        dropout=run.drops,
+        dropout=run.optimizer.has_dropout,
     )
 
 

@@ -19,7 +19,7 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
 
 def worst_rank(run: PlannedRun) -> RankMemory:
     """The memory of the pipeline rank that needs most."""
-    is_known = run.is_own and not schedule_traits(run.layout.schedule).splits_backward
+    is_known = run.runs_parallel3d and not schedule_traits(run.layout.schedule).splits_backward
     ranks = _candidates(run) if is_known else range(run.layout.pp)
     return max((rank_memory(run, rank) for rank in ranks), key=lambda memory: memory.total)
 
@@ -45,7 +45,7 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """Returns the memory of one pipeline rank."""
-    return parallel3d_memory(run, rank) if run.is_own else published_memory(run, rank)
+    return parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:

@@ -9,12 +9,12 @@ from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
-from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
+from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.schedules.balance import PartCosts, balanced_cut
 from parallel3d.schedules.builders import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -63,6 +63,8 @@ class RunLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
+    """A model's shape on a cluster in a layout, run by a program."""
+
     shape: ModelShape
     cluster: Cluster
     layout: RunLayout
@@ -70,14 +72,7 @@ class PlannedRun:
     seq_len: int
     precision: str = "bf16"
     stage_layers: tuple[int, ...] = ()  # empty: as the program spreads them
-    state_bytes: float = 8.0  # of a parameter's optimizer states, in this project's own program
-    loss_chunk_tokens: int | None = None  # likewise: tokens whose logits exist at a time; None: as the trainer chooses
-    step_bytes: float = 0.0  # likewise: that a step makes for each number of the parameter that it is at
-    factors: bool = False  # likewise: Adafactor's states, and what it makes in a step, instead of those bytes
-    muon: MuonCosts | None = None  # what Muon keeps and makes of the matrices of blocks, which those bytes leave out
-    rounded: int | None = None  # likewise: states of 16 bits in steps that are rounded stochastically, if they are
-    drops: bool = False  # likewise: dropout between the layers
-    steps_in_backward: bool = False  # likewise: each parameter when its gradient is complete, which then goes
+    optimizer: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
 
     @property
     def tokens(self) -> int:
@@ -101,7 +96,7 @@ class PlannedRun:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
-    def is_own(self) -> bool:
+    def runs_parallel3d(self) -> bool:
         """Whether this project's own program runs it, in a layout of its own."""
         return self.program.is_parallel3d and self.layout.strategy is not None
 
@@ -109,12 +104,12 @@ class PlannedRun:
     def block_parameters(self) -> int:
         """Parameters of one block on a tp rank, as the program cuts it."""
         tp = self.layout.tp
-        return block_numel(self.shape, tp) if self.is_own else layer_parameters(self.shape, tp)
+        return block_numel(self.shape, tp) if self.runs_parallel3d else layer_parameters(self.shape, tp)
 
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
         tp = self.layout.tp
-        return rank_numel(self.shape, (part,), tp) if self.is_own else stage_parameters(self.shape, part, tp)
+        return rank_numel(self.shape, (part,), tp) if self.runs_parallel3d else stage_parameters(self.shape, part, tp)
 
     @property
     def on_cpu(self) -> bool:

@@ -1,4 +1,5 @@
-"""What a recipe says of its training that a plan of this project's own program depends on, and what it says in vain."""
+"""What a recipe says of its training that a plan of this project's own program depends on, and what a plan leaves
+out."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from parallel3d.optimizers.step_bytes import MuonCosts, narrow_step_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """The defaults are AdamW beside float32 masters, without dropout."""
+    """What a recipe's optimizer, dropout and loss add to a rank's memory; the defaults are AdamW beside float32
+    masters."""
 
-    state_bytes: float = 8.0  # of a parameter's optimizer states
-    step_bytes: float = 0.0  # that a step makes for each number of the parameter that it is at
-    factors: bool = False  # Adafactor's states, and what it makes in a step, instead of those bytes
-    muon: MuonCosts | None = None  # then those bytes are of what it does not step
-    rounded: int | None = None  # states of 16 bits in steps that are rounded stochastically; None: no such steps
-    drops: bool = False  # dropout between the layers
-    steps_in_backward: bool = False  # each parameter when its gradient is complete, which then goes
+    state_bytes: float = 8.0  # bytes of a parameter's optimizer states
+    step_bytes: float = 0.0  # bytes that a step makes for each number of the parameter that it is at
+    is_adafactor: bool = False  # Adafactor's states, and what it makes in a step, stand for those bytes
+    muon: MuonCosts | None = None  # Muon's matrices of blocks; those bytes are of all other parameters then
+    stochastic_rounding_states: int | None = None  # 16-bit states that a step rounds stochastically; None: it does not
+    has_dropout: bool = False  # dropout between the layers
+    steps_in_backward: bool = False  # each parameter is stepped when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
 
 
@@ -33,22 +35,22 @@ class UnmodeledSetting:
 
 
 def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
-    """Of the optimizer, the model's dropout and the loss; see `unmodeled_settings` for what it is not."""
+    """Reads it from a recipe; `unmodeled_settings` says what it leaves out."""
     state_bytes, step_bytes = _optimizer_bytes(recipe)
     return OptimizerMemory(
         state_bytes=state_bytes,
         step_bytes=step_bytes,
-        factors=recipe.optimizer.name == "adafactor",
+        is_adafactor=recipe.optimizer.name == "adafactor",
         muon=_muon(recipe),
-        rounded=_rounded_states(recipe),
-        drops=recipe.model.dropout > 0,
+        stochastic_rounding_states=_rounded_states(recipe),
+        has_dropout=recipe.model.dropout > 0,
         steps_in_backward=recipe.optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
 
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
-    """What would change the memory, and is not counted."""
+    """Yields the settings that would change the memory and are not counted."""
     yield from _unmodeled_rounding(recipe)
     if recipe.model.attention_dropout:
         setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
@@ -81,7 +83,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
-    """Bytes of a parameter's states, and what a step makes for each number of the parameter that it is at."""
+    """Returns the bytes of a parameter's states, and those that a step makes for each number of the parameter."""
     optimizer, width = recipe.optimizer.resolved, _state_bytes(recipe)
     states = int(bool(optimizer.momentum)) if optimizer.name == "sgd" else 2
     rounds = optimizer.stochastic_rounding
@@ -109,12 +111,13 @@ def _master_bytes(recipe: Recipe) -> int:
 
 
 def _state_bytes(recipe: Recipe) -> int:
-    """Of a number in one state."""
+    """Returns the bytes of a number in one state."""
     return {None: _master_bytes(recipe), "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
 
 
 def _rounded_states(recipe: Recipe) -> int | None:
-    """Of each parameter, where a step widens it and them (`optimizers.stochastic_rounding`)."""
+    """Counts the 16-bit states of a parameter that a step widens with it (`optimizers.stochastic_rounding`); None where
+    no step rounds."""
     optimizer = recipe.optimizer.resolved
     if not optimizer.stochastic_rounding:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_optimizer import can_step_in_backward
 from parallel3d.planner.memory.ranks import worst_rank
@@ -19,24 +21,20 @@ def planned_shape(question: Question, tp: int) -> ModelShape:
 
 def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
     """Returns the run that answers the question with a layout."""
-    training, boundaries = question.training, parallel.stage_boundaries
+    training, boundaries, batch = question.training, parallel.stage_boundaries, question.global_batch_size
+    if training.steps_in_backward and not can_step_in_backward(
+        parallel, batch, tied_embeddings=question.shape.tied_embeddings
+    ):
+        training = replace(training, steps_in_backward=False)
     return PlannedRun(
         shape=planned_shape(question, parallel.tp),
         cluster=question.cluster,
-        layout=from_config(parallel, question.global_batch_size),
+        layout=from_config(parallel, batch),
         program=question.program,
         seq_len=question.seq_len,
         precision=question.precision,
         stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, question.shape.layers)),
-        state_bytes=training.state_bytes,
-        step_bytes=training.step_bytes,
-        factors=training.factors,
-        muon=training.muon,
-        rounded=training.rounded,
-        drops=training.drops,
-        steps_in_backward=training.steps_in_backward
-        and can_step_in_backward(parallel, question.global_batch_size, tied_embeddings=question.shape.tied_embeddings),
-        loss_chunk_tokens=training.loss_chunk_tokens,
+        optimizer=training,
     )
 
 

@@ -154,7 +154,7 @@ def _least_devices(question: Question) -> float:
     if not question.program.is_parallel3d:
         return 0.0
     master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
-    least = master + (0.0 if training.factors else training.state_bytes)
+    least = master + (0.0 if training.is_adafactor else training.state_bytes)
     return least * total_parameters(question.shape) / question.usable_bytes
 
 

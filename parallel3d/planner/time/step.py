@@ -264,20 +264,22 @@ def _optimizer_s(run: PlannedRun, kernels: Kernels, rank_parameters: int) -> flo
 def _muon_s(run: PlannedRun, kernels: Kernels) -> float:
     """Returns the seconds of Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of
     a rank's part, through one port each (`optimizers.muon`)."""
-    if run.muon is None:
+    if run.optimizer.muon is None:
         return 0.0
     layout, blocks = run.layout, max(part.layers for part in run.ranks)
     ranks, matrices = layout.dp * layout.tp, muon_matrices(run, blocks)
-    precision = "fp32" if run.muon.item_bytes == 4 else "bf16"
+    precision = "fp32" if run.optimizer.muon.item_bytes == 4 else "bf16"
     seconds = 0.0
     for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
         short, long = sorted(shape)
         products = ((short, short, long), (short, short, short), (short, long, short))
         seconds += (
-            run.muon.iterations * count * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
+            run.optimizer.muon.iterations
+            * count
+            * sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
         )
     own = blocks * sum(table.shard(muon_shards(run)) for table in hidden_tables(run.shape, layout.tp))
-    group, sent = run.stage_group, float(run.muon.item_bytes * own)
+    group, sent = run.stage_group, float(run.optimizer.muon.item_bytes * own)
     return seconds + 2 * all_gather_s(run.cluster, group, sent, one_ring=True)
 
 
