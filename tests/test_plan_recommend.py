@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -265,3 +266,40 @@ def test_help_is_quick() -> None:
 def test_the_docs_examples_are_what_is_printed(name: str) -> None:
     shown, _, _ = (GOLDEN / f"{name}.txt").read_text().partition("how sure")  # its figures are of the day
     assert f"$ parallel3d-plan {PAGES[name]}\n{shown}" in docs_page(PAGES[name], shown, end="how sure")
+
+
+VERIFIED = "--layers 2 --hidden 64 --heads 4 --vocab 512 --gpu a100 --gpus 2 --seq-len 64 --global-batch 4"
+
+
+def test_a_winner_that_fits_is_verified_by_a_dry_run(capsys: Said) -> None:
+    found = answer(f"{VERIFIED} --verify", capsys)
+    (checked,) = found["verified"]
+    assert checked["fits"] and checked["parallel"] == found["strategies"][0]["parallel"]
+    assert checked["dry_run_gib"] == pytest.approx(checked["estimated_gib"], rel=0.05)
+    assert run(f"{VERIFIED} --verify") == 0
+    assert "by a dry run of the real code" in capsys.readouterr().out
+
+
+def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
+    capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first dry run is planted: it holds more than the device has."""
+    from parallel3d.tools.verify import dry_run as module
+    from parallel3d.tools.verify.ledger import Snapshot
+
+    usual, runs = module.dry_run, []
+
+    def planted(*args: Any, **settings: Any) -> module.DryRun:
+        runs.append(args)
+        found = usual(*args, **settings)
+        too_much = Snapshot({"forward": 2**40}, {}, 0)
+        return replace(found, peak=too_much) if len(runs) == 1 else found
+
+    monkeypatch.setattr(module, "dry_run", planted)
+    winner = answer(VERIFIED, capsys)["strategies"][0]["parallel"]
+    found = answer(f"{VERIFIED} --verify", capsys)
+    assert [each["fits"] for each in found["verified"]] == [False, True]
+    assert found["verified"][0]["parallel"] == winner != found["strategies"][0]["parallel"]
+    runs.clear()
+    assert run(f"{VERIFIED} --verify") == 0
+    assert "it does not fit, the next is" in capsys.readouterr().out

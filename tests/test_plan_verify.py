@@ -326,7 +326,6 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
-        (["--measure"], "needs a CUDA device"),
         (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
         (
             ["parallel.dp_shard=1", "parallel.dp_replicate=2", "local_sgd.sync_every=4"],

@@ -88,6 +88,7 @@ def recommend_options(parser: Parser) -> None:
     )
     out.add_argument("--tokens", metavar="N", type=tokens, help="of the whole run, such as 2T: days and price")
     out.add_argument("--explain", action="store_true", help="the winner's memory line by line, every stage")
+    out.add_argument("--verify", action="store_true", help="its exact memory, by a dry run (needs torch)")
     out.add_argument("--html", metavar="F", type=Path, help="write the plan as one page with its figures")
     out.add_argument("--emit-recipe", metavar="F", type=Path, help="write the best as a recipe for parallel3d-train")
     out.add_argument(
@@ -106,7 +107,6 @@ def verify_options(parser: Parser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value")
     parser.add_argument("--rank", type=int, metavar="R", help="the rank of the whole job that is run")
     parser.add_argument("--pipeline-rank", type=int, metavar="P", help="or the first rank of this pipeline rank")
-    parser.add_argument("--measure", action="store_true", help="refused: measures on a CUDA device")
 
 
 def timeline_options(parser: Parser) -> None:

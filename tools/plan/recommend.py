@@ -38,6 +38,10 @@ def answer(options: argparse.Namespace) -> Reply:
     asked = read_question(options, gpus=options.gpus)
     question = with_fixed(asked.question, read_fixed(options))
     plan = replace(_plan(options, question), notes=asked.model.notes)
+    if options.verify:
+        from parallel3d.tools.plan.verified import verified  # what only --verify needs
+
+        plan = verified(asked, plan)
     plan = replace(plan, commands=tuple(_emit(options, asked, plan, launch)))
     if options.html is not None:
         from parallel3d.planner.report.html import html_page  # what only --html needs

@@ -45,6 +45,17 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "why": _why(plan, plan.why) if plan.why else None,
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
+    if plan.verified:
+        tree["verified"] = [
+            {
+                "parallel": parallel_tree(each.parallel),
+                "pipeline_rank": each.rank,
+                "estimated_gib": each.estimated_bytes / GIB,
+                "dry_run_gib": each.bytes / GIB,
+                "fits": each.fits,
+            }
+            for each in plan.verified
+        ]
     return rounded_tree(tree)
 
 

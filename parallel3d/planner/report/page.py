@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.reasons import limits, reasons
@@ -53,6 +54,18 @@ class Accuracy:
     runs_by_hardware: dict[str, int]
 
 
+@dataclass(frozen=True)
+class VerifiedLayout:
+    """A layout whose fullest pipeline rank was run dry, and the device's bytes in use: the estimate's, and those with
+    the dry run's tensors."""
+
+    parallel: ParallelConfig
+    rank: int
+    estimated_bytes: float
+    bytes: float
+    fits: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A question, its answer, and what was asked beside it."""
@@ -68,6 +81,7 @@ class Plan:
     accuracy: Accuracy | None = None
     notes: tuple[str, ...] = ()  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
+    verified: tuple[VerifiedLayout, ...] = ()  # the layouts that --verify ran dry, in their order
 
     @property
     def best(self) -> Strategy | None:
@@ -170,9 +184,22 @@ def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
     for number, line in enumerate(reasons(q, replace(plan.answer, strategies=(best,)))):
         yield from wrapped("" if number else "because", line)
     yield from wrapped("memory", f"GiB on pipeline rank {best.memory.rank}, the fullest: {memory_text(best.memory)}")
+    yield from _verified(plan)
     yield from wrapped("time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}")
     yield from wrapped("run", run_text(plan, best))
     yield from wrapped("limits", "; ".join(limits(q, best)))
+
+
+def _verified(plan: Plan) -> Iterator[str]:
+    """Yields what the dry runs say, or offers one."""
+    for each in plan.verified:
+        found = f"{each.bytes / GIB:.1f} GiB by a dry run of the real code, {each.estimated_bytes / GIB:.1f} estimated"
+        if each.fits:
+            yield from wrapped("verified", f"layout 1 holds {found}, on pipeline rank {each.rank}")
+        else:
+            yield from wrapped("refused", f"{layout_text(each.parallel)}: {found}: it does not fit, the next is taken")
+    if not plan.verified and plan.question.program.is_parallel3d:
+        yield from wrapped("exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory")
 
 
 def run_text(plan: Plan, best: Strategy) -> str:
