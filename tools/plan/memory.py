@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.config.rules import validate
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.rules import refuse
+from parallel3d.config.rules_layout import batch_errors, parallel_errors, schedule_errors, sharding_errors
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -32,7 +33,7 @@ def answer(options: argparse.Namespace) -> Reply:
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
     parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
     question = replace(asked.question, gpus=parallel.world_size)
-    _validate(question, parallel)
+    _check_layout(question, parallel)
     found = strategy(question, parallel)
     fits = found.memory.total <= question.usable_bytes
     return Reply(
@@ -78,8 +79,8 @@ def _cell(bytes_: float) -> str:
     return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
 
 
-def _validate(question: Question, parallel: ParallelConfig) -> None:
-    """Raises ConfigError for what the trainer refuses, in its words."""
+def _check_layout(question: Question, parallel: ParallelConfig) -> None:
+    """Raises ConfigError for a layout that the trainer refuses, by the trainer's rules and in their words."""
     shape = planned_shape(question, parallel.tp)
     model = ModelConfig(
         layers=shape.layers,
@@ -87,10 +88,12 @@ def _validate(question: Question, parallel: ParallelConfig) -> None:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         ffn_hidden=shape.ffn_hidden,
-        vocab=max(shape.vocab, 512 * parallel.tp),  # the byte tokenizer's rule does not concern a layout
+        vocab=shape.vocab,
     )
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
-    validate(Recipe(model=model, train=train, parallel=parallel, data=DataConfig(), run_dir="runs/plan"))
+    recipe = Recipe(model=model, train=train, parallel=parallel)
+    rules = (parallel_errors(recipe), sharding_errors(parallel), schedule_errors(recipe), batch_errors(recipe))
+    refuse([line for rule in rules for line in rule])
 
 
 def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
