@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.convert.forms import ColumnForm, EmbeddingForm, EnterForm, ReplicatedForm, RowForm
-from parallel3d.convert.plan import Plan, plan_modules, split_dims
+from parallel3d.convert.plan import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.rules import GPT2, LLAMA, QWEN3, Column, Divide, Enter, Replicate, Row, Rules, Vocab
 
 
@@ -47,7 +47,7 @@ RULES: Rules = {
 }
 
 
-def plans(module: nn.Module, rules: Rules, tp: int = 2) -> dict[str, Plan]:
+def plans(module: nn.Module, rules: Rules, tp: int = 2) -> dict[str, ModulePlan]:
     return {plan.part.name: plan for plan in plan_modules(module, rules, tp)}
 
 

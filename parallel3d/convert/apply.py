@@ -24,7 +24,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.convert.forms import EnterForm, ReplicatedForm, ScatterForm, reform
-from parallel3d.convert.plan import Plan, plan_modules, split_dims
+from parallel3d.convert.plan import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.rules import Rules
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
@@ -76,7 +76,7 @@ def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> 
             )
 
 
-def _place(plans: Sequence[Plan], dims: Mapping[nn.Parameter, int | None], tp: DeviceMesh, axis: Axis) -> None:
+def _place(plans: Sequence[ModulePlan], dims: Mapping[nn.Parameter, int | None], tp: DeviceMesh, axis: Axis) -> None:
     """Puts a DTensor in the place of every parameter; tied ones stay tied."""
     placed = {parameter: _on_axis(parameter, dim, tp, axis) for parameter, dim in dims.items()}
     for plan in plans:

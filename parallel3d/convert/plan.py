@@ -24,7 +24,7 @@ from parallel3d.convert.rules import WORDS, Column, Divide, Enter, Replicate, Ro
 from parallel3d.layers.parameter import ParallelModule
 
 
-def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[Plan]:
+def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
     """A plan for each module that is not tensor-parallel already. Raises ValueError."""
     styles = _match(module, rules)
     return [
@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModulePlan:
     """Says what becomes of one module: its form, the dim that each of its parameters is split in (None: whole), and the
     counts on modules that follow from it."""
 
@@ -102,7 +102,7 @@ def _is_parallel(module: nn.Module) -> bool:
     return isinstance(module, ParallelModule) or any(isinstance(p, DTensor) for p in module._parameters.values())
 
 
-def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
+def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
     style = styles.get(part.name)
     whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
     if style is None:
@@ -119,24 +119,24 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
             dim = 0 if _is_transposed(part) else 1
             if part.size_of_weight(dim) % part.tp:
                 raise part.uneven(part.size_of_weight(dim), "input features")
-            return Plan(part, RowForm, {"sequence": style.sequence}, {**whole, "weight": dim})
+            return ModulePlan(part, RowForm, {"sequence": style.sequence}, {**whole, "weight": dim})
         case Vocab():
             _refuse_odd_embedding(part)
-            return Plan(part, EmbeddingForm, dims={"weight": 0})
+            return ModulePlan(part, EmbeddingForm, dims={"weight": 0})
         case Enter():
-            return Plan(part, EnterForm, {"argument": style.argument, "sequence": style.sequence}, whole)
+            return ModulePlan(part, EnterForm, {"argument": style.argument, "sequence": style.sequence}, whole)
         case Scatter():
-            return Plan(part, ScatterForm, {"argument": style.argument}, whole)
+            return ModulePlan(part, ScatterForm, {"argument": style.argument}, whole)
         case Divide():
             counts = {(part.module, name): part.count(name, part.module) for name in style.attributes}
             for (_, name), count in counts.items():
                 if count % part.tp:
                     raise part.uneven(count, name)
-            return Plan(
+            return ModulePlan(
                 part, ReplicatedForm if whole else None, {}, whole, {k: v // part.tp for k, v in counts.items()}
             )
         case Replicate():
-            return Plan(
+            return ModulePlan(
                 part,
                 ReplicatedForm if whole else None,
                 {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence},
@@ -144,7 +144,7 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> Plan:
             )
 
 
-def _plan_column(part: Part, style: Column, entered: bool) -> Plan:
+def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
     """Plans a column-parallel layer: split by whole units, or shared or packed ([Note: shared heads] and [Note: packed
     weights] in `convert.apply`)."""
     transposed = _is_transposed(part)
@@ -166,16 +166,16 @@ def _plan_column(part: Part, style: Column, entered: bool) -> Plan:
                     f"{part.name}: packed matrices are known of Conv1D alone; give q, k and v a linear layer each"
                 )
             )
-        return Plan(part, ColumnForm, {**settings, "packed": style.packed}, {**whole, "weight": in_dim})
+        return ModulePlan(part, ColumnForm, {**settings, "packed": style.packed}, {**whole, "weight": in_dim})
     if style.shared and part.tp > units and part.tp % units == 0:
         group = part.count(style.shared, part.parent)
         if group * units % part.tp:
             raise part.uneven(group * units, "query heads")
         counts = {(part.parent, style.shared): group * units // part.tp}
-        return Plan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
+        return ModulePlan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
     if units % part.tp and not (style.gather_output and unit == 1):
         raise part.uneven(units, what)
-    return Plan(part, ColumnForm, settings, {name: out_dim if name == "weight" else 0 for name in whole})
+    return ModulePlan(part, ColumnForm, settings, {name: out_dim if name == "weight" else 0 for name in whole})
 
 
 def _is_entered(name: str, styles: Mapping[str, Style]) -> bool:
@@ -204,7 +204,7 @@ def _refuse_odd_embedding(part: Part) -> None:
         raise ValueError(f"{part.name}: max_norm, scale_grad_by_freq and sparse look at all rows; turn them off")
 
 
-def split_dims(plans: list[Plan]) -> dict[nn.Parameter, int | None]:
+def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:
     """Returns the dim that every parameter is split in. Raises ValueError where the two names of a tied one
     disagree."""
     dims: dict[nn.Parameter, int | None] = {}
