@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
@@ -22,13 +23,12 @@ from parallel3d.layers.head import VocabParallelHead
 from parallel3d.layers.init import normal
 from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.placement import Placement
-from parallel3d.layers.recompute import Recomputed
 from parallel3d.layers.rotary import RotaryEmbedding
 
 
 class Block(nn.Module):
     """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed from the norm of x and added to x
-    through a dropout, whose key [B] comes with x. With `recompute` only x is kept for the backward."""
+    through a dropout, whose key [B] comes with x."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class Block(nn.Module):
         mlp_norm: nn.Module,
         mlp: nn.Module,
         mlp_dropout: Dropout,
-        recompute: bool,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
@@ -48,13 +47,28 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = mlp_dropout
-        if recompute:
-            draws = any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
-            self.forward = Recomputed(self.forward, draws_dropout=draws)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
+
+
+class RecomputedBlock(Block):
+    """A block that keeps x alone for the backward, which computes the block's activations a second time (Chen et al.
+    2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s, the reduction of gradients) stay outside and run once.
+    """
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.compute(x, key)
+        # A dropout that is given its key draws no random numbers, so no generator's state has to be restored.
+        draws = key is None and any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
+        y: Tensor = checkpoint(self.compute, x, key, use_reentrant=False, preserve_rng_state=draws)
+        return y
+
+    def compute(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """Computes what is recomputed. `compile.compile_blocks` compiles this part of the block alone."""
+        return super().forward(x, key)
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,8 @@ def make_block(
     D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
     # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
     output_init = normal(config.init_std / math.sqrt(2 * config.layers))
-    return Block(
+    block = RecomputedBlock if recompute == "full" else Block
+    return block(
         attention_norm=parts.norm(),
         attention=ParallelAttention(
             D,
@@ -149,7 +164,6 @@ def make_block(
             output_init=output_init,
         ),
         mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placement),
-        recompute=recompute == "full",
     )
 
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.layers.recompute import Recomputed
-
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles, in place and at its first use, the forward of each block of `model.layers`. Hooks of the block
-    (`fully_shard`'s, the reduction of gradients) and activation recompute stay outside of what is compiled, so that the
-    order in which these are applied does not matter; collectives of tp are in the graph.
+    """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a block that is
+    recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of gradients) and activation recompute
+    stay outside of what is compiled, so that the order in which these are applied does not matter; collectives of tp
+    are in the graph.
 
     A forward that `torch.compile` cannot trace whole is an error at its first use, not a slow graph in pieces.
     """
     for block in model.get_submodule("layers").children():
-        forward: Any = block.forward
-        if isinstance(forward, Recomputed):
-            forward.compute = torch.compile(forward.compute, fullgraph=True)
-        else:
-            block.forward = torch.compile(forward, fullgraph=True)  # this instance's own
+        method = "compute" if hasattr(block, "compute") else "forward"
+        setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))  # this instance's own
         block.is_compiled = True  # type: ignore[assignment]
 
 

@@ -8,7 +8,6 @@ kernels that only GPUs have are put in the place of the CPU's (`gpu_kernels`), b
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,7 +133,6 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
             model_class=model_class(recipe.model.architecture),
             connect=OfflineLinks,
         )
-        gc.collect()  # blocks that were cut away are in reference cycles where they recompute
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
         batch = _batch(recipe)
         trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
