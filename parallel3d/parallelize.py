@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.compile import compile_blocks
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
-from parallel3d.config.strategy import REPLICATED
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.mesh import Axis
@@ -23,7 +23,7 @@ from parallel3d.pipeline.stage import LAST_PARTS, BlockRange, block_ranges, chec
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
-from parallel3d.sharding.parts import LocalParameter, ShardedData, local_parameters
+from parallel3d.sharding.optimizer_parts import LocalParameter, ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 

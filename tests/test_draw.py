@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from parallel3d.config.flops import peak_bf16_flops
+from parallel3d.config.flops_and_peaks import peak_bf16_flops
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.flops import model_flops_per_token

@@ -16,7 +16,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.models import shape_cards
 from parallel3d.recipes import pretrain
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.launch import LAUNCHERS
+from parallel3d.tools.plan.launch_scripts import LAUNCHERS
 
 Said = pytest.CaptureFixture[str]
 TINY = "--layers 4 --hidden 64 --heads 4 --vocab 300 --gpu cpu --gpus 4 --seq-len 64 --global-batch 8 --precision fp32"

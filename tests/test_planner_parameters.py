@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.config.settings import read_settings
+from parallel3d.config.yaml_text import read_settings
 from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.stage import block_ranges, cut

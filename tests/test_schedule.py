@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.builders import build_schedule, forward_only, placement
+from parallel3d.schedules.build import build_schedule, forward_only, placement
 from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule

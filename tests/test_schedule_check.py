@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from work import lines_run
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.check import check_schedule, in_order
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 

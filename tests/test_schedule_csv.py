@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from test_schedule import built
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.builders import build_schedule, forward_only
+from parallel3d.schedules.build import build_schedule, forward_only
 from parallel3d.schedules.csv_file import from_csv, load_schedule, to_csv
 from parallel3d.schedules.schedule import Schedule
 

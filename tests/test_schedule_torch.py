@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.csv_file import from_csv, to_csv
 
 LOOPED = {

@@ -13,7 +13,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_layout import sharding_errors
 from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
 from parallel3d.sharding.exchange import Packing
-from parallel3d.sharding.parts import own_rows
+from parallel3d.sharding.optimizer_parts import own_rows
 from parallel3d.sharding.units import units_of
 
 

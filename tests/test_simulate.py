@@ -9,7 +9,7 @@ from test_schedule import built
 from work import lines_run
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.builders import build_schedule, forward_only, placement
+from parallel3d.schedules.build import build_schedule, forward_only, placement
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate

@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
-from parallel3d.config.settings import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.config.unsupported import hint_for_key, hint_for_value
+from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from parallel3d.shards import divisors
+from parallel3d.row_split import divisors
 
 _LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
 _MOST_TRIES = 6

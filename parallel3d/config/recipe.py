@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
-from parallel3d.config.flops import block_weights
+from parallel3d.config.flops_and_peaks import block_weights
 from parallel3d.config.ranges import (
     ABOVE_ONE,
     ABOVE_ZERO,
@@ -17,7 +17,7 @@ from parallel3d.config.ranges import (
     Range,
     within,
 )
-from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
+from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 

@@ -8,10 +8,17 @@ from dataclasses import fields
 
 from parallel3d.config.ranges import any_of, divisors_near, multiple_from, multiples_near
 from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.config.strategy import HYBRID_OF, OF_ZERO_STAGE, REPLICATED, USUAL_BUCKET_MIB, ShardingName, strategy_of
+from parallel3d.config.sharding_strategies import (
+    HYBRID_OF,
+    OF_ZERO_STAGE,
+    REPLICATED,
+    USUAL_BUCKET_MIB,
+    ShardingName,
+    strategy_of,
+)
+from parallel3d.row_split import shard_rows
 from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
-from parallel3d.shards import shard_rows
 
 BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
 

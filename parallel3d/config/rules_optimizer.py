@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from parallel3d.config.recipe import OptimizerConfig, ParallelConfig, Recipe
-from parallel3d.config.strategy import HYBRID_OF
+from parallel3d.config.sharding_strategies import HYBRID_OF
 from parallel3d.schedules.registry import SCHEDULES
 
 # The keys that not all optimizers read -> the optimizers that read them.

@@ -28,7 +28,7 @@ from parallel3d.convert.plan import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.rules import Rules
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 
 def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.Module:

@@ -28,7 +28,7 @@ from parallel3d.layers.regions import (
     scatter_to_region,
 )
 from parallel3d.mesh import Axis
-from parallel3d.shards import largest_shard, shard_rows
+from parallel3d.row_split import largest_shard, shard_rows
 
 
 class Form(nn.Module):

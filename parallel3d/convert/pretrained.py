@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.parameter import like_parameter
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -1,4 +1,4 @@
-"""How a module is split over tp: a table of name patterns, each with a style, for `layers.convert.tensor_parallelize`.
+"""How a module is split over tp: a table of name patterns, each with a style, for `convert.apply.tensor_parallelize`.
 
 A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none included:
 `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a word: "column", "row",

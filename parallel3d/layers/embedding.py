@@ -30,7 +30,7 @@ from parallel3d.layers.parameter import (
 from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.regions import reduce_from_region, reduce_scatter_from_region
 from parallel3d.mesh import Axis
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 
 class VocabParallelEmbedding(ParallelModule):

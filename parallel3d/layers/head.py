@@ -22,7 +22,7 @@ from parallel3d.layers.main_grad import accumulated_gradient, add_product
 from parallel3d.layers.parameter import Initializer, accumulate_or_return, local_tensor, traced
 from parallel3d.layers.placement import LayerTp
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region, gather_from_region
-from parallel3d.shards import largest_shard
+from parallel3d.row_split import largest_shard
 
 
 class VocabParallelHead(ColumnParallelLinear):

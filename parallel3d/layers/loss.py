@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, all_reduce_max
 from parallel3d.mesh import Axis
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 PLAIN_BELOW_ELEMENTS = 2**17  # logits so few that torch's own loss is faster than a function in Python
 IGNORED = -100  # the label of a token without a loss, as in torch

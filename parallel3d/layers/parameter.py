@@ -31,7 +31,7 @@ from parallel3d.layers.main_grad import accumulated_gradient, add_product
 from parallel3d.layers.placement import LayerTp, Placement
 from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 Initializer = Callable[[Tensor, torch.Generator | None], object]
 

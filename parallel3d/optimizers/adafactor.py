@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel3d.optimizers.assignment import rounds
 from parallel3d.optimizers.low_precision_state import apply
 from parallel3d.optimizers.parameter_sharding import ParameterSharding, Sums
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 
 SMALLEST_RMS = 1e-3  # epsilon_2: the least RMS of a parameter that its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1

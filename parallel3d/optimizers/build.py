@@ -17,7 +17,7 @@ from parallel3d.optimizers.adafactor import Adafactor
 from parallel3d.optimizers.low_precision_state import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.optimizers.muon import Muon, MuonSettings
 from parallel3d.optimizers.parameter_sharding import without_dim
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are a parameter's statistics over a dim

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.optimizers.assignment import owners_of
 from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
 

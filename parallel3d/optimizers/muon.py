@@ -20,7 +20,7 @@ from parallel3d.optimizers.assignment import rounds
 from parallel3d.optimizers.low_precision_state import apply
 from parallel3d.optimizers.matrices import MatrixExchange, StageGroup
 from parallel3d.optimizers.parameter_sharding import ParameterSharding
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 
 LrAdjust = Literal["original", "match_rms_adamw"]
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.sharding.parts import LocalParameter
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
+from parallel3d.sharding.optimizer_parts import LocalParameter
 
 
 class SubMatrix(NamedTuple):

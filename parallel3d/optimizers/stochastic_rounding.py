@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.optimizers.assignment import WIDE_ELEMENTS, rounds
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import offsets_of
 
 

@@ -23,7 +23,7 @@ from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, 
 from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, PipelineBatch, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.transport import Buffers, Transport
-from parallel3d.schedules.builders import forward_only
+from parallel3d.schedules.build import forward_only
 from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 

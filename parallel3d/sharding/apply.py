@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.rules_layout import replication_error
-from parallel3d.config.strategy import REPLICATED, ShardingName
+from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
 from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData, SingleRankData
-from parallel3d.sharding.parts import OptimizerPart, ShardedData
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.replicated import ReplicatedData
 from parallel3d.sharding.settings import DataAxes, Dtypes, ShardingOptions
 from parallel3d.sharding.units import Wrap, units_of

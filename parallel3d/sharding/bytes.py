@@ -32,8 +32,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel3d.config.strategy import FREED_BETWEEN_USES, REPLICATED, Cadence, ShardingName
-from parallel3d.shards import largest_shard, shard_rows
+from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, REPLICATED, Cadence, ShardingName
+from parallel3d.row_split import largest_shard, shard_rows
 
 Shape = tuple[int, ...]
 

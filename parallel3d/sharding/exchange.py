@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.layers.collectives import start_gather, start_reduce_scatter
 from parallel3d.mesh import Axis
-from parallel3d.shards import largest_shard
+from parallel3d.row_split import largest_shard
 
 
 class Packing:

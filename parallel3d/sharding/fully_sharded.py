@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from parallel3d.sharding.parts import OptimizerPart, ShardedPart
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedPart
 from parallel3d.sharding.settings import DataAxes, Dtypes, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
 from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.sharding.buckets import Bucket, ReplicatedParameter, StepInBackwardBucket
 from parallel3d.sharding.bytes import bucket_borders
-from parallel3d.sharding.parts import OptimizerPart, own_rows
+from parallel3d.sharding.optimizer_parts import OptimizerPart, own_rows
 from parallel3d.sharding.settings import DataAxes, Dtypes, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, ParameterUse
 from parallel3d.torch_private import is_in_backward

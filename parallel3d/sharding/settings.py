@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.strategy import USUAL_BUCKET_MIB, Cadence
+from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence
 from parallel3d.mesh import Axis
 
 

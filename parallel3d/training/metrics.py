@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.config.flops import peak_bf16_flops, training_flops_per_token
+from parallel3d.config.flops_and_peaks import peak_bf16_flops, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Precision
 
 
@@ -72,7 +72,7 @@ class Stopwatch:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
+    """Returns the operations of a token's forward and backward, as `config.flops_and_peaks` counts them."""
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,

@@ -14,7 +14,7 @@ from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.local_sgd.state import (
     SavedReplicas,
     after_loading,

@@ -18,7 +18,7 @@ from parallel3d.mesh import Axis, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
 from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.pipeline.links import Connect, Links
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.training.hooks import (

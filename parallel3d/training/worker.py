@@ -17,8 +17,8 @@ from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.stop import StopRequest, catch_sigterm
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
-from parallel3d.training.fit import Loaders, fit
 from parallel3d.training.generation import generate
+from parallel3d.training.loop import Loaders, fit
 from parallel3d.training.metrics import MetricsFile
 from parallel3d.training.progress import ProgressDisplay, open_progress
 from parallel3d.training.state import load_trainer

@@ -12,7 +12,7 @@ from einops import rearrange
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.training_cases import (
     DEEP_TIED,

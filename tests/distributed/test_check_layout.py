@@ -33,7 +33,7 @@ from parallel3d.layers.parameter import ParameterSpec, local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.pipeline import transport
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from tests.distributed.pipeline_cases import Pipeline
 

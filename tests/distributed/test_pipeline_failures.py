@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from tests.distributed.test_pipeline import without_shared_memory
 

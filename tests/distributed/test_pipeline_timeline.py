@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.simulate import StageTimes, measured_times
 from parallel3d.timeline.spans import Span

@@ -16,7 +16,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
     DEEP_TIED,

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import ShardingName
+from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.sharding.parts import ShardedData, own_rows
+from parallel3d.sharding.optimizer_parts import ShardedData, own_rows
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 from parallel3d.tools.bench.data import STRATEGIES, build_ours, build_peer, finish_step
 from parallel3d.tools.bench.step import OVERHEAD, random_batch, recipe

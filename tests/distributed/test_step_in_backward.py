@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
-from parallel3d.config.strategy import ShardingName
+from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.data.loader import IGNORED
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.sharding.apply import named_parts, shard

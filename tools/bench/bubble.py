@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder

@@ -23,11 +23,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.config.strategy import ShardingName
+from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
 from parallel3d.sharding.apply import named_parts, shard
-from parallel3d.sharding.parts import OptimizerPart, ShardedData
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import ShardingOptions
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.ranks import run_ranks

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from parallel3d.errors import RankError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tools.bench import bubble as bench_bubble

@@ -17,7 +17,7 @@ from parallel3d.layers.collectives import start_all_reduce, start_gather, start_
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.tools.calibrate.kernels import Rows, best_s, timed_s
 
 _FEATURES = 256

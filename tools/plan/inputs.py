@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from parallel3d.config.recipe import BlockRecompute, ParallelConfig
-from parallel3d.config.strategy import Cadence, ShardingName
+from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import TrainingProgram

@@ -20,7 +20,7 @@ from parallel3d.tools.arguments import (
     tokens,
     whole,
 )
-from parallel3d.tools.plan.launch import LAUNCHERS
+from parallel3d.tools.plan.launch_scripts import LAUNCHERS
 
 OBJECTIVES = ("throughput", "memory", "cost")  # the values of `ranking.Objective`
 LIMITS = ("cluster", "sequence", "batch", "model")

@@ -21,10 +21,10 @@ from parallel3d.planner.search.fastest import fastest
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question
 from parallel3d.planner.search.ranking import compare, rank
-from parallel3d.tools.plan.emit import emit_recipe, recipe_of_plan
+from parallel3d.tools.plan.emit_recipe import emit_recipe, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_layout, read_question, with_fixed
-from parallel3d.tools.plan.launch import LAUNCHERS, launch_text, start_command
+from parallel3d.tools.plan.launch_scripts import LAUNCHERS, launch_text, start_command
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import NOTHING_FITS, Reply, write_output

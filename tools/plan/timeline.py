@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from parallel3d.errors import ConfigError, ScheduleError
-from parallel3d.schedules.builders import build_schedule, forward_only
+from parallel3d.schedules.build import build_schedule, forward_only
 from parallel3d.schedules.csv_file import load_schedule, to_csv
 from parallel3d.schedules.registry import SCHEDULES, schedule_traits
 from parallel3d.schedules.schedule import Schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.page import Plan, VerifiedLayout
 from parallel3d.planner.search.question import Rejected, Strategy
-from parallel3d.tools.plan.emit import recipe_of_plan
+from parallel3d.tools.plan.emit_recipe import recipe_of_plan
 from parallel3d.tools.plan.inputs import ParsedQuestion
 
 

@@ -24,7 +24,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.links import OfflineLinks
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder

@@ -19,7 +19,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.config.rules import validate
-from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
+from parallel3d.config.sharding_strategies import REPLICATED, Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName

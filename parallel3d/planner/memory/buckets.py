@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.config.strategy import REPLICATED
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.model.parameters import block_tables, end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
-from parallel3d.schedules.builders import placement, rank_actions
+from parallel3d.schedules.build import placement, rank_actions
 from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from parallel3d.config.flops import training_flops_per_token
+from parallel3d.config.flops_and_peaks import training_flops_per_token
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape, layer_matrix_parameters, parameters_of_matmuls
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from itertools import accumulate
 from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.strategy import REPLICATED, Cadence, ShardingName
+from parallel3d.config.sharding_strategies import REPLICATED, Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
 from parallel3d.planner.model.training import OptimizerMemory
+from parallel3d.row_split import largest_shard
 from parallel3d.schedules.balance import PartCosts, balanced_cut
-from parallel3d.schedules.builders import placement
+from parallel3d.schedules.build import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
-from parallel3d.shards import largest_shard
 
 RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
 

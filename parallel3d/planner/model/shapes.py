@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
-from parallel3d.config.flops import block_weights
+from parallel3d.config.flops_and_peaks import block_weights
 from parallel3d.config.recipe import ModelConfig
 
 FeedForward = Literal["swiglu", "gelu", "relu2"]

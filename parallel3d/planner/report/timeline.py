@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import stage_times
-from parallel3d.schedules.builders import build_schedule
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.timeline.simulate import ActionTimes, simulate
 from parallel3d.timeline.spans import Timeline

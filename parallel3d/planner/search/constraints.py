@@ -8,8 +8,8 @@ from parallel3d.config.ranges import any_of, divisors_near, multiple_from, neare
 from parallel3d.errors import ConfigError
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import tp_rule
+from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES
-from parallel3d.shards import divisors
 
 
 def check_fixed(question: Question) -> None:

@@ -17,7 +17,7 @@ from parallel3d.planner.search.question import Answer, NotShown, Question, Rejec
 from parallel3d.planner.search.space import families, tp_rule
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
-from parallel3d.shards import divisors
+from parallel3d.row_split import divisors
 
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2

@@ -17,7 +17,7 @@ from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.fastest import one_that_fits
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
-from parallel3d.shards import divisors
+from parallel3d.row_split import divisors
 
 _STEPS = 16  # between two doublings
 _MOST_NODES = 2**16

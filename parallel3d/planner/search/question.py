@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.strategy import Cadence, ShardingName
+from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory

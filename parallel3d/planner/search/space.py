@@ -13,10 +13,10 @@ from math import gcd
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.rules_layout import divides_key_value_heads, leaves_no_rank_empty, sharding_errors
-from parallel3d.config.strategy import HYBRID_OF, REPLICATED, ShardingName
+from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
 from parallel3d.planner.search.question import Question
+from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
-from parallel3d.shards import divisors
 
 MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
-from parallel3d.config.strategy import REPLICATED
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.calibration import Calibration, ManyRanks, OneProcess, Overhead
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import block_times, embedding_times, head_times

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from parallel3d.schedules.builders import build_schedule, placement
+from parallel3d.schedules.build import build_schedule, placement
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.timeline.simulate import ActionOrder, ActionTimes, StageTimes, action_order, action_starts, durations
 

@@ -23,7 +23,7 @@ from parallel3d.config.recipe import LocalSgdConfig
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
-from parallel3d.sharding.parts import LocalParameter
+from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.local_sgd.schedule import SyncSchedule
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 

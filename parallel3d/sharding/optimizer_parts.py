@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec, like_parameter, local_tensor
 from parallel3d.mesh import Axis
-from parallel3d.shards import shard_rows
+from parallel3d.row_split import shard_rows
 
 
 class OptimizerPart(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel3d.shards import largest_shard, shard_rows
+from parallel3d.row_split import largest_shard, shard_rows
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(8, 2), (10, 4), (5, 4), (3, 8), (1, 1), (50_257, 8)])

@@ -12,7 +12,7 @@ from typing import Any, cast
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.config.rules_optimizer import can_step_in_backward
-from parallel3d.config.settings import dump_yaml, read_settings
+from parallel3d.config.yaml_text import dump_yaml, read_settings
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import sliding_window
