@@ -4,7 +4,7 @@
 VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 RUN := $(VENV)/bin
-CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints-cpu.txt)
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,--constraint constraints-cpu.txt)
 OLDEST_TORCH := 2.11.0
 NEWEST_TORCH := 2.15.0
 INSTALLED := $(VENV)/.parallel3d-installed

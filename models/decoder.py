@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,16 @@ class RecomputedBlock(Block):
     2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s, the reduction of gradients) stay outside and run once.
     """
 
+    @cached_property
+    def has_dropout(self) -> bool:
+        """True if some dropout of the block is not of probability 0."""
+        return any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
+
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(x, key)
         # A dropout that is given its key draws no random numbers, so no generator's state has to be restored.
-        draws = key is None and any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
+        draws = key is None and self.has_dropout
         y: Tensor = checkpoint(self.compute, x, key, use_reentrant=False, preserve_rng_state=draws)
         return y
 

@@ -175,6 +175,11 @@ BROKEN = [
         "parallel.tp=1",
     ),
     (
+        ["model.hidden=768", "model.heads=24", "model.kv_heads=8", "model.ffn_hidden=30", "parallel.tp=4"],
+        "parallel.tp = 4: must divide model.ffn_hidden = 30; try 1 or 2",
+        "parallel.tp=2",
+    ),
+    (
         ["parallel.sequence_parallel=true", "train.seq_len=63"],
         "parallel.tp = 2: must divide train.seq_len = 63; try 1",
         "parallel.tp=1",

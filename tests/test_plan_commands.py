@@ -14,7 +14,7 @@ import yaml
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.models import shape_cards
-from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.score import score
 from parallel3d.tools.arguments import HARDWARE
@@ -117,6 +117,27 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(tmp_path: Path, c
         assert found["notes"] == []
         totals.add(found["memory_gib"]["total"])
     assert len(totals) == len(changes)
+
+
+def test_any_rank_of_stages_cut_by_hand_can_be_the_fullest() -> None:
+    model = ModelConfig(layers=18, hidden=512, heads=8, ffn_hidden=1408, vocab=32_000)
+    layout = ParallelConfig(pp=4, stage_boundaries=(1, 2, 9), microbatch_size=1)
+    train = TrainConfig(steps=1, global_batch_size=8, seq_len=1024)
+    run = run_of_recipe(Recipe(model=model, parallel=layout, train=train))
+    assert worst_rank(run).total == max(memory.total for memory in memory_by_rank(run))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        ("--layers 4 --hidden 192 --heads 64 --vocab 300", "makes heads of 3 numbers"),
+        ("--layers 4 --hidden 256 --heads 64 --vocab 65", "leaves a rank of parallel.tp = 64 without a row"),
+    ],
+)
+def test_memory_refuses_a_model_that_the_trainer_refuses(shape: str, rule: str, capsys: Said) -> None:
+    sizes = "--gpu h100 --layout tp=64 --seq-len 128 --global-batch 8"
+    assert plan.main(shlex.split(f"memory {shape} {sizes}")) == 2
+    assert rule in capsys.readouterr().err
 
 
 def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -> None:

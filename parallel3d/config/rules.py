@@ -16,6 +16,7 @@ from parallel3d.config.rules_layout import (
     parallel_errors,
     schedule_errors,
     sharding_errors,
+    tokenizer_errors,
 )
 from parallel3d.config.rules_optimizer import optimizer_errors, step_in_backward_errors
 from parallel3d.config.rules_run import local_sgd_errors, run_errors
@@ -32,6 +33,7 @@ def validate(recipe: Recipe) -> None:
     refuse(
         [
             *model_errors(recipe),
+            *tokenizer_errors(recipe),
             *parallel_errors(recipe),
             *sharding_errors(recipe.of_one_replica.parallel),
             *schedule_errors(recipe),

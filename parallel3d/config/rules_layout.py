@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields
 
-from parallel3d.config.ranges import any_of, divisors_near, multiple_from, multiples_near
+from parallel3d.config.ranges import any_of, divisors_near, multiple_from, multiples_near, nearest
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
@@ -16,7 +16,7 @@ from parallel3d.config.sharding_strategies import (
     ShardingName,
     strategy_of,
 )
-from parallel3d.row_split import shard_rows
+from parallel3d.row_split import divisors, shard_rows
 from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
 
@@ -34,7 +34,7 @@ def leaves_no_rank_empty(vocab: int, tp: int) -> bool:
 
 
 def model_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each number of the model that does not fit the others, the tokenizer, or tp."""
+    """One line for each number of the model that does not fit the others or tp."""
     model, tp = recipe.model, recipe.parallel.tp
     if model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
@@ -48,17 +48,22 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
     if model.heads % model.key_value_heads:
         tries = any_of(divisors_near(model.heads, model.key_value_heads))
         yield f"model.kv_heads = {model.key_value_heads}: must divide model.heads = {model.heads}; try {tries}"
-    if recipe.data.tokenizer == "bytes" and model.vocab < BYTE_TOKENIZER_IDS:
-        yield (
-            f"model.vocab = {model.vocab}: must be at least {BYTE_TOKENIZER_IDS}, the ids of data.tokenizer = bytes; "
-            f"try {multiple_from(BYTE_TOKENIZER_IDS, tp)}"
-        )
-    elif not leaves_no_rank_empty(model.vocab, tp):
+    if not leaves_no_rank_empty(model.vocab, tp):
         yield (
             f"model.vocab = {model.vocab}: leaves a rank of parallel.tp = {tp} without a row of the embedding; "
             f"try {multiple_from(model.vocab, tp)}"
         )
     yield from architecture_errors(recipe)
+
+
+def tokenizer_errors(recipe: Recipe) -> Iterator[str]:
+    """One line if the vocabulary is too small for the tokenizer's ids."""
+    vocab = recipe.model.vocab
+    if recipe.data.tokenizer == "bytes" and vocab < BYTE_TOKENIZER_IDS:
+        yield (
+            f"model.vocab = {vocab}: must be at least {BYTE_TOKENIZER_IDS}, the ids of data.tokenizer = bytes; "
+            f"try {multiple_from(BYTE_TOKENIZER_IDS, recipe.parallel.tp)}"
+        )
 
 
 # The keys that only one architecture has -> why the other has no use for them.
@@ -101,7 +106,10 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
     uneven = {key: size for key, size in split_by_tp.items() if size % parallel.tp}
     if uneven:
         which = " and ".join(f"{key} = {size}" for key, size in uneven.items())
-        tries = any_of(divisors_near(math.gcd(*split_by_tp.values()), parallel.tp))
+        fitting = divisors(math.gcd(*split_by_tp.values()))
+        if model.kv_heads is not None:
+            fitting = [tp for tp in fitting if divides_key_value_heads(model.kv_heads, tp)]
+        tries = any_of(nearest(fitting, parallel.tp))
         yield f"parallel.tp = {parallel.tp}: must divide {which}; try {tries}"
     if parallel.recompute == "every_n" and parallel.recompute_every is None:
         yield "parallel.recompute_every = null: parallel.recompute = every_n needs it; try 2, every other block"

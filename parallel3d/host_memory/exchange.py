@@ -46,16 +46,17 @@ def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
 
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    with own_folder() as folder:
-        mine: Path | None = None
+    with own_folder("cpu") as folder:
+        mine: Path | None = None  # stays None where something fails, and then all ranks agree on no exchange
+        own: Segment | None = None
+        hears: dict[int, int] = {}
         if can_share("cpu"):
+            others = [other for other in range(size) if other != rank]
             with suppress(OSError):
-                reserve(folder / "slots", SLOTS * SLOT_BYTES, [str(other) for other in range(size) if other != rank])
+                reserve(folder / "slots", SLOTS * SLOT_BYTES, map(str, others))
+                own = Segment(folder / "slots")
+                hears = {other: own.open_pipe(str(other), os.O_RDONLY | os.O_NONBLOCK) for other in others}
                 mine = folder / "slots"
-        hears = {}
-        own = None if mine is None else Segment(mine)
-        if own is not None:
-            hears = {r: own.open_pipe(str(r), os.O_RDONLY | os.O_NONBLOCK) for r in range(size) if r != rank}
         offers: list[tuple[str, Path | None]] = [("", None)] * size
         dist.all_gather_object(offers, (socket.gethostname(), mine), group=group)
         folders = [path for host, path in offers if path is not None and host == offers[0][0]]

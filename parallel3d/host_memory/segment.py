@@ -28,10 +28,10 @@ def can_share(device_type: str) -> bool:
 
 
 @contextmanager
-def own_folder() -> Iterator[Path]:
+def own_folder(device_type: str) -> Iterator[Path]:
     """Makes a folder for this process's segments, which is removed at the end of the block: by then all others must
-    have opened what they need."""
-    folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None))
+    have opened what they need. The folder is in memory if tensors on this type of device can be shared there."""
+    folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER if can_share(device_type) else None))
     try:
         yield folder
     finally:

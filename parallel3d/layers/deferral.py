@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from parallel3d.layers.main_grad import accumulated_gradient, add_product
+from parallel3d.layers.main_grad import accumulated_gradient, add_product, in_gradient_dtype
 from parallel3d.torch_private import is_compiled
 
 Work = Callable[[], object]
@@ -110,7 +110,7 @@ class _Linear(Function):
         def add() -> None:
             total = accumulated_gradient(weight)
             if total is None:
-                weight.grad = flat_grad.t() @ flat_x
+                weight.grad = in_gradient_dtype(weight, flat_grad.t() @ flat_x)
             else:
                 add_product(total, flat_grad, flat_x)
 

@@ -20,6 +20,12 @@ def accumulated_gradient(parameter: Tensor) -> Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def in_gradient_dtype(parameter: Tensor, local: Tensor) -> Tensor:
+    """Returns `local`, a first gradient of `parameter`, in the dtype in which the parameter adds its gradients up. From
+    torch 2.15 on `fully_shard` sets that dtype as `grad_dtype`; None takes any dtype."""
+    return local.to(parameter.grad_dtype or local.dtype)
+
+
 def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
     """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be wider."""
     if total.dtype == x.dtype:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.deferral import DelayedGradients
-from parallel3d.layers.main_grad import accumulated_gradient, add_product
+from parallel3d.layers.main_grad import accumulated_gradient, add_product, in_gradient_dtype
 from parallel3d.layers.placement import LayerTp, Placement
 from parallel3d.layers.regions import copy_to_region
 from parallel3d.mesh import Axis
@@ -140,8 +140,7 @@ def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Te
         return like_parameter(parameter, local)
     total = accumulated_gradient(parameter)
     if total is None:
-        # From torch 2.15 on, `fully_shard` says by `grad_dtype` in what it adds gradients up; None takes any dtype.
-        parameter.grad = like_parameter(parameter, local.to(parameter.grad_dtype or local.dtype))
+        parameter.grad = like_parameter(parameter, in_gradient_dtype(parameter, local))
     else:
         total.add_(local)
     return None

@@ -50,7 +50,7 @@ class Links:
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
         self._timeout_ms = timeout_ms(pipeline, device)
-        with own_folder() as folder:
+        with own_folder(device.type) as folder:
             ways = [way for way in _ways(schedule) if way[1] == self.rank] if can_share(device.type) else []
             mine = _make_links(folder, ways)
             incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}

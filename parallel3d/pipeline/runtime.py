@@ -97,7 +97,7 @@ class PipelineRuntime:
         schedule = schedule or self.schedule
         if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
             raise ValueError(f"schedule {schedule.name}: places or splits stages in another way than the runtime's own")
-        if self.is_last and self.loss_fn is None:
+        if schedule.trains and self.is_last and self.loss_fn is None:
             raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
         execution = self._prepare(schedule, PipelineBatch(inputs, labels, keywords), sizes, self.loss_fn, recorder)
         execution.run()

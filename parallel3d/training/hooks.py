@@ -130,8 +130,9 @@ class LossScaling(StepHook):
 
 
 class CountLabelsFirst(StepHook):
-    """Divides the loss by the global batch's number of labels, counted before the backward, because a gradient that is
-    stepped with in the backward cannot be corrected after it."""
+    """Divides the loss by the number of labels in the global batch (in this replica's share of it, where replicas train
+    apart). The labels are counted before the backward, because a gradient that is stepped with in the backward cannot
+    be corrected after it."""
 
     def __init__(
         self, loss: MeanLoss, axes: Mapping[str, Axis], ignored_ids: Sequence[int], local_sgd: LocalSgd | None

@@ -97,9 +97,8 @@ def summed_where_whole(self: convert_forms.RowForm, x: Tensor) -> Tensor:
     return convert_forms.reduce_from_region(F.linear(x, weight, bias), self.axis)
 
 
-def gathered_backwards(parts: list[Tensor], mine: Tensor, group: object) -> None:
-    ALL_GATHER(parts, mine, group=group)  # type: ignore[arg-type]
-    parts.reverse()
+def gathered_backwards(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    return torch.cat(GATHER(x, axis, dim).chunk(axis.size, dim)[::-1], dim)
 
 
 def cut_backwards(self: ParameterSpec, full: Tensor, axis: Axis) -> Tensor:
@@ -121,14 +120,14 @@ def completed_twice(self: update.GradientSync) -> None:
     COMPLETE(self)
 
 
-ALL_GATHER, LOCAL_PART = dist.all_gather, ParameterSpec.local_part
+GATHER, LOCAL_PART = convert_forms.gather_from_region, ParameterSpec.local_part
 SQUARED_NORM, COMPLETE = update.squared_norm, update.GradientSync.complete
 FAULTS = {
     "none": nullcontext,
     "norm gradient not reduced": lambda: mock.patch.object(norm, "ParameterSpec", whole_gradient),
     "bias added tp times": lambda: mock.patch.object(convert_forms.RowForm, "forward", summed_where_whole),
     "replicated twice in the norm": lambda: mock.patch.object(update, "squared_norm", replicated_twice),
-    "gather in the wrong order": lambda: mock.patch.object(dist, "all_gather", gathered_backwards),
+    "gather in the wrong order": lambda: mock.patch.object(convert_forms, "gather_from_region", gathered_backwards),
     "weights cut in the wrong order": lambda: mock.patch.object(ParameterSpec, "local_part", cut_backwards),
     "dp averaging forgotten": lambda: mock.patch(f"{__name__}.divisor", lambda mesh: 1),
     "tied summed twice": lambda: mock.patch.object(update.GradientSync, "complete", completed_twice),

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from parallel3d.config.ranges import range_errors
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import refuse
-from parallel3d.config.rules_layout import batch_errors, parallel_errors, schedule_errors, sharding_errors
+from parallel3d.config.rules_layout import batch_errors, model_errors, parallel_errors, schedule_errors, sharding_errors
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -92,8 +93,9 @@ def _check_layout(question: Question, parallel: ParallelConfig) -> None:
     )
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     recipe = Recipe(model=model, train=train, parallel=parallel)
-    rules = (parallel_errors(recipe), sharding_errors(parallel), schedule_errors(recipe), batch_errors(recipe))
-    refuse([line for rule in rules for line in rule])
+    refuse(list(range_errors(recipe)))
+    refuse([line for rule in (model_errors, parallel_errors, schedule_errors, batch_errors) for line in rule(recipe)])
+    refuse(list(sharding_errors(parallel)))
 
 
 def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parallel3d.config.rules import validate
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.page import Plan, VerifiedLayout
 from parallel3d.planner.search.question import Rejected, Strategy
@@ -26,7 +27,8 @@ def verified(asked: ParsedQuestion, plan: Plan) -> Plan:
         short = last.bytes - usable
         reason = f"needs {short / GIB:.1f} GiB more on pipeline rank {last.rank} by a dry run"
         refused.append(Rejected(parallel=left.pop(0).parallel, reason=reason, short_bytes=short))
-    answer = replace(plan.answer, strategies=tuple(left), rejected=(*refused, *plan.answer.rejected))
+    nearest = sorted((*refused, *plan.answer.rejected), key=lambda rejected: rejected.short_bytes)
+    answer = replace(plan.answer, strategies=tuple(left), rejected=tuple(nearest))
     return replace(plan, answer=answer, verified=tuple(tried))
 
 
@@ -35,6 +37,7 @@ def _run_dry(asked: ParsedQuestion, plan: Plan, strategy: Strategy) -> VerifiedL
     from parallel3d.tools.verify.dry_run import dry_run  # torch, which only --verify needs
 
     recipe, memory = recipe_of_plan(asked, plan, strategy, run="plan"), strategy.memory
+    validate(recipe)
     rank = memory.rank * (strategy.parallel.world_size // strategy.parallel.pp)
     exact = dry_run(recipe, rank, fused_norm=not plan.question.cluster.device.is_cpu).peak.total
     bytes_ = memory.total - memory.allocated + exact

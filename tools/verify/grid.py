@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     or a count of parameters is not the real one."""
     parser = Parser(
         prog="python -m parallel3d.tools.verify.grid",
-        description="Dry runs of random layouts (Llama and GPT, up to 530B and 16,384 ranks), each against the model.",
+        description="Dry runs of random layouts (Llama and GPT, up to 16,384 ranks), each against the model.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layouts", type=whole, default=40, help="how many (40)")

@@ -1,4 +1,4 @@
-"""Random layouts for `plan_verify_grid`: named models, Llamas and GPTs up to 175B and 405B, on up to 16,384 ranks."""
+"""Random layouts for `tools.verify.grid`: named models, Llamas and GPTs, on up to 16,384 ranks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from parallel3d.planner.memory.model_ends import (
     loss_backward,
     loss_forward,
 )
-from parallel3d.planner.memory.rank_schedule import BeforeAction, fullest_moments
+from parallel3d.planner.memory.rank_schedule import BeforeAction, grouped_moments
 from parallel3d.planner.memory.rank_state import RankStage, RankState, Unit
 from parallel3d.planner.model.parameters import end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -110,7 +110,7 @@ class _Moments:
             for kept, logits, delayed, gathered, astray, whole, complete, sent, half in rows
             for each in (kept + logits, delayed, gathered, astray, whole, complete + sent, half)
         ]
-        self._groups, self._received = fullest_moments(rank.schedule)
+        self._groups, self._received = grouped_moments(rank.schedule)
         self._arounds: dict[BeforeAction, MemorySnapshot] = {}
 
     def all(self) -> Iterator[MemorySnapshot]:

@@ -55,29 +55,14 @@ class RankSchedule:
 
 
 @lru_cache(maxsize=8192)
-def fullest_moments(schedule: RankSchedule) -> tuple[tuple[tuple[BeforeAction, ...], ...], int]:
-    """Returns groups of moments, and the tensors that the rank has at last to receive others into.
-
-    The moments of a group differ in their counts alone. Of each group a few are told: those with most forwards alive,
-    of all stages and of each kind of stage, most delayed second halves and most gradients.
-    """
+def grouped_moments(schedule: RankSchedule) -> tuple[tuple[tuple[BeforeAction, ...], ...], int]:
+    """Returns groups of moments, and the tensors that the rank has at last to receive others into. The moments of a
+    group differ in their counts alone, and no two moments are the same."""
     moments, received = _moments(schedule)
-    kinds = max(schedule.kinds, default=0) + 1
-    found: dict[tuple[object, ...], dict[int, tuple[tuple[int, ...], BeforeAction]]] = {}
+    groups: dict[tuple[object, ...], list[BeforeAction]] = {}
     for moment in dict.fromkeys(moments):
-        alive, delayed = sum(moment.tally(0)), sum(moment.tally(1))
-        gradients = sum(moment.tally(4))
-        rest = (gradients, sum(moment.tally(2)) + sum(moment.tally(3)), sum(moment.tally(5)), moment.in_flight)
-        ways = [(alive + delayed, alive, *rest), (alive, delayed, *rest), (delayed, alive, *rest)]
-        ways += [(gradients, alive + delayed, *rest), (moment.in_flight, alive + delayed, *rest)]
-        if kinds > 1:
-            ways += [(each, alive + delayed, *rest) for each in moment.tally(0)]
-        same = (moment.kind, schedule.kinds[moment.stage], *moment[2:5])
-        most = found.setdefault(same, {})
-        for at, way in enumerate(ways):
-            if at not in most or way > most[at][0]:
-                most[at] = (way, moment)
-    return tuple(tuple({moment for _, moment in most.values()}) for most in found.values()), received
+        groups.setdefault((moment.kind, schedule.kinds[moment.stage], *moment[2:5]), []).append(moment)
+    return tuple(map(tuple, groups.values())), received
 
 
 @dataclass(slots=True)

@@ -36,9 +36,12 @@ def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """The ranks that can be the fullest: the first, which holds most microbatches; the last, which has the logits; and,
-    where layers are uneven, the first of those that have most."""
+    """The ranks that can be the fullest. Where the planner cuts the stages these are the first, which holds most
+    microbatches; the last, which has the logits; and the first of those with most layers. Where a person has cut the
+    stages, every rank can be."""
     pp = run.layout.pp
+    if run.stage_layers:
+        return range(pp)
     layers = [part.layers for part in run.ranks]
     return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
 

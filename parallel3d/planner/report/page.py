@@ -96,7 +96,7 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     lines = [*header(plan.question), ""]
     best = plan.best
     if best is None:
-        lines += _nothing_fits(plan)
+        lines += [*_nothing_fits(plan), *(_verified(plan) if plan.verified else ())]
     else:
         lines += [*_table(plan, bold), *_rejected_lines(plan), "", *wrapped("searched", searched_text(plan))]
         lines += _winner(plan, best)
