@@ -11,11 +11,11 @@ import pytest
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
-from parallel3d.timeline.trace import draw_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

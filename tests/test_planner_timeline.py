@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
-from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.build import build_schedule, live_microbatches, live_with_all_gradients
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate

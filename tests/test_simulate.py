@@ -142,7 +142,6 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(schedule:
                 way = costs.transfers[min(need.stage, span.action.stage)] if between else 0.0
                 assert span.start_s >= ends[need] + way
     assert 0 <= simulated.bubble_fraction <= 1
-    assert simulated.peak_live_microbatches == schedule.peak_live_microbatches
 
 
 def test_a_schedule_that_stops_is_refused_here_too() -> None:

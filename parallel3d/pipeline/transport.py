@@ -18,8 +18,7 @@ from torch import Tensor
 from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, PeerLostError
 from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
-from parallel3d.schedules.schedule import Action, Kind, Schedule
-from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
+from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
 from parallel3d.torch_private import storage_references
 
 _TAG = struct.Struct("<HcII")  # a message's stage, kind and microbatch, and the digest of what its sender declared

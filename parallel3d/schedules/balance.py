@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +44,24 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     extra[-1] += costs.head
     if stages > 1:
         sizes[-1] = 0
-    middle = (stages - 1) / 2
 
-    def priority(stage: int) -> tuple[float, float]:
+    def priority(stage: int) -> tuple[float, float, int]:
         # Rounded, so that the small cost of an embedding does not change an even cut.
-        return round(sizes[stage] + extra[stage] / costs.block, 2), abs(stage - middle)
+        return round(sizes[stage] + extra[stage] / costs.block, 2), abs(stage - (stages - 1) / 2), stage
 
     # Giving each block to the cheapest stage is optimal, because all blocks cost the same.
-    heap = [(*priority(stage), stage) for stage in range(stages)]
+    heap = [priority(stage) for stage in range(stages)]
     heapq.heapify(heap)
     for _ in range(blocks - sum(sizes)):
         stage = heap[0][-1]
         sizes[stage] += 1
-        heapq.heapreplace(heap, (*priority(stage), stage))
+        heapq.heapreplace(heap, priority(stage))
     return sizes
 
 
 def cut_points(sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the first block of each stage after the first: [2, 3, 3] -> (2, 5)."""
-    points, end = [], 0
-    for size in sizes[:-1]:
-        end += size
-        points.append(end)
-    return tuple(points)
+    return tuple(accumulate(sizes[:-1]))
 
 
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:

@@ -1,8 +1,12 @@
-"""A schedule made from its name and its numbers, and schedules of forwards alone. No torch here."""
+"""A schedule made from its name and its numbers, schedules of forwards alone, and how many forwards a rank has alive.
+
+A forward is alive from its action until the backward of the same stage and microbatch is done; where the backward is
+split, until its second half is done. A rank's activations are counted by it. No torch here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.check import check_schedule
@@ -53,6 +57,14 @@ def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int,
     return _down_and_up(pp) if schedule_traits(name).stages.v_shaped else _round_and_round(pp, virtual_stages)
 
 
+def _round_and_round(pp: int, virtual_stages: int) -> tuple[int, ...]:
+    return tuple(range(pp)) * virtual_stages
+
+
+def _down_and_up(pp: int) -> tuple[int, ...]:
+    return (*range(pp), *reversed(range(pp)))
+
+
 def forward_only(
     *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
 ) -> Schedule:
@@ -60,9 +72,23 @@ def forward_only(
     its stages do not go round and round. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
     2 (m + p - 1) on a V, where the last microbatch has to come up again.
     """
-    placement = _round_and_round(pp, virtual_stages) if placement is None else placement
+    if placement is None:
+        placement = _round_and_round(pp, virtual_stages)
+    virtual_stages = len(placement) // pp
+    forwards: list[tuple[int, int, int]] = []  # (step, stage, microbatch); no two meet on a rank of a known placement
+    if placement == _round_and_round(pp, virtual_stages):
+        first = 0
+        for size in groups(pp, microbatches):
+            for stage in range(len(placement)):
+                start = first * virtual_stages + stage // pp * size + stage % pp
+                forwards += [(start + place, stage, first + place) for place in range(size)]
+            first += size
+    else:
+        # On a V a rank's two stages are an odd number of steps apart, so every second step is free for the other.
+        pace = 2 if placement == _down_and_up(pp) else 1
+        forwards = [(pace * m + stage, stage, m) for m in range(microbatches) for stage in range(len(placement))]
     ranks: list[Actions] = [[] for _ in range(pp)]
-    for _, stage, m in sorted(_arrivals(placement, pp, microbatches)):
+    for _, stage, m in sorted(forwards):
         ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
     schedule = Schedule(
         name="forward_only",
@@ -75,26 +101,33 @@ def forward_only(
     return schedule
 
 
-def _round_and_round(pp: int, virtual_stages: int) -> tuple[int, ...]:
-    return tuple(stage % pp for stage in range(pp * virtual_stages))
+def live_microbatches(name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
+    """`Schedule.peak_live_microbatches` of one rank, without building a long schedule: the most forwards, each of one
+    of the rank's stages, that are alive at once."""
+    traits = schedule_traits(name)
+    if traits.holds_whole_batch:
+        return microbatches * virtual_stages
+    if traits.warm_up is not None:
+        return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, microbatches * virtual_stages)
+    return _peaks(name, pp, min(microbatches, 4 * pp), virtual_stages)[rank]
 
 
-def _down_and_up(pp: int) -> tuple[int, ...]:
-    return (*range(pp), *reversed(range(pp)))
+def live_with_all_gradients(
+    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
+) -> int | None:
+    """The most forwards that a rank has alive once each of its stages has had a backward and none its last one: all
+    gradients of the rank are in memory then and none is reduced. None where no such moment comes or is known."""
+    traits, group_sizes = schedule_traits(name), groups(pp, microbatches)
+    if microbatches == 1 or (virtual_stages > 1 and (len(group_sizes) == 1 or traits.holds_whole_batch)):
+        return None
+    backwards = (virtual_stages - 1) * group_sizes[0] + 1  # the first group's, down to the first one of the first stage
+    left = microbatches * virtual_stages - backwards
+    if traits.holds_whole_batch:
+        return left
+    return None if traits.warm_up is None else min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)
 
 
-def _arrivals(placement: tuple[int, ...], pp: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (step, stage, microbatch) for all forwards. No two meet on a rank where the placement is a known one."""
-    virtual_stages = len(placement) // pp
-    if placement != _round_and_round(pp, virtual_stages):
-        # On a V a rank's two stages are an odd number of steps apart, so every second step is free for the other.
-        pace = 2 if placement == _down_and_up(pp) else 1
-        yield from ((pace * m + stage, stage, m) for m in range(microbatches) for stage in range(len(placement)))
-        return
-    first = 0
-    for size in groups(pp, microbatches):
-        for stage in range(len(placement)):
-            turn, rank = divmod(stage, pp)
-            start = first * virtual_stages + turn * size + rank
-            yield from ((start + place, stage, first + place) for place in range(size))
-        first += size
+@lru_cache(maxsize=1024)
+def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
+    return schedule.peak_live_microbatches

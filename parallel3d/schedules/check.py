@@ -13,7 +13,6 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 _BIT = {F: 1, B: 2, I: 4, W: 8}
-_FULL, _SPLIT, _FORWARD_ALONE = _BIT[F] | _BIT[B], _BIT[F] | _BIT[I] | _BIT[W], _BIT[F]
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -24,7 +23,36 @@ def check_schedule(schedule: Schedule) -> None:
     The proof is one order of all actions that agrees with every rank's own. It is enough for a transport whose sends
     do not block and whose messages between two ranks arrive in the order in which they were sent.
     """
-    _check_complete(schedule)
+    stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
+    if len(schedule.ranks) <= max(placement, default=0):
+        raise ScheduleError(f"schedule {schedule.name}: has {len(schedule.ranks)} ranks, and a stage on another")
+    done = bytearray(stages * microbatches)  # the bits of the kinds of action
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            stage, kind, microbatch = action
+            if not 0 <= stage < stages or placement[stage] != rank:
+                fault = "this rank holds no such stage"
+            elif not 0 <= microbatch < microbatches or (kind is not F and not schedule.trains):
+                fault = "is not asked for"
+            elif done[stage * microbatches + microbatch] & _BIT[kind]:
+                fault = "is done twice"
+            else:
+                done[stage * microbatches + microbatch] |= _BIT[kind]
+                continue
+            raise ScheduleError(f"schedule {schedule.name}: rank {rank}, {action}: {fault}")
+    allowed = {_BIT[F] | _BIT[B], _BIT[F] | _BIT[I] | _BIT[W]} if schedule.trains else {_BIT[F]}
+    if not set(done) <= allowed:
+        wrong = [place for place, kinds in enumerate(done) if kinds not in allowed]
+        stage, microbatch = divmod(wrong[0], microbatches)
+        there = {kind for kind, bit in _BIT.items() if done[wrong[0]] & bit}
+        if B in there and there & {I, W}:
+            half = Action(stage, min(there & {I, W}), microbatch)
+            fault = f"{half}: the full backward {Action(stage, B, microbatch)} is there too"
+        else:
+            missing = F if F not in there else I if W in there else W if I in there else B
+            fault = f"{Action(stage, missing, microbatch)} is never done"
+        count = f"{len(wrong)} such of {len(done)}"
+        raise ScheduleError(f"schedule {schedule.name}: rank {placement[stage]}, {fault} ({count})")
     for _ in in_order(schedule):
         pass
 
@@ -63,60 +91,11 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 waiter = waiting.pop((kind is F, place), None)
                 if waiter is not None:
                     ready.append(waiter)
-    _refuse_stuck(schedule, position)
-
-
-def _check_complete(schedule: Schedule) -> None:
-    stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
-    if len(schedule.ranks) <= max(placement, default=0):
-        raise ScheduleError(f"schedule {schedule.name}: has {len(schedule.ranks)} ranks, and a stage on another")
-    done = bytearray(stages * microbatches)
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            stage, kind, microbatch = action
-            if not 0 <= stage < stages or placement[stage] != rank:
-                raise ScheduleError(_refusal(schedule, action, rank, "this rank holds no such stage"))
-            if not 0 <= microbatch < microbatches or (kind is not F and not schedule.trains):
-                raise ScheduleError(_refusal(schedule, action, rank, "is not asked for"))
-            place = stage * microbatches + microbatch
-            if done[place] & _BIT[kind]:
-                raise ScheduleError(_refusal(schedule, action, rank, "is done twice"))
-            done[place] |= _BIT[kind]
-    allowed = (_FULL, _SPLIT) if schedule.trains else (_FORWARD_ALONE,)
-    if set(done) <= set(allowed):
-        return
-    place = next(place for place, each in enumerate(done) if each not in allowed)
-    stage, microbatch = divmod(place, microbatches)
-    raise ScheduleError(
-        f"schedule {schedule.name}: rank {placement[stage]}, {_lacking(stage, microbatch, done[place])}"
-        f" ({sum(each not in allowed for each in done)} such of {len(done)})"
-    )
-
-
-def _lacking(stage: int, microbatch: int, done: int) -> str:
-    """What is wrong with the actions of a stage on a microbatch, from `done`, the bits of their kinds."""
-    has = {kind for kind, bit in _BIT.items() if done & bit}
-    if B in has and has & {I, W}:
-        half = Action(stage, next(iter(has & {I, W})), microbatch)
-        return f"{half}: the full backward {Action(stage, B, microbatch)} is there too"
-    if F not in has:
-        return f"{Action(stage, F, microbatch)} is never done"
-    missing = I if W in has else W if I in has else B
-    return f"{Action(stage, missing, microbatch)} is never done"
-
-
-def _refusal(schedule: Schedule, action: Action, rank: int, reason: str) -> str:
-    return f"schedule {schedule.name}: rank {rank}, {action}: {reason}"
-
-
-def _refuse_stuck(schedule: Schedule, position: list[int]) -> None:
-    """Raises ScheduleError unless every rank came to its end."""
-    if all(at == len(actions) for actions, at in zip(schedule.ranks, position, strict=True)):
-        return
-    done = {action for actions, at in zip(schedule.ranks, position, strict=True) for action in actions[:at]}
-    stuck = []
-    for rank, (actions, at) in enumerate(zip(schedule.ranks, position, strict=True)):
-        if at < len(actions):
-            missing = next(need for need in schedule.needs(actions[at]) if need not in done)
-            stuck.append(f"rank {rank} at {actions[at]} waits for {missing}")
-    raise ScheduleError(f"schedule {schedule.name} stops before its end: {'; '.join(stuck)}")
+    left = [(rank, actions[at]) for rank, at in enumerate(position) if at < len(actions := schedule.ranks[rank])]
+    if left:
+        done = {action for actions, at in zip(schedule.ranks, position, strict=True) for action in actions[:at]}
+        stuck = [
+            f"rank {rank} at {action} waits for {next(need for need in schedule.needs(action) if need not in done)}"
+            for rank, action in left
+        ]
+        raise ScheduleError(f"schedule {schedule.name} stops before its end: {'; '.join(stuck)}")

@@ -1,8 +1,12 @@
-"""Schedules whose backward is one piece: naive, GPipe, 1F1B, interleaved 1F1B and breadth-first.
+"""Schedules whose stages go round the ranks: naive, GPipe, 1F1B, breadth-first and the two ZB-H1.
 
 Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that returns a rank's actions;
 stage s stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank, and F and B the
 time of a rank's whole share of the model for one microbatch; the bubble is the idle part of all rank-time.
+
+ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward B: the input's gradient (I) comes at once, because the
+stage before waits for it, and the weights' (W) later, where the rank would be idle. A rank that starts its backwards
+earlier delays its weights' gradients for longer, so that all ranks hold as many microbatches as 1F1B's first rank.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from parallel3d.schedules.schedule import Action, Kind
 
 Actions = list[Action]
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
@@ -34,9 +38,7 @@ def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> A
     The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches are alive. With one rank this is
     gradient accumulation."""
     assert virtual_stages == 1
-    forwards = [Action(rank, F, m) for m in range(microbatches)]
-    backwards = [Action(rank, B, m) for m in range(microbatches)]
-    return _in_turn(forwards, backwards, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, virtual_stages))
+    return _in_turn(pp, rank, microbatches, 1, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, 1))
 
 
 def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
@@ -49,12 +51,8 @@ def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int)
     the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At most 2 (p - rank - 1) + (v - 1) g + 1
     forwards are alive, each of a stage that is 1 / v of the rank's share; g is the largest of `groups`, which is p
     where p divides m."""
-    forwards, backwards = looped_orders(pp, rank, microbatches, virtual_stages)
-    return _in_turn(
-        [Action(stage, F, m) for stage, m in forwards],
-        [Action(stage, B, m) for stage, m in backwards],
-        warm_up=interleaved_warm_up(pp, rank, microbatches, virtual_stages),
-    )
+    warm_up = interleaved_warm_up(pp, rank, microbatches, virtual_stages)
+    return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up)
 
 
 def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
@@ -72,21 +70,20 @@ def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
 
 
-Visits = list[tuple[int, int]]  # (stage, microbatch), in the order in which a rank comes to them
+def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
+    """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank` microbatches. Each rank
+    is idle for (p - 1) (F + I - W) if W <= F, a third of 1F1B's (p - 1) (F + I + W) where the three are equal; at most
+    p microbatches are alive."""
+    assert virtual_stages == 1
+    return interleaved_zb(pp, rank, microbatches, 1)
 
 
-def looped_orders(pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[Visits, Visits]:
-    """Returns the orders of a rank's forwards and of its backwards when groups of microbatches go round the ranks."""
-    forwards: Visits = []
-    backwards: Visits = []
-    first = 0
-    for size in groups(pp, microbatches):
-        for turn in range(virtual_stages):
-            last_turn = virtual_stages - 1 - turn
-            forwards += [(turn * pp + rank, m) for m in range(first, first + size)]
-            backwards += [(last_turn * pp + rank, m) for m in range(first, first + size)]
-        first += size
-    return forwards, backwards
+def interleaved_zb(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
+    """Orders ZB-H1 over virtual stages as torch.distributed.pipelining's ScheduleInterleavedZeroBubble does: each rank
+    is idle for (p - 1) (F + I - W) / v. At most (v - 1) g + p forwards are alive, each of 1 / v of a rank's share, with
+    g as in `interleaved_1f1b`."""
+    warm_up = pp - rank - 1 + (virtual_stages - 1) * groups(pp, microbatches)[0]
+    return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up, delay=rank)
 
 
 def groups(pp: int, microbatches: int) -> list[int]:
@@ -101,8 +98,25 @@ def groups(pp: int, microbatches: int) -> list[int]:
     return [microbatches // count + (group < microbatches % count) for group in range(count)]
 
 
-def _in_turn(forwards: list[Action], backwards: list[Action], *, warm_up: int) -> list[Action]:
-    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left."""
-    warm_up = min(warm_up, len(forwards))
-    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
+def _in_turn(
+    pp: int, rank: int, microbatches: int, virtual_stages: int, *, warm_up: int, delay: int | None = None
+) -> Actions:
+    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left; groups of
+    microbatches go round the ranks. With `delay` the backwards are split: each I from number `delay` on is followed by
+    the oldest W that is left."""
+    forwards: Actions = []
+    backwards: list[tuple[int, int]] = []  # (stage, microbatch)
+    first = 0
+    for size in groups(pp, microbatches):
+        for turn in range(virtual_stages):
+            forwards += [Action(turn * pp + rank, F, m) for m in range(first, first + size)]
+            backwards += [((virtual_stages - 1 - turn) * pp + rank, m) for m in range(first, first + size)]
+        first += size
+    actions = forwards[:warm_up]
+    for done, (stage, m) in enumerate(backwards):
+        actions += forwards[warm_up + done : warm_up + done + 1]
+        actions.append(Action(stage, B if delay is None else I, m))
+        if delay is not None and done >= delay:
+            actions.append(Action(backwards[done - delay][0], W, backwards[done - delay][1]))
+    left = backwards[max(0, len(backwards) - delay) :] if delay is not None else []
+    return actions + [Action(stage, W, m) for stage, m in left]

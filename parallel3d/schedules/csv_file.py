@@ -42,21 +42,32 @@ def from_csv(text: str, *, name: str) -> Schedule:
     """Reads a schedule from a file's text and checks it. Which rank holds a stage and how many microbatches there are
     follows from the actions; `name` is for messages."""
     try:
-        rows = [row for row in csv.reader(io.StringIO(text))]
+        rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
         raise ScheduleError(f"schedule {name}: is no CSV ({error})") from error
     while rows and not any(map(str.strip, rows[-1])):  # empty lines at the end of a file
         rows.pop()
     ranks = tuple(tuple(_actions(row, rank, name)) for rank, row in enumerate(rows))
-    actions = [action for rank in ranks for action in rank]
-    if not actions:
+    holder: dict[int, int] = {}  # the rank of each stage
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if holder.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"schedule {name}: rank {rank}, {action}: its stage stands on rank {holder[action.stage]} already"
+                )
+    if not holder:
         raise ScheduleError(f"schedule {name}: has no action; a line is a rank, a cell an action such as 0F0")
+    microbatches = {action.microbatch for actions in ranks for action in actions}
+    for what, numbers in (("stage", set(holder)), ("microbatch", microbatches)):
+        if len(numbers) <= max(numbers):
+            gap = next(number for number in range(max(numbers)) if number not in numbers)
+            raise ScheduleError(f"schedule {name}: {what} {gap} stands nowhere, and {what} {max(numbers)} does")
     schedule = Schedule(
         name=name,
-        placement=_placement(ranks, name),
-        microbatches=_consecutive({action.microbatch for action in actions}, "microbatch", name),
+        placement=tuple(holder[stage] for stage in range(len(holder))),
+        microbatches=len(microbatches),
         ranks=ranks,
-        trains=any(action.kind is not Kind.FORWARD for action in actions),
+        trains=any(action.kind is not Kind.FORWARD for actions in ranks for action in actions),
     )
     check_schedule(schedule)
     return schedule
@@ -64,10 +75,9 @@ def from_csv(text: str, *, name: str) -> Schedule:
 
 def _actions(row: list[str], rank: int, name: str) -> Iterator[Action]:
     for column, cell in enumerate(row):
-        cell = cell.strip()
-        overlapped = _OVERLAP.fullmatch(cell)
-        for word in overlapped[1].split(";") if overlapped else [cell]:
-            match = _ACTION.fullmatch(word.strip())
+        overlapped = _OVERLAP.fullmatch(cell.strip())
+        for word in map(str.strip, overlapped[1].split(";") if overlapped else [cell]):
+            match = _ACTION.fullmatch(word)
             if match:
                 yield Action(int(match[1]), Kind(match[2]), int(match[3]))
             elif word and not _DERIVED.fullmatch(word):
@@ -76,22 +86,3 @@ def _actions(row: list[str], rank: int, name: str) -> Iterator[Action]:
                     f"schedule {name}: rank {rank}, column {column}, {shown!r}: is no action; write stage, one of "
                     "F B I W, and microbatch, such as 0F0"
                 )
-
-
-def _placement(ranks: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, ...]:
-    holder: dict[int, int] = {}
-    for rank, actions in enumerate(ranks):
-        for action in actions:
-            if holder.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"schedule {name}: rank {rank}, {action}: its stage stands on rank {holder[action.stage]} already"
-                )
-    return tuple(holder[stage] for stage in range(_consecutive(set(holder), "stage", name)))
-
-
-def _consecutive(numbers: set[int], what: str, name: str) -> int:
-    """Counts `numbers`, which must run from 0 on. Raises ScheduleError where one is missing."""
-    if len(numbers) <= max(numbers):
-        gap = next(number for number in range(max(numbers)) if number not in numbers)
-        raise ScheduleError(f"schedule {name}: {what} {gap} stands nowhere, and {what} {max(numbers)} does")
-    return len(numbers)

@@ -13,7 +13,6 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedules import classic
 from parallel3d.schedules.classic import Actions
 from parallel3d.schedules.v_shaped import dualpipe_v, zb_v
-from parallel3d.schedules.zero_bubble import interleaved_zb, zb_h1
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
@@ -67,9 +66,9 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
             "interleaved_1f1b", classic.interleaved_1f1b, _LOOPED, classic.interleaved_warm_up, ramp_bubble=True
         ),
         ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"),
-        ScheduleTraits("zb_h1", zb_h1, whole_backward="1f1b"),
+        ScheduleTraits("zb_h1", classic.zb_h1, whole_backward="1f1b"),
         ScheduleTraits(
-            "interleaved_zb", interleaved_zb, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
+            "interleaved_zb", classic.interleaved_zb, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
         ),
         ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
         ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),

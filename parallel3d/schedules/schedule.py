@@ -6,12 +6,14 @@ which rank holds which stage. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
+
+RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
+SENDS_KEPT = 4  # sends to each rank before the oldest is waited for; its receive is always posted, so none blocks
 
 
 class Kind(StrEnum):
@@ -113,15 +115,8 @@ class Schedule:
     def peak_live_microbatches(self) -> tuple[int, ...]:
         """The most forwards, each of one stage, whose activations wait on a rank at once for their backward, or for its
         second half where the backward is split. One number per rank."""
-        return tuple(map(peak_live, self.ranks))
+        change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
+        return tuple(max(accumulate((change[a.kind] for a in actions), initial=0)) for actions in self.ranks)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(action) for action in actions) for actions in self.ranks)
-
-
-_LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
-
-
-def peak_live(actions: Iterable[Action]) -> int:
-    """Counts the most forwards at once, in the order of a rank's actions, whose backward is not yet done."""
-    return max(accumulate((_LIVE[action.kind] for action in actions), initial=0))

@@ -1,4 +1,4 @@
-"""What the pictures of timelines share: the colours and words of actions, and the headline.
+"""What the pictures of timelines share, the colours and words of actions and the headline, and the Chrome trace.
 
 `draw_text`, `draw_svg` and `draw_trace` each take any number of timelines and set them one above the other on one
 scale, each from its own start, so that a measured run can be compared with its simulation.
@@ -6,11 +6,14 @@ scale, each from its own start, so that a measured run can be compared with its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass
+from typing import Any
 
-from parallel3d.schedules.schedule import Action, Kind
+from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.spans import Timeline
+
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +49,33 @@ def kinds(timelines: tuple[Timeline, ...]) -> list[Kind]:
     return [kind for kind in LOOKS if kind in there]
 
 
-def labels(action: Action, *, several_stages: bool) -> Iterator[str]:
-    """Yields what may stand in an action's bar, the fullest first. A stage is named only where ranks have several."""
-    if several_stages:
-        yield str(action)
-    yield f"{action.kind}{action.microbatch}"
-    yield action.kind.value
-
-
 def headline(timeline: Timeline) -> str:
     return f"{timeline.name}: makespan {timeline.makespan_s:.6g}, bubble {100 * timeline.bubble_fraction:.1f}%"
+
+
+def draw_trace(*timelines: Timeline) -> str:
+    """Draws a Chrome trace (Google's "Trace Event Format"), which https://ui.perfetto.dev and chrome://tracing open. It
+    has a process for each timeline and a thread for each rank; a unit of simulated time is shown as a second."""
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        names = [("process_name", 0, headline(timeline))]
+        names += [("thread_name", rank, f"rank {rank}") for rank in range(timeline.ranks)]
+        events += [
+            {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+            for what, thread, name in names
+        ]
+        events += [
+            {
+                "ph": "X",
+                "pid": process,
+                "tid": span.rank,
+                "name": str(span.action),
+                "cat": LOOKS[span.action.kind].word,
+                "ts": (span.start_s - timeline.start_s) * _MICROSECONDS,
+                "dur": (span.end_s - span.start_s) * _MICROSECONDS,
+                "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
+            }
+            for spans in timeline.by_rank
+            for span in spans
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"

@@ -132,15 +132,13 @@ def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
     for span in spans:
         times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
 
-    def usual(stage: int, kind: Kind) -> float:
-        return median(times[stage, kind]) if (stage, kind) in times else 0.0
-
+    medians = defaultdict(float, {at: median(each) for at, each in times.items()})
     stages = [
         StageTimes(
-            forward=usual(stage, Kind.FORWARD),
-            input=usual(stage, Kind.INPUT),
-            weight=usual(stage, Kind.WEIGHT),
-            full_backward=usual(stage, Kind.BACKWARD),
+            forward=medians[stage, Kind.FORWARD],
+            input=medians[stage, Kind.INPUT],
+            weight=medians[stage, Kind.WEIGHT],
+            full_backward=medians[stage, Kind.BACKWARD],
         )
         for stage in range(schedule.stages)
     ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel3d.schedules.schedule import Action, peak_live
+from parallel3d.schedules.schedule import Action
 
 
 class Span(NamedTuple):
@@ -51,11 +51,6 @@ class Timeline:
     def busy_s(self) -> tuple[float, ...]:
         """How long each rank computes."""
         return tuple(sum(span.end_s - span.start_s for span in spans) for spans in self.by_rank)
-
-    @cached_property
-    def peak_live_microbatches(self) -> tuple[int, ...]:
-        """`Schedule.peak_live_microbatches`, counted from the spans."""
-        return tuple(peak_live(span.action for span in spans) for spans in self.by_rank)
 
     @property
     def bubble_fraction(self) -> float:

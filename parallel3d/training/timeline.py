@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from parallel3d.data.loader import Batch
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
-from parallel3d.timeline.trace import draw_trace
 from parallel3d.training.trainer import StepResult, Trainer
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.schedules.live import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 

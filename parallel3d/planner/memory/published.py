@@ -19,7 +19,7 @@ from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice, norm_parameters
-from parallel3d.schedules.live import live_microbatches
+from parallel3d.schedules.build import live_microbatches
 from parallel3d.schedules.registry import ScheduleName
 
 

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple, cast
 from parallel3d.schedules.build import placement, rank_actions
 from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
-from parallel3d.schedules.schedule import Action, Kind
-from parallel3d.schedules.transfers import RECEIVES_AHEAD, SENDS_KEPT
+from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind
 
 LastDone = Literal["nothing", "forward", "backward"]  # "backward" only where parameters are freed after each
 Gradients = Literal["none", "half", "whole", "complete"]  # "half": what the first halves of split backwards give
