@@ -212,7 +212,7 @@ BROKEN = [
     (["model.max_positions=64"], "is not for model.architecture = llama (llama turns", "model.max_positions=null"),
     (
         ["model.architecture=gpt", "model.max_positions=4096", "model.qk_norm=true"],
-        "model.qk_norm = True: is not for",
+        "model.qk_norm = true: is not for",
         "model.qk_norm=false",
     ),
     (
@@ -380,7 +380,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("train.precision=fp8", "float8 is not offered: only GPUs multiply in it (H100 and newer), and this version"),
         ("optimizer.name=adam8bit", "their blocks depend on the layout, and another could not resume them; try adamw"),
         ("train.offload_activations=1", "unknown key; CPU offload is not offered: it is for GPUs, and this version"),
-        ("parallel.bucket_mib=2", "parallel.bucket_mib = 2: parallel.sharding = FULL_SHARD sends block by block"),
+        ("parallel.bucket_mib=2", "parallel.bucket_mib = 2.0: parallel.sharding = FULL_SHARD sends block by block"),
         ("optimizer.stochastic_rounding=true", "there is nothing to round; try train.precision=bf16_pure"),
         ("data.ignore_token_ids=[256, 300]", "300 is no token of model.vocab = 264; try ids from 0 to 263"),
     ],

@@ -53,7 +53,10 @@ def quickstart(*overrides: str) -> Recipe:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.grad_clip=1"], "train.grad_clip = 1 needs the norm of the whole gradient before the first parameter"),
+        (
+            ["train.grad_clip=1"],
+            "train.grad_clip = 1.0 needs the norm of the whole gradient before the first parameter",
+        ),
         (["train.precision=fp16"], "skips a step in which any gradient overflows, which is known when all are there"),
         (["optimizer.name=muon"], "optimizer.name = muon exchanges something of many parameters at once"),
         (["optimizer.name=adafactor"], "would come alone; try optimizer.name=adamw"),

@@ -43,7 +43,7 @@ class Key:
         is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
         if is_listed or self.default in (MISSING, None):
             return words
-        return f"{words}, such as {shown(list(self.default) if isinstance(self.default, tuple) else self.default)}"
+        return f"{words}, such as {shown(self.default)}"
 
     def allows(self, value: object) -> bool:
         """False for a value that OmegaConf would convert although its writer has mistaken the key: anything for text,

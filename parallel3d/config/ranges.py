@@ -4,9 +4,10 @@ lines suggest."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from operator import attrgetter
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 from parallel3d.row_split import divisors
@@ -14,52 +15,42 @@ from parallel3d.row_split import divisors
 _LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
 _MOST_TRIES = 6
 _LARGEST_COUNT = 2**40  # a larger whole number is a slip of the keyboard
+_TESTS = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
 
-@dataclass(frozen=True)
-class Range:
-    """An interval: in the words of an error's line, and as a test of a number (NaN is in no interval)."""
-
-    words: str
-    contains: Callable[[float], bool]
+def within(words: str, default: Any, *, example: str | None = None) -> Any:
+    """A dataclass field whose number must lie in the range that `words` say, such as "at least 0 and below 1" or "above
+    0 and finite". `example` is the value that an error suggests; the default is suggested where there is no example."""
+    return field(default=default, metadata={"range": words, "example": example or f"{default:g}"})
 
 
-FROM_ONE = Range("at least 1", lambda x: x >= 1)  # the range of a whole number whose field names no other
-FROM_ZERO = Range("at least 0", lambda x: x >= 0)
-ABOVE_ZERO = Range("above 0 and finite", lambda x: 0 < x < math.inf)
-ABOVE_ONE = Range("above 1 and finite", lambda x: 1 < x < math.inf)
-ZERO_OR_MORE = Range("0 or more and finite", lambda x: 0 <= x < math.inf)
-BELOW_ONE = Range("at least 0 and below 1", lambda x: 0 <= x < 1)
-BETWEEN_ZERO_AND_ONE = Range("above 0 and below 1", lambda x: 0 < x < 1)
-
-
-def within(allowed: Range, default: Any, *, example: str | None = None) -> Any:
-    """A dataclass field whose number must lie in `allowed`. `example` is the value that an error suggests; the default
-    is suggested where there is no example."""
-    return field(default=default, metadata={"range": allowed, "example": example or f"{default:g}"})
+def is_within(words: str, number: float) -> bool:
+    """Returns whether a number lies in the range that `words` say. NaN lies in none."""
+    limits = re.findall(r"(above|at least|below|at most) (-?[\d.]+)", words)
+    is_finite = math.isfinite(number) or "finite" not in words
+    return is_finite and all(_TESTS[test](number, float(limit)) for test, limit in limits)
 
 
 def range_errors(recipe: Any) -> Iterator[str]:
     """One line for each number of the recipe's sections that lies outside of its range, whole numbers first.
 
     Every whole number counts something: where its field names no range it must be at least 1."""
-    sections = [section.name for section in fields(recipe) if is_dataclass(getattr(recipe, section.name))]
-    keys = [(f"{name}.{key.name}", key) for name in sections for key in fields(getattr(recipe, name))]
-    values = [(name, attrgetter(name)(recipe), key.metadata) for name, key in keys]
-    for name, value, metadata in values:
-        if isinstance(value, int) and not isinstance(value, bool):
-            allowed = metadata.get("range", FROM_ONE)
-            if not allowed.contains(value):
-                yield f"{name} = {value}: must be {allowed.words}; try {metadata.get('example', 1)}"
-            elif value > _LARGEST_COUNT:
-                yield f"{name} = {value}: must be at most 2^40 = {_LARGEST_COUNT}"
-    for name, value, metadata in values:
-        if "range" not in metadata or value is None or isinstance(value, int):
-            continue
-        allowed, numbers = metadata["range"], value if isinstance(value, tuple) else (value,)
-        if not all(map(allowed.contains, numbers)):
+    sections = [(name.name, getattr(recipe, name.name)) for name in fields(recipe)]
+    numbers = [
+        (f"{name}.{key.name}", value, key.metadata)
+        for name, section in sections
+        if is_dataclass(section)
+        for key in fields(section)
+        if (value := getattr(section, key.name)) is not None
+        and ("range" in key.metadata or (isinstance(value, int) and not isinstance(value, bool)))
+    ]
+    for name, value, metadata in sorted(numbers, key=lambda number: not isinstance(number[1], int)):
+        words = metadata.get("range", "at least 1")
+        if not all(is_within(words, number) for number in (value if isinstance(value, tuple) else [value])):
             said = f"{list(value)}: each" if isinstance(value, tuple) else f"{value}:"
-            yield f"{name} = {said} must be {allowed.words}; try {metadata['example']}"
+            yield f"{name} = {said} must be {words}; try {metadata.get('example', 1)}"
+        elif isinstance(value, int) and value > _LARGEST_COUNT:
+            yield f"{name} = {value}: must be at most 2^40 = {_LARGEST_COUNT}"
 
 
 def any_of(values: Iterable[object]) -> str:

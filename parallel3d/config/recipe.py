@@ -7,16 +7,7 @@ from typing import Any, Literal
 
 from parallel3d.config.batch_sizes import BatchSizes
 from parallel3d.config.flops_and_peaks import block_weights
-from parallel3d.config.ranges import (
-    ABOVE_ONE,
-    ABOVE_ZERO,
-    BELOW_ONE,
-    BETWEEN_ZERO_AND_ONE,
-    FROM_ZERO,
-    ZERO_OR_MORE,
-    Range,
-    within,
-)
+from parallel3d.config.ranges import within
 from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
@@ -42,13 +33,13 @@ class ModelConfig:
     kv_heads: int | None = None  # None: equal to heads
     ffn_hidden: int
     vocab: int
-    rope_theta: float = within(ABOVE_ZERO, 10_000.0)
-    norm_eps: float = within(ABOVE_ZERO, 1e-5)
+    rope_theta: float = within("above 0 and finite", 10_000.0)
+    norm_eps: float = within("above 0 and finite", 1e-5)
     tied_embeddings: bool = False
-    init_std: float = within(ABOVE_ZERO, 0.02)
+    init_std: float = within("above 0 and finite", 0.02)
     # The probability of dropping a number of the embedding's output, and of what each half of a block adds.
-    dropout: float = within(BELOW_ONE, 0.0, example="0.1")
-    attention_dropout: float = within(BELOW_ONE, 0.0, example="0.1")  # ... of attention's probabilities
+    dropout: float = within("at least 0 and below 1", 0.0, example="0.1")
+    attention_dropout: float = within("at least 0 and below 1", 0.0, example="0.1")  # ... of attention's probabilities
     qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
     window: int | None = None  # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
@@ -103,12 +94,14 @@ class ParallelConfig:
     schedule: ScheduleName = "1f1b"
     microbatch_size: int = 1  # sequences
     sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
-    zero_stage: int | None = within(FROM_ZERO, None, example="0")  # 0 to 3: ZeRO's number of the strategy
+    zero_stage: int | None = within("at least 0", None, example="0")  # 0 to 3: ZeRO's number of the strategy
     gather: Cadence = "step"  # whether gathered parameters are kept for a step, or freed after each microbatch
     reduce: Cadence = "step"  # whether gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: float = within(ABOVE_ZERO, USUAL_BUCKET_MIB)  # least size of the gradients that are reduced in one go
+    bucket_mib: float = within(
+        "above 0 and finite", USUAL_BUCKET_MIB
+    )  # least size of the gradients that are reduced in one go
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
@@ -155,29 +148,33 @@ class TrainConfig:
     batch_warmup_increment: int | None = None  # sequences that the batch grows by at a time; None: batch_warmup_start
     batch_warmup_steps: int | None = None  # steps until the batch has its full size
     seq_len: int  # tokens
-    seed: int = within(FROM_ZERO, 0)
+    seed: int = within("at least 0", 0)
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = (
         None  # tokens whose logits exist at a time; None: all, unless their logits are large
     )
     compile: bool = False  # torch.compile each block
-    grad_clip: float | None = within(ABOVE_ZERO, 1.0)  # largest global gradient norm; None: no clipping
+    grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
-    sample_tokens: int = within(FROM_ZERO, 0)  # tokens generated after the last step; 0: none
+    sample_tokens: int = within("at least 0", 0)  # tokens generated after the last step; 0: none
     sample_prompt: str = "def "
     sample_top_k: int = 1  # 1: greedy
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = within(ABOVE_ZERO, 300.0)  # the longest that a collective may take
+    timeout_s: float = within("above 0 and finite", 300.0)  # the longest that a collective may take
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """The factor on the loss with train.precision = fp16, which keeps small gradients from vanishing."""
 
-    initial: float = within(ABOVE_ZERO, 65536.0)
-    growth: float = within(ABOVE_ONE, 2.0)  # the scale's factor after `interval` steps in a row with finite gradients
-    backoff: float = within(BETWEEN_ZERO_AND_ONE, 0.5)  # the scale's factor after a step whose gradients are not finite
+    initial: float = within("above 0 and finite", 65536.0)
+    growth: float = within(
+        "above 1 and finite", 2.0
+    )  # the scale's factor after `interval` steps in a row with finite gradients
+    backoff: float = within(
+        "above 0 and below 1", 0.5
+    )  # the scale's factor after a step whose gradients are not finite
     interval: int = 2000
 
 
@@ -189,27 +186,27 @@ class OptimizerConfig:
     for the optimizer's own default, which docs/optimizers.md gives."""
 
     name: OptimizerName = "adamw"
-    lr: float = within(ABOVE_ZERO, 3e-4)
-    weight_decay: float = within(ZERO_OR_MORE, 0.1)  # applies to matrices, not to norms and biases
+    lr: float = within("above 0 and finite", 3e-4)
+    weight_decay: float = within("at least 0 and finite", 0.1)  # applies to matrices, not to norms and biases
     # betas and eps are AdamW's, which steps all parameters with adamw, and with muon all but the blocks' matrices.
-    betas: tuple[float, float] = within(BELOW_ONE, (0.9, 0.95), example="[0.9, 0.95]")
-    eps: float = within(ABOVE_ZERO, 1e-8)
-    momentum: float | None = within(BELOW_ONE, None, example="0.9")  # sgd and muon read it
+    betas: tuple[float, float] = within("at least 0 and below 1", (0.9, 0.95), example="[0.9, 0.95]")
+    eps: float = within("above 0 and finite", 1e-8)
+    momentum: float | None = within("at least 0 and below 1", None, example="0.9")  # sgd and muon read it
     nesterov: bool | None = None  # sgd and muon read it
     # The peak rate of muon's matrices; None: lr.
-    muon_lr: float | None = within(Range("above 0", lambda x: x > 0), None, example="0.02")
+    muon_lr: float | None = within("above 0", None, example="0.02")
     lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # muon: how a matrix's shape changes its rate
     ns_steps: int | None = None  # muon: Newton-Schulz iterations
     ns_dtype: Literal["fp32", "bf16"] | None = None  # muon: the type of the iterations and of what is sent for them
     # adafactor: beta2 of step t is 1 - t ** beta2_decay, and update_clip the largest root mean square of an update.
-    beta2_decay: float | None = within(Range("at least -1 and below 0", lambda x: -1 <= x < 0), None, example="-0.8")
-    update_clip: float | None = within(Range("at least 1", lambda x: x >= 1), None, example="1.0")
+    beta2_decay: float | None = within("at least -1 and below 0", None, example="-0.8")
+    update_clip: float | None = within("at least 1", None, example="1.0")
     state_dtype: Literal["fp32", "bf16"] | None = None  # the type of moments and momentum; None: the parameters' type
     step_in_backward: bool = False  # step each parameter when its gradient is complete, and drop the gradient
     stochastic_rounding: bool = False  # round the bf16 weights of train.precision = bf16_pure stochastically
-    warmup_steps: int = within(FROM_ZERO, 0)
+    warmup_steps: int = within("at least 0", 0)
     decay_steps: int | None = None  # None: train.steps
-    min_lr_ratio: float = within(Range("between 0 and 1", lambda x: 0 <= x <= 1), 0.1)
+    min_lr_ratio: float = within("at least 0 and at most 1", 0.1)
 
     @property
     def resolved(self) -> OptimizerConfig:
@@ -239,16 +236,14 @@ class LocalSgdConfig:
     DiLoCo. docs/low-bandwidth.md says when to use them."""
 
     sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
-    outer_lr: float = within(ABOVE_ZERO, 0.7)
-    outer_momentum: float = within(BELOW_ONE, 0.9)
+    outer_lr: float = within("above 0 and finite", 0.7)
+    outer_momentum: float = within("at least 0 and below 1", 0.9)
     nesterov: bool = True
     transport: Transport = "fp32"  # the type in which replicas send each other their differences
     fragments: int = 1  # parts of the model that are synchronised in turn, each every `sync_every` steps
-    overlap_steps: int = within(FROM_ZERO, 0)  # steps trained while a fragment is on its way
+    overlap_steps: int = within("at least 0", 0)  # steps trained while a fragment is on its way
     # The share of a replica's own parameters that it keeps; None: 0, and 0.5 with overlap_steps.
-    mixing: float | None = within(
-        Range("at least 0 and below 1, with which replicas never meet", lambda x: 0 <= x < 1), None, example="0"
-    )
+    mixing: float | None = within("at least 0 and below 1, with which replicas never meet", None, example="0")
 
     @property
     def kept(self) -> float:
@@ -267,7 +262,7 @@ class DataConfig:
     pattern: str = "*.txt"
     tokenizer: Literal["bytes"] = "bytes"
     # The share of the files (of the bytes, where there is a single file) that is kept for validation.
-    validation_fraction: float = within(BETWEEN_ZERO_AND_ONE, 0.05)
+    validation_fraction: float = within("above 0 and below 1", 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
 
 

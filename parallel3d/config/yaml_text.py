@@ -87,6 +87,7 @@ def dump_yaml(tree: object) -> str:
 
 def shown(value: object) -> str:
     """Returns a value as a person would type it, cut to a length that fits an error's line."""
+    value = list(value) if isinstance(value, tuple) else value
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else text[:57] + "..."
