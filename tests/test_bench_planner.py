@@ -103,16 +103,16 @@ def test_a_layout_of_no_zero_stage_or_of_part_recompute_cannot_be_expressed() ->
     for stage in range(4):
         shards = [8 if stage >= of else 1 for of in (1, 2, 3)]
         states = dict(zip(("optimizer_shards", "gradient_shards", "parameter_shards"), shards, strict=True))
-        assert not why_not(RunLayout(dp=8, **states))
-    assert not why_not(RunLayout(dp=1, recompute="selective"))
-    assert "part of the data ranks" in why_not(RunLayout(dp=16, optimizer_shards=8))
-    assert "(layer)" in why_not(RunLayout(recompute="layer"))
+        assert not why_not(RunLayout(dp_shard=8, **states))
+    assert not why_not(RunLayout(dp_shard=1, recompute="selective"))
+    assert "part of the data ranks" in why_not(RunLayout(dp_shard=16, optimizer_shards=8))
+    assert "(every_n)" in why_not(RunLayout(recompute="every_n"))
 
 
 def test_calculon_shards_the_optimizer_alone() -> None:
-    assert not calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=8, recompute="full"))
-    assert "gradients" in calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=8, gradient_shards=8))
-    assert "part of the data ranks" in calculon_peer.why_not(RunLayout(dp=8, optimizer_shards=4))
+    assert not calculon_peer.why_not(RunLayout(dp_shard=8, optimizer_shards=8, recompute="full"))
+    assert "gradients" in calculon_peer.why_not(RunLayout(dp_shard=8, optimizer_shards=8, gradient_shards=8))
+    assert "part of the data ranks" in calculon_peer.why_not(RunLayout(dp_shard=8, optimizer_shards=4))
     assert "(op)" in calculon_peer.why_not(RunLayout(recompute="op"))
 
 

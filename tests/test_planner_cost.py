@@ -40,7 +40,7 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
     muon = MuonCosts(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
 
     def more_s(ranks: int) -> float:
-        one = run(a100, dp=ranks, dp_shard=ranks, strategy="FULL_SHARD", parameter_shards=ranks)
+        one = run(a100, dp_shard=ranks, sharding="FULL_SHARD", parameter_shards=ranks)
         return (
             step_cost(replace(one, optimizer=OptimizerMemory(muon=muon))).parts.optimizer
             - step_cost(one).parts.optimizer
@@ -107,21 +107,21 @@ def test_attention_backward_costs_more_than_its_forward(a100: Cluster) -> None:
 
 
 def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
-    cost = step_cost(run(a100, pp=4, dp=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,
+    cost = step_cost(run(a100, pp=4, dp_shard=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,
                          optimizer_shards=4, sequence_parallel=True))  # fmt: skip
     assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(cost.step_time_s)
     assert all(getattr(cost.parts, part.name) >= 0 for part in fields(cost.parts))
 
 
 def test_mfu_is_the_stated_definition(a100: Cluster) -> None:
-    work = run(a100, dp=8, microbatches=4)
+    work = run(a100, dp_shard=8, microbatches=4)
     cost = step_cost(work)
     flops = work.tokens_per_step * model_flops_per_token(work.shape, work.seq_len)
     assert cost.mfu == pytest.approx(flops / cost.step_time_s / 8 / 312e12)
 
 
 def test_recompute_trades_time_for_memory(a100: Cluster) -> None:
-    none = run(a100, dp=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8)
+    none = run(a100, dp_shard=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8)
     full = replace(none, layout=replace(none.layout, recompute="full"))
     assert worst_rank(full).activations < 0.2 * worst_rank(none).activations
     assert 1.2 < step_cost(full).step_time_s / step_cost(none).step_time_s < 1.4

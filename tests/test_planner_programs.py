@@ -32,15 +32,15 @@ def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
 
 
 def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
-    dp = layout["dp"]
+    dp = layout["dp_shard"]
     return run(program, parameter_shards=dp, gradient_shards=dp, optimizer_shards=dp, **layout)
 
 
 def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered() -> None:
     """The traffic of a step does not grow with its microbatches; the rank's parameters and gradients are whole."""
-    few, many = (sharded(TORCHTITAN, pp=4, dp=8, microbatches=m) for m in (8, 32))
+    few, many = (sharded(TORCHTITAN, pp=4, dp_shard=8, microbatches=m) for m in (8, 32))
     assert step_cost(few).parts.dp == pytest.approx(step_cost(many).parts.dp)
-    alone = [step_cost(sharded(TORCHTITAN, dp=8, microbatches=m)).parts.dp for m in (8, 32)]
+    alone = [step_cost(sharded(TORCHTITAN, dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
     assert alone[1] > 3 * alone[0]
     blocks = 8 * layer_parameters(few.shape)
     first = memory_by_rank(few)[1]
@@ -49,7 +49,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 
 def test_zero1_that_cuts_every_tensor_pays_for_each_slice() -> None:
     """nanotron makes a view and a copy for each tensor and rank, gathered and reduced."""
-    few, many = (run(NANOTRON, dp=dp, microbatches=2, optimizer_shards=dp) for dp in (8, 512))
+    few, many = (run(NANOTRON, dp_shard=dp, microbatches=2, optimizer_shards=dp) for dp in (8, 512))
     per_slice = 4 * few.cluster.device.launch_s
     for work in (few, many):
         whole = replace(work, program=replace(NANOTRON, cut_tensors=0))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
-from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+from parallel3d.schedules.registry import SCHEDULES
 
 
 class MemoryFloor(NamedTuple):
@@ -46,7 +46,7 @@ def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[M
 
 
 def _rank_floor(state: RankState) -> MemoryFloor:
-    layout, name = state.layout, cast(ScheduleName, state.layout.schedule)
+    layout, name = state.layout, state.layout.schedule
     gathered = float(sum(map(state.gathered_by_forward, state.stages)))
     if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
         return MemoryFloor(sum(state.at_rest), gathered)

@@ -13,14 +13,12 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice, norm_parameters
 from parallel3d.schedules.build import live_microbatches
-from parallel3d.schedules.registry import ScheduleName
 
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
@@ -29,7 +27,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     parameters = rank_parameters(run, part)
     activations = _activations(run, rank)
     logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
-    one_block = whole_block_bytes(run) if layout.recompute in ("full", "layer", "op") else 0.0
+    one_block = whole_block_bytes(run) if layout.recompute in ("full", "every_n", "op") else 0.0
     buffers = _buffers(run, part, parameters)
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
     step = program.step_bytes * parameters / layout.optimizer_shards
@@ -70,12 +68,12 @@ def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
 def live_on(run: PlannedRun, rank: int) -> int:
     """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a pipeline rank."""
     layout = run.layout
-    if layout.schedule == "zb-1p":
-        return min(layout.pp, layout.microbatches)
-    if layout.schedule == "zb-2p":  # as many again, so that the bubble goes (Qi et al. 2023, arXiv 2401.10241, table 1)
-        return min(2 * layout.pp - 1, layout.microbatches)
+    # zb-2p: as many again, so that the bubble goes (Qi et al. 2023, arXiv 2401.10241, table 1)
+    zero_bubble = {"zb-1p": layout.pp, "zb-2p": 2 * layout.pp - 1}
+    if layout.schedule in zero_bubble:
+        return min(zero_bubble[layout.schedule], layout.microbatches)
     return live_microbatches(
-        cast(ScheduleName, layout.schedule),
+        layout.schedule,
         pp=layout.pp,
         rank=rank,
         microbatches=layout.microbatches,
@@ -122,14 +120,12 @@ def block_bytes(run: PlannedRun) -> float:
 
 
 def _block_bytes(run: PlannedRun) -> float:
-    layout = run.layout
-    if layout.recompute == "full":
-        return _input_bytes(run)
-    if layout.recompute == "layer":
-        share = layout.recompute_share
-        return share * _input_bytes(run) + (1 - share) * _whole_bytes(run)
-    if layout.recompute == "op":
+    recompute: str = run.layout.recompute
+    if recompute == "op":
         return _kept_operators_bytes(run)
+    if recompute in ("full", "every_n"):
+        share = 1.0 if recompute == "full" else 1 / run.layout.recompute_every
+        return share * _input_bytes(run) + (1 - share) * _whole_bytes(run)
     return _whole_bytes(run)
 
 

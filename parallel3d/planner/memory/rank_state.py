@@ -102,7 +102,6 @@ class RankState:
 
         # Gathered parameters.
         microbatches = layout.microbatches if layout.pp == 1 else max(2, layout.microbatches)
-        assert layout.strategy is not None
         self.frees_forward = self.sharded and frees_after_forward(layout.strategy, layout.gather, microbatches)
         self.frees_each = self.sharded and layout.gather == "microbatch"
         self.block_gathered = self.item * self.block.padded if self.sharded else 0

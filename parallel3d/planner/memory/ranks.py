@@ -40,7 +40,7 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
     microbatches; the last, which has the logits; and the first of those with most layers. Where a person has cut the
     stages, every rank can be."""
     pp = run.layout.pp
-    if run.stage_layers:
+    if run.layout.stage_boundaries is not None:
         return range(pp)
     layers = [part.layers for part in run.ranks]
     return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))

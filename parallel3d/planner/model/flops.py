@@ -22,15 +22,15 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     )
 
 
-def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, share: float = 1.0) -> float:
-    """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of a `share` of
-    them for "layer", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B: hardware FLOPs utilisation)."""
+def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, every: int = 1) -> float:
+    """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of one of
+    `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
     matrices = 2 * shape.layers * layer_matrix_parameters(shape)
     attention = 4 * shape.layers * shape.hidden * seq_len
     again = {
         "full": matrices + attention,
-        "layer": share * (matrices + attention),
+        "every_n": (matrices + attention) / every,
         "op": matrices / 2,
         "selective": attention,
     }.get(recompute, 0.0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Literal
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.sharding_strategies import REPLICATED, Cadence, ShardingName
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
@@ -16,40 +15,23 @@ from parallel3d.planner.model.parameters import block_numel, layer_parameters, r
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.row_split import largest_shard
-from parallel3d.schedules.balance import PartCosts, balanced_cut
+from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
 from parallel3d.schedules.build import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
-RecomputeKind = Literal["none", "selective", "op", "layer", "full"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunLayout:
-    """A `ParallelConfig` and what published runs have beyond it: cp, and separate shards of each kind of state."""
+class RunLayout(ParallelConfig):
+    """A `ParallelConfig` with its microbatches, and what published runs have beyond it: cp, shards of each kind of
+    state, schedules and a recompute ("op") of their own programs. `sharding` is None in a published run."""
 
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    cp: int = 1
-    virtual_stages: int = 1
-    schedule: str = "1f1b"
-    microbatch_size: int = 1
     microbatches: int = 1
+    cp: int = 1
     parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
     gradient_shards: int = 1
     optimizer_shards: int = 1
-    sequence_parallel: bool = False
-    recompute: RecomputeKind = "none"
-    recompute_share: float = 1.0  # share of the blocks that "layer" recomputes
-    # The rest is this project's own program's alone: how `sharding/` carries out the data dimension.
-    strategy: ShardingName | None = None  # None: another program's run
-    gather: Cadence = "step"
-    reduce: Cadence = "step"
-    reduce_bytes: int = 4  # bytes of a gradient's number on its way
     prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
     prefetches_forward: bool = False  # in the forward, too
-    bucket_bytes: int = 25 * 2**20  # of gradients of whole parameters that are sent in one go, at least
-    dp_shard: int = 1
     recompute_every: int = 1  # one of so many blocks is recomputed
 
     @property
@@ -57,8 +39,14 @@ class RunLayout:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_stages
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient's number on its way."""
+        return 2 if self.reduce_dtype == "bf16" else 4
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of gradients of whole parameters that are sent in one go, at least."""
+        return int(self.bucket_mib * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +59,6 @@ class PlannedRun:
     program: TrainingProgram
     seq_len: int
     precision: str = "bf16"
-    stage_layers: tuple[int, ...] = ()  # empty: as the program spreads them
     optimizer: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
 
     @property
@@ -98,7 +85,7 @@ class PlannedRun:
     @property
     def runs_parallel3d(self) -> bool:
         """Whether this project's own program runs it, in a layout of its own."""
-        return self.program.is_parallel3d and self.layout.strategy is not None
+        return self.program.is_parallel3d and self.layout.sharding is not None
 
     @cached_property
     def block_parameters(self) -> int:
@@ -137,12 +124,12 @@ class PlannedRun:
     @property
     def _layers(self) -> tuple[int, ...]:
         """Layers of each stage: as its program cuts them, this project's own by what they cost (`balance`)."""
-        program = self.program
-        if program.cuts_by_cost and not self.stage_layers:
-            return _cut_by_cost(self.shape, self.layout.stages, self.seq_len)
-        return self.stage_layers or spread(
-            self.shape.layers, self.layout.stages, embedding_slots=program.embedding_slots, rest_last=program.rest_last
-        )
+        program, layers, layout = self.program, self.shape.layers, self.layout
+        if layout.stage_boundaries is not None:
+            return tuple(sizes_between(layout.stage_boundaries, layers))
+        if program.cuts_by_cost:
+            return _cut_by_cost(self.shape, layout.stages, self.seq_len)
+        return spread(layers, layout.stages, embedding_slots=program.embedding_slots, rest_last=program.rest_last)
 
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
@@ -249,29 +236,17 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
 
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
     """Returns the layout of a recipe, run by this project's own program."""
-    strategy, shards = parallel.strategy, parallel.dp_shard
-    whole = strategy in REPLICATED
+    shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard
+    own = {
+        "sharding": parallel.strategy,
+        "prefetch": parallel.prefetch or 1,
+        "recompute_every": parallel.recompute_every or 1,
+    }
     return RunLayout(
-        pp=parallel.pp,
-        dp=parallel.dp,
-        tp=parallel.tp,
-        virtual_stages=parallel.virtual_stages,
-        schedule=parallel.schedule,
-        microbatch_size=parallel.microbatch_size,
+        **{**vars(parallel), **own},
         microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
-        parameter_shards=1 if whole else shards,
-        gradient_shards=1 if whole else shards,
-        optimizer_shards=1 if strategy == "NO_SHARD" else shards,
-        sequence_parallel=parallel.sequence_parallel,
-        recompute="layer" if parallel.recompute == "every_n" else parallel.recompute,
-        recompute_share=1 / (parallel.recompute_every or 1),
-        strategy=strategy,
-        gather=parallel.gather,
-        reduce=parallel.reduce,
-        reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
-        prefetch=parallel.prefetch or 1,
+        parameter_shards=shards,
+        gradient_shards=shards,
+        optimizer_shards=1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard,
         prefetches_forward=parallel.prefetch is not None,
-        bucket_bytes=int(parallel.bucket_mib * 2**20),
-        dp_shard=shards,
-        recompute_every=parallel.recompute_every or 1,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_links
 from parallel3d.planner.hardware.program import TrainingProgram
-from parallel3d.planner.model.planned_run import PlannedRun, RecomputeKind, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.programs import NEMO, in_precision, program_of
@@ -23,6 +25,7 @@ from parallel3d.planner.published.words import (
     schedule_of,
     year_of,
 )
+from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
@@ -40,6 +43,8 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
     program = _program(fields, options, gpu, precision)
     shape = _shape(fields)
     layout = _layout(fields, shape, program)
+    if "light_ends" in options:
+        layout = replace(layout, stage_boundaries=_light_ends(shape.layers, layout.stages))
     return PlannedRun(
         shape=shape,
         cluster=_cluster(fields, hardware, clusters),
@@ -47,7 +52,6 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
         program=program,
         seq_len=fields.number("model", "seq_len", 2048),
         precision=precision,
-        stage_layers=_light_ends(shape.layers, layout.stages) if "light_ends" in options else (),
     )
 
 
@@ -124,22 +128,24 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         virtual = 1
     sequence_parallel = f.flag("parallel", "sequence_parallel", program.default_sequence_parallel)
     recompute = str(f.get("train", "activation_recompute", program.default_recompute)).lower()
-    kinds: tuple[RecomputeKind, ...] = ("selective", "op", "layer", "full")
+    kinds = {"selective": "selective", "op": "op", "layer": "every_n", "full": "full"}
+    kind = next((ours for word, ours in kinds.items() if recompute.startswith(word)), "none")
     return RunLayout(
         pp=pp,
-        dp=dp,
+        dp_shard=dp,
         tp=tp,
         cp=cp,
         virtual_stages=virtual,
-        schedule="interleaved_1f1b" if virtual > 1 else schedule_of(schedule),
+        # Casts, because some schedules and a recompute are of those programs alone.
+        schedule=cast(ScheduleName, "interleaved_1f1b" if virtual > 1 else schedule_of(schedule)),
         microbatch_size=microbatch,
         microbatches=max(1, round(batch / (dp * microbatch))),
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,
         sequence_parallel=sequence_parallel,
-        recompute=next((kind for kind in kinds if recompute.startswith(kind)), "none"),
-        recompute_share=0.5,
+        recompute=cast(Recompute, kind),
+        recompute_every=2,
     )
 
 
@@ -168,12 +174,11 @@ def _virtual_stages(layers: int, pp: int) -> int:
     return even[-1] if even else 2 if layers >= 2 * pp else 1
 
 
-def _light_ends(layers: int, stages: int) -> tuple[int, ...]:
-    """The layers of each stage where embedding and head stand for a layer each; empty where that is uneven."""
-    if stages < 2 or (layers + 2) % stages:
-        return ()
-    each = (layers + 2) // stages
-    return (each - 1, *[each] * (stages - 2), each - 1)
+def _light_ends(layers: int, stages: int) -> tuple[int, ...] | None:
+    """The first layer of each stage but the first, where embedding and head stand for a layer each; None where that is
+    uneven."""
+    each, left = divmod(layers + 2, stages)
+    return None if left or stages < 2 else tuple(each * stage - 1 for stage in range(1, stages))
 
 
 def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:

@@ -11,7 +11,6 @@ from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.step import step_cost
-from parallel3d.schedules.balance import sizes_between
 
 
 def planned_shape(question: Question, tp: int) -> ModelShape:
@@ -21,7 +20,7 @@ def planned_shape(question: Question, tp: int) -> ModelShape:
 
 def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
     """Returns the run that answers the question with a layout."""
-    training, boundaries, batch = question.training, parallel.stage_boundaries, question.global_batch_size
+    training, batch = question.training, question.global_batch_size
     if training.steps_in_backward and not can_step_in_backward(
         parallel, batch, tied_embeddings=question.shape.tied_embeddings
     ):
@@ -33,7 +32,6 @@ def planned_run(question: Question, parallel: ParallelConfig) -> PlannedRun:
         program=question.program,
         seq_len=question.seq_len,
         precision=question.precision,
-        stage_layers=() if boundaries is None else tuple(sizes_between(boundaries, question.shape.layers)),
         optimizer=training,
     )
 

@@ -54,15 +54,13 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
     program, recompute = run.program, run.layout.recompute
     forward = matmuls.forward_s + attention.forward_s + rest.forward_s
     backward = matmuls.backward_s + attention.backward_s + rest.backward_s
-    again = 0.0
-    if recompute == "full":
-        again = forward
-    elif recompute == "layer":
-        again = forward * run.layout.recompute_share
-    elif recompute == "op":  # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
-        again = 0.5 * matmuls.forward_s + rest.forward_s
-    elif recompute == "selective":
-        again = attention.forward_s
+    again = {
+        "full": forward,
+        "every_n": forward / run.layout.recompute_every,
+        # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
+        "op": 0.5 * matmuls.forward_s + rest.forward_s,
+        "selective": attention.forward_s,
+    }.get(recompute, 0.0)
     blocked = program.launches * kernels.device.launch_s * (1.0 if program.blocking else 0.0)
     rounds = 1.0 if recompute == "full" else 0.0
     return BlockTimes(

@@ -8,7 +8,6 @@ cores for (`pipeline.shared_makespan_s`), and everything that all ranks do at on
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.calibration import Calibration, ManyRanks, OneProcess, Overhead
@@ -18,7 +17,6 @@ from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send
 from parallel3d.planner.time.parts import TimeParts
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, shared_makespan_s
 from parallel3d.planner.time.roofline import Kernels
-from parallel3d.schedules.registry import ScheduleName
 from parallel3d.timeline.simulate import StageTimes
 
 _FORWARD = 0.4  # the forward's share of what a block dispatches
@@ -199,7 +197,7 @@ def _action_s(run: PlannedRun, host: _Host) -> float:
 
 def _pipeline_s(run: PlannedRun, host: _Host, times: list[StageTimes], *, exact: bool) -> float:
     layout = run.layout
-    name = cast(ScheduleName, layout.schedule)
+    name = layout.schedule
     if layout.pp == 1:
         return layout.microbatches * sum(t.forward + t.backward for t in times) * host.slowdown
     cores = host.measured.cores or host.on_host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import cast
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
@@ -17,10 +16,9 @@ from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
 from parallel3d.planner.time.parts import TimeParts
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
-from parallel3d.schedules.registry import ScheduleName
 from parallel3d.timeline.simulate import StageTimes
 
-ZERO_BUBBLE = ("zb-1p", "zb-2p")
+ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
@@ -91,7 +89,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     tokens = run.tokens_per_step / parts.total / run.layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
     layout = run.layout
-    hardware = hardware_flops_per_token(run.shape, run.seq_len, layout.recompute, layout.recompute_share)
+    hardware = hardware_flops_per_token(run.shape, run.seq_len, layout.recompute, layout.recompute_every)
     return Cost(
         parts=parts,
         step_time_s=parts.total,
@@ -180,7 +178,7 @@ def _tp_s(run: PlannedRun) -> tuple[float, float, float]:
     one = 2 * all_gather_s(cluster, group, size) if layout.sequence_parallel else all_reduce_s(cluster, group, size)
     forward = 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
-    again = {"full": 1.0, "layer": layout.recompute_share, "op": 0.5}.get(layout.recompute, 0.0) * forward
+    again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(layout.recompute, 0.0) * forward
     return forward, forward, again
 
 
@@ -221,12 +219,10 @@ def _pipeline_s(run: PlannedRun, micro: _Microbatch, times: list[StageTimes], *,
     if layout.schedule in ZERO_BUBBLE:
         weight = micro.block.weight_s * run.shape.layers / layout.pp
         return split_backward_s(
-            layout.pp, layout.microbatches, times, send, weight_s=weight, double=layout.schedule == "zb-2p"
+            layout.pp, layout.microbatches, times, send, weight_s=weight, double=ZERO_BUBBLE[layout.schedule]
         )
-    # A cast, because a published run's schedule is a name of its own framework's.
-    name = cast(ScheduleName, layout.schedule)
     form = pipeline_s if exact else closed_form_s
-    return form(name, layout.pp, layout.microbatches, layout.virtual_stages, times, send)
+    return form(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times, send)
 
 
 def _send_s(run: PlannedRun) -> float:
