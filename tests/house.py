@@ -24,7 +24,6 @@ MOST_FILES = 12
 MORE_FILES = {  # rooms that are a list of like things, in which a reader opens one file
     "parallel3d/layers": 22,  # a file for each layer
     "tools/bench": 16,  # a file for each benchmark, and the stacks that they are compared with
-    "tools/plan": 16,  # a file for each subcommand and for each of the questions behind them
 }
 MOST_ARGUMENTS = 8
 

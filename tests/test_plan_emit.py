@@ -16,7 +16,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.models import shape_cards
 from parallel3d.recipes import pretrain
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.launch_scripts import LAUNCHERS
+from parallel3d.tools.plan.emit import LAUNCHERS
 
 Said = pytest.CaptureFixture[str]
 TINY = "--layers 4 --hidden 64 --heads 4 --vocab 300 --gpu cpu --gpus 4 --seq-len 64 --global-batch 8 --precision fp32"
@@ -145,7 +145,7 @@ def test_launch_scripts_are_well_formed(kind: str, gpus: int, capsys: Said) -> N
     assert plan.main(shlex.split(arguments)) == 0
     assert "out" in capsys.readouterr().out.splitlines()[-1]
     text = Path("out").read_text()
-    assert "$$" not in text and "${{" not in text
+    assert "$$" not in text and "{{" not in text
     if kind == "k8s":
         service, job = yaml.safe_load_all(text)
         assert (service["kind"], job["spec"]["completions"]) == ("Service", max(1, gpus // 8))

@@ -23,8 +23,8 @@ from parallel3d.planner.report.page import Accuracy
 from parallel3d.planner.search.ranking import Objective
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan import options as plan_options
 from parallel3d.tools.plan import recommend as plan_recommend
+from parallel3d.tools.plan.emit import LAUNCHERS
 
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
@@ -246,8 +246,11 @@ def test_it_answers_without_torch_or_numpy() -> None:
 
 
 def test_the_options_list_every_choice() -> None:
-    assert get_args(Objective) == plan_options.OBJECTIVES
-    assert tuple(get_args(ScheduleName)) == tuple(plan_options.SCHEDULES)
+    parser = plan.COMMANDS["recommend"].parser("recommend")
+    choices = {action.dest: action.choices for action in parser._actions}
+    assert get_args(Objective) == tuple(choices["objective"] or ())
+    assert get_args(ScheduleName) == tuple(choices["schedule"] or ())
+    assert f"its launcher: {', '.join(LAUNCHERS)}" in parser.format_help()
 
 
 def test_help_is_quick() -> None:

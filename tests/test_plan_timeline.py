@@ -153,11 +153,11 @@ def test_nothing_that_fits_ends_with_the_status_of_its_error(monkeypatch: pytest
     module = ModuleType("parallel3d.tools.plan.other")
     module.answer = answer  # type: ignore[attr-defined]
     other = plan.Command(
-        module=module.__name__,
+        answer=f"{module.__name__}:answer",
         summary="does something else",
         does="",
         epilog="",
-        add_options=lambda parser: parser.add_argument("--gpus"),
+        groups={"options": {"--gpus": {}}},
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(plan.COMMANDS, "other", other)
@@ -167,7 +167,8 @@ def test_nothing_that_fits_ends_with_the_status_of_its_error(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", plan.COMMANDS)
 def test_every_command_is_there_and_has_its_own_help(name: str, capsys: Said) -> None:
-    assert callable(import_module(plan.COMMANDS[name].module).answer)
+    module, _, function = plan.COMMANDS[name].answer.partition(":")
+    assert callable(getattr(import_module(module), function))
     with pytest.raises(SystemExit) as ended:
         run(f"{name} --help")
     assert ended.value.code == 0

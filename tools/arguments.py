@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parallel3d.errors import ConfigError
 
 HARDWARE = Path(__file__).parent / "hardware"  # the files of devices and clusters that come with the project
 
+_MOST_SIZES = 32  # sizes of a cluster that are tried at once
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
@@ -60,6 +61,23 @@ def whole(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
     return number
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Parses numbers of devices: 16,24,32, or the doublings 64-1024."""
+    first, dash, last = text.partition("-")
+    try:
+        numbers = [whole(part) for part in ([first, last] if dash else text.split(","))]
+    except argparse.ArgumentTypeError as error:
+        message = f"{text!r} must be numbers of devices, such as 16,24,32 or 64-1024"
+        raise argparse.ArgumentTypeError(message) from error
+    if dash:
+        numbers = [numbers[0] << power for power in range(_MOST_SIZES) if numbers[0] << power <= numbers[1]]
+        if not numbers:
+            raise argparse.ArgumentTypeError(f"{text!r} must begin with the smaller number, such as 64-1024")
+    if len(numbers) > _MOST_SIZES:
+        raise argparse.ArgumentTypeError(f"{len(numbers)} sizes: at most {_MOST_SIZES} are tried at once")
+    return tuple(numbers)
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
@@ -125,3 +143,10 @@ def _with_unit(
     if unit not in units or not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")
     return number * units[unit]
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
+    **{"path": Path, "int": int, "whole": whole, "sizes": sizes, "tokens": tokens, "memory_bytes": memory_bytes},
+    **{"bytes_per_s": bytes_per_s, "dollars": dollars, "fraction": fraction, "share": share},
+    **{"time": amount("a time"), "days": amount("days", zero=False)},
+}

@@ -22,7 +22,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
-from parallel3d.tools.plan.hardware import find_cluster
+from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
@@ -74,10 +74,7 @@ class RunComparison:
 
 def answer(options: argparse.Namespace) -> Reply:
     """Compares the run of a folder with the plan for the hardware that the user says it was on."""
-    name = options.hardware or options.gpu
-    if name is None or (options.hardware and options.gpu):
-        raise ConfigError("--gpu, --hardware: what the run was on, one of the two; try --gpu h100")
-    found = compare(options.run_dir, find_cluster(name))
+    found = compare(options.run_dir, asked_cluster(options))
     return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
 
 

@@ -16,7 +16,6 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import Reply
 
-_SHOWS = "parallel3d-plan hardware h100 shows usual figures"
 # A name that stands for several files means the one that most clusters have.
 _USUAL = {
     "a100": "a100-80gb",
@@ -33,23 +32,20 @@ _USUAL = {
 def answer(options: argparse.Namespace) -> Reply:
     """Lists what is shipped, or shows the file of one device or cluster."""
     if options.name is None:
-        return Reply(
-            page=_list, tree=lambda: rounded({"hardware": [hardware_tree(find_cluster(each)) for each in _files()]})
-        )
-    cluster = find_cluster(options.name)
-    name = file_of(options.name)
+        return Reply(page=_list, tree=lambda: rounded({"hardware": [hardware_tree(each) for _, each in _shipped()]}))
+    cluster, name = find_cluster(options.name), file_of(options.name)
     path = _files().get(name, Path(name))
     return Reply(page=lambda: path.read_text().splitlines(), tree=lambda: rounded(hardware_tree(cluster)))
 
 
 def device_files() -> list[str]:
     """Returns the names of the shipped files that describe a device."""
-    return [name for name in _files() if find_cluster(name).device_file == name]
+    return [name for name, cluster in _shipped() if cluster.device_file == name]
 
 
 def cluster_files() -> list[str]:
     """Returns the names of the shipped files that describe a cluster and name a device's file."""
-    return [name for name in _files() if find_cluster(name).device_file != name]
+    return [name for name, cluster in _shipped() if cluster.device_file != name]
 
 
 def file_of(name: str) -> str:
@@ -60,8 +56,16 @@ def file_of(name: str) -> str:
     return _USUAL.get(plain, plain)
 
 
+def asked_cluster(options: argparse.Namespace) -> Cluster:
+    """Returns the cluster of --gpu or --hardware. Raises ConfigError where not one of the two is given."""
+    if bool(options.gpu) == bool(options.hardware):
+        raise ConfigError("--gpu, --hardware: required is one of the two; try --gpu h100")
+    return find_cluster(options.hardware or options.gpu)
+
+
 def find_cluster(name: str) -> Cluster:
-    """Returns the cluster of a shipped name or of a file. Raises ConfigError with the nearest names."""
+    """Returns the cluster of a shipped name or of a file. Raises ConfigError with the nearest names, and for a figure
+    that a user's own file has wrong and that would give nonsense and no error."""
     found = file_of(name)
     if found == name and Path(name).suffix in (".yaml", ".yml") and not Path(name).is_file():
         raise ConfigError(f"hardware {name}: no such file; shipped are {', '.join(_files())}")
@@ -80,13 +84,17 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(HARDWARE.glob("*.yaml"))}
 
 
+def _shipped() -> list[tuple[str, Cluster]]:
+    return [(name, find_cluster(name)) for name in _files()]
+
+
 def _check(cluster: Cluster, name: str) -> None:
-    """Raises ConfigError for a figure that a user's own file has wrong and that would give nonsense and no error."""
     device, node, network = cluster.device, cluster.node, cluster.network
     figures = {  # in the file's units
         "device.memory_gib": device.memory_bytes / GIB,
         "device.memory_gb_per_s": device.memory_bandwidth / 1e9,
         "device.processors": device.processors,
+        "device.price_per_hour": 1.0 if device.price_per_hour is None else device.price_per_hour,
         "node.gpus": cluster.gpus_per_node,
         "network.oversubscription": cluster.oversubscription,
         "network.whole_nodes": cluster.whole_nodes,
@@ -95,8 +103,6 @@ def _check(cluster: Cluster, name: str) -> None:
         **{f"device.peak_tflops.{precision}": flops / 1e12 for precision, flops in device.peak_flops.items()},
         **{f"device.attention_tflops.{way}": flops / 1e12 for way, flops in device.attention_flops.items()},
     }
-    if device.price_per_hour is not None:
-        figures["device.price_per_hour"] = device.price_per_hour
     latencies = {"node.latency_us": node.latency_s * 1e6, "network.latency_us": network.latency_s * 1e6}
     shares = {
         "device.matmul_efficiency": device.matmul_efficiency,
@@ -104,8 +110,9 @@ def _check(cluster: Cluster, name: str) -> None:
         "node.efficiency": node.efficiency,
         "network.efficiency": network.efficiency,
     }
+    shows = "parallel3d-plan hardware h100 shows usual figures"
     rules = [
-        *((key, value, 0 < value < math.inf, f"above 0 and finite; {_SHOWS}") for key, value in figures.items()),
+        *((key, value, 0 < value < math.inf, f"above 0 and finite; {shows}") for key, value in figures.items()),
         *((key, value, 0 <= value < math.inf, "at least 0 and finite; try 3") for key, value in latencies.items()),
         *((key, value, 0 < value <= 1, "a share above 0 and at most 1; try 0.8") for key, value in shares.items()),
     ]
@@ -118,24 +125,24 @@ def _check(cluster: Cluster, name: str) -> None:
 
 def _list() -> Iterator[str]:
     """Yields the table of devices and the table of clusters."""
-    runs = recorded_accuracy().runs_by_hardware
+    runs, shipped = recorded_accuracy().runs_by_hardware, _shipped()
     yield "name               bf16 TFLOP/s    GiB  memory GB/s  node  node GB/s  network GB/s  scored runs"
-    for name in device_files():
-        cluster = find_cluster(name)
+    for name, cluster in shipped:
         device = cluster.device
-        yield (
-            f"{name:<18}{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / GIB:>7,.0f}"
-            f"{device.memory_bandwidth / 1e9:>13,.0f}{cluster.gpus_per_node:>6}{cluster.node.bandwidth / 1e9:>11,.5g}"
-            f"{cluster.network.bandwidth / 1e9:>14,.5g}{runs.get(name, '-'):>13}"
-        )
+        if cluster.device_file == name:
+            lead = f"{name:<18}{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / GIB:>7,.0f}"
+            yield f"{lead}{device.memory_bandwidth / 1e9:>13,.0f}{_links(cluster)}{runs.get(name, '-'):>13}"
     yield ""
     yield "cluster            device        node  node GB/s  network GB/s  beyond so many nodes"
-    for name in cluster_files():
-        cluster = find_cluster(name)
-        spread = f"1/{cluster.oversubscription:g} beyond {cluster.whole_nodes}" if cluster.oversubscription > 1 else "-"
-        yield (
-            f"{name:<19}{cluster.device_file:<12}{cluster.gpus_per_node:>6}{cluster.node.bandwidth / 1e9:>11,.5g}"
-            f"{cluster.network.bandwidth / 1e9:>14,.5g}  {spread}"
-        )
+    for name, cluster in shipped:
+        if cluster.device_file != name:
+            shared = cluster.oversubscription > 1
+            spread = f"1/{cluster.oversubscription:g} beyond {cluster.whole_nodes}" if shared else "-"
+            yield f"{name:<19}{cluster.device_file:<12}{_links(cluster)}  {spread}"
     yield ""
     yield "scored runs: published runs that the planner's figures were compared with; '-': data sheets only"
+
+
+def _links(cluster: Cluster) -> str:
+    node, network = (link.bandwidth / 1e9 for link in (cluster.node, cluster.network))
+    return f"{cluster.gpus_per_node:>6}{node:>11,.5g}{network:>14,.5g}"

@@ -14,10 +14,9 @@ from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
-from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.plan.hardware import find_cluster
+from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.models import Model, find_model
 
 # `recompute` every n-th block is left to a recipe: no plan says how often.
@@ -60,8 +59,11 @@ class ParsedQuestion:
         return [line for note in self.model.notes for line in wrapped("note", note)]
 
 
-def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = "--gpus 64") -> ParsedQuestion:
-    """Returns the question of the options with nothing fixed. `asks` is how an error says that devices are given.
+def read_question(
+    options: argparse.Namespace, *, gpus: int | None, fixed: Fixed | None = None, asks: str = "--gpus 64"
+) -> ParsedQuestion:
+    """Returns the question of the options, with what is `fixed` as it is said. `asks` is how an error says that devices
+    are given.
 
     Raises ConfigError for options that are missing or contradict each other."""
     model = find_model(options)
@@ -86,21 +88,14 @@ def read_question(options: argparse.Namespace, *, gpus: int | None, asks: str = 
         global_batch_size=batch,
         precision=precision,
         program=_program(options, cluster, precision),
+        fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
         memory_fraction=options.mem_fraction,
     )
-    more = list(notes(model.recipe)) if model.recipe is not None else []
+    more = list(notes(model.recipe)) if model.recipe else []
     if model.longest is not None and seq_len > model.longest:
         more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
     return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
-
-
-def with_fixed(question: Question, fixed: Fixed) -> Question:
-    """Returns the question with `fixed`. Raises ConfigError with the rule that a value breaks and values that would
-    do."""
-    fixed_question = replace(question, fixed=fixed)
-    check_fixed(fixed_question)
-    return fixed_question
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:
@@ -124,7 +119,12 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {text}: write key=value with a key of {', '.join(_FIXABLE)}; try tp=8")
         if name in found:
             raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
-        found[name] = _value(option, name, value.strip())
+        value = value.strip()
+        if name in _WORDS and value not in _WORDS[name]:
+            raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
+        if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
+            raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
+        found[name] = value == "true" if name == "sequence_parallel" else value if name in _WORDS else int(value)
     return found
 
 
@@ -135,16 +135,6 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}
     return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
-
-
-def _value(option: str, name: str, text: str) -> object:
-    if name in _WORDS:
-        if text not in _WORDS[name]:
-            raise ConfigError(f"{option} {name}={text}: must be one of {', '.join(_WORDS[name])}")
-        return text == "true" if name == "sequence_parallel" else text
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{option} {name}={text}: must be a whole number from 1 on")
-    return int(text)
 
 
 def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> TrainingProgram:
@@ -162,22 +152,12 @@ def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> T
 
 def _cluster(options: argparse.Namespace) -> Cluster:
     """Returns the hardware of --gpu or --hardware, with what the other options change of it."""
-    if options.gpu and options.hardware:
-        raise ConfigError("--gpu and --hardware: give one of the two")
-    name = options.hardware or options.gpu
-    if name is None:
-        raise ConfigError("--gpu: required, or --hardware FILE; try --gpu h100")
-    network, node = options.network_gb_per_s, options.node_gb_per_s
     cluster = with_links(
-        find_cluster(name),
-        network_gb_per_s=None if network is None else network / 1e9,
-        node_gb_per_s=None if node is None else node / 1e9,
+        asked_cluster(options),
+        network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
+        node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
         gpus_per_node=options.gpus_per_node,
     )
     device = cluster.device
-    device = replace(
-        device,
-        memory_bytes=options.gpu_memory or device.memory_bytes,
-        price_per_hour=options.price or device.price_per_hour,
-    )
-    return replace(cluster, device=device)
+    bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
+    return replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))

@@ -1,22 +1,33 @@
 """`parallel3d-plan limits`: the smallest cluster that holds a model; the longest sequence, the largest batch and the
-largest model that a cluster holds."""
+largest model that a cluster holds. `parallel3d-plan sweep`: the same run on clusters of several sizes, and the cheapest
+that is done in time."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
+from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import model_tree, question_tree, rounded_tree, strategy_tree
 from parallel3d.planner.report.page import header
-from parallel3d.planner.report.text import bar, gib, layout_text, money, si, wrapped
+from parallel3d.planner.report.text import (
+    bar,
+    days_column,
+    gib,
+    layout_columns,
+    layout_text,
+    links_text,
+    money,
+    si,
+    wrapped,
+)
+from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest
 from parallel3d.planner.search.limits import (
-    Extent,
     largest_batch,
     largest_model,
     largest_named,
@@ -24,21 +35,23 @@ from parallel3d.planner.search.limits import (
     smallest_cluster,
 )
 from parallel3d.planner.search.question import Question, RunLength, Strategy, run_length
-from parallel3d.tools.plan.inputs import read_fixed, read_question, with_fixed
+from parallel3d.planner.search.sweep import ClusterSize, cheapest, sweep
+from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
-from parallel3d.tools.plan.options import LIMITS
 from parallel3d.tools.reply import NOTHING_FITS, Reply
+
+# The limits that are found for a word of the command line, where that is more than the one of its name.
+_NAMES = {"all": ("cluster", "sequence", "batch", "model", "named"), "model": ("model", "named")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """One of the limits, in words: the question at its limit with a layout that fits, the best one for a cluster, or
-    what to say where there is no such question."""
+    """One of the limits: what is told of it, and the question at its limit with a layout that fits, the best one for a
+    cluster; or the reason why there is no such question."""
 
     name: str
-    none: str
+    told: str
     at: Question | None = None
-    told: str = ""
     strategy: Strategy | None = None
     length: RunLength | None = None  # the whole run, for a cluster and a known number of tokens
 
@@ -49,103 +62,160 @@ def answer(options: argparse.Namespace) -> Reply:
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
     # The fewest devices are the answer of `cluster`, and no part of the question.
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
-    asked = read_question(options, gpus=options.gpus or needed)
-    question = with_fixed(asked.question, fixed)
-    finders: dict[str, Callable[[], list[Limit]]] = {
-        "cluster": lambda: [_cluster(question, options.tokens)],
-        "sequence": lambda: [_sequence(question)],
-        "batch": lambda: [_batch(question)],
-        "model": lambda: _models(question),
-    }
-    limits = [limit for name in LIMITS if options.what in ("all", name) for limit in finders[name]()]
+    asked = read_question(options, gpus=options.gpus or needed, fixed=fixed)
+    check_fixed(asked.question)
+    limits = [_limit(name, asked.question, options.tokens) for name in _NAMES.get(options.what, (options.what,))]
     return Reply(
-        page=lambda: [*_page(question, options, limits), *asked.note_lines()],
-        tree=lambda: {**_tree(question, options, limits), "notes": asked.model.notes},
+        page=lambda: _page(asked, options, limits),
+        tree=lambda: _tree(asked, options, limits),
         status=0 if all(limit.at for limit in limits) else NOTHING_FITS,
     )
 
 
-def _cluster(question: Question, run_tokens: float | None) -> Limit:
-    found = smallest_cluster(question)
-    if found is None:
+def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
+    on = f"on {question.gpus} devices"
+    if name == "cluster":
+        found = smallest_cluster(question)
         none = "no number of devices holds it: one sequence of a microbatch is not divided far enough"
-        return Limit(name="cluster", none=none)
-    q = found.question
-    (best,) = fastest(q, top=1)
-    nodes = -(-q.gpus // q.cluster.gpus_per_node)
-    told = f"{q.gpus} device{'s' * (q.gpus > 1)} ({nodes} node{'s' * (nodes > 1)}) hold it"
-    length = None if run_tokens is None else run_length(q, best, run_tokens)
-    return Limit(name="cluster", none="", at=q, told=told, strategy=best, length=length)
-
-
-def _sequence(question: Question) -> Limit:
-    def told(q: Question) -> str:
-        ends = q.shape.positions == "learned" and q.seq_len == q.shape.position_rows
-        return f"sequences of up to {q.seq_len:,} tokens" + ends * ", where its table of positions ends"
-
-    none = f"not even short sequences fit on {question.gpus} devices"
-    return _limit("sequence", longest_sequence(question), none, told)
-
-
-def _batch(question: Question) -> Limit:
-    none = f"not even one sequence of {question.seq_len} tokens on each data rank fits on {question.gpus} devices"
-    found = largest_batch(question)
-    return _limit("batch", found, none, lambda q: f"{q.global_batch_size:,} sequences at once; more by accumulation")
-
-
-def _models(question: Question) -> list[Limit]:
-    def told(q: Question) -> str:
-        shape = q.shape
-        width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, ffn {shape.ffn_hidden}"
-        return f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
-
-    none = f"none fits on {question.gpus} devices at sequences of {question.seq_len}"
-    found = {"model": largest_model(question), "named": largest_named(question, all_named())}
-    return [_limit(name, extent, none, told) for name, extent in found.items()]
-
-
-def _limit(name: str, found: Extent | None, none: str, told: Callable[[Question], str]) -> Limit:
+    elif name == "sequence":
+        found, none = longest_sequence(question), f"not even short sequences fit {on}"
+    elif name == "batch":
+        found = largest_batch(question)
+        none = f"not even one sequence of {question.seq_len} tokens on each data rank fits {on}"
+    else:
+        found = largest_model(question) if name == "model" else largest_named(question, all_named())
+        none = f"none fits {on} at sequences of {question.seq_len}"
     if found is None:
-        return Limit(name=name, none=none)
-    return Limit(name=name, none=none, at=found.question, told=told(found.question), strategy=found.strategy)
+        return Limit(name=name, told=none)
+    q, shape = found.question, found.question.shape
+    if name == "cluster":
+        nodes = -(-q.gpus // q.cluster.gpus_per_node)
+        (best,) = fastest(q, top=1)
+        told = f"{q.gpus} device{'s' * (q.gpus > 1)} ({nodes} node{'s' * (nodes > 1)}) hold it"
+        length = None if run_tokens is None else run_length(q, best, run_tokens)
+        return Limit(name=name, told=told, at=q, strategy=best, length=length)
+    if name == "sequence":
+        ends = shape.positions == "learned" and q.seq_len == shape.position_rows
+        told = f"sequences of up to {q.seq_len:,} tokens" + ends * ", where its table of positions ends"
+    elif name == "batch":
+        told = f"{q.global_batch_size:,} sequences at once; more by accumulation"
+    else:
+        width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, ffn {shape.ffn_hidden}"
+        told = f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
+    return Limit(name=name, told=told, at=q, strategy=found.strategy)
 
 
-def _page(question: Question, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
-    lines = list(header(question))
-    yield from lines if options.what != "cluster" else (line for line in lines if not line.startswith("hardware"))
+def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
+    question = asked.question
+    yield from (line for line in header(question) if options.what != "cluster" or not line.startswith("hardware"))
     yield ""
     for limit in limits:
-        if limit.strategy is None:
-            yield from wrapped(limit.name, limit.none)
-            continue
-        found = limit.strategy
-        share = found.memory.total / question.usable_bytes
         yield from wrapped(limit.name, limit.told)
-        held = f"{gib(found.memory.total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
-        yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
+        if limit.strategy is None:
+            continue
+        total, cost = limit.strategy.memory.total, limit.strategy.cost
+        share = total / question.usable_bytes
+        held = f"{gib(total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
+        yield from wrapped("", f"{held}  {layout_text(limit.strategy.parallel)}")
         kind = "the best layout" if limit.name == "cluster" else "a layout that fits"
-        speed = f"{kind}: {found.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {found.cost.mfu:.1%}"
+        speed = f"{kind}: {cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {cost.mfu:.1%}"
         if limit.length is not None:
             price = f", {money(limit.length.price)}" if limit.length.price is not None else ""
             speed += f"; {si(options.tokens)} tokens: {limit.length.days:,.1f} days{price}"
         yield from wrapped("", speed)
+    yield from asked.note_lines()
 
 
-def _tree(question: Question, options: argparse.Namespace, limits: list[Limit]) -> dict[str, Any]:
-    def tree(limit: Limit) -> dict[str, Any] | None:
-        q = limit.at
-        if q is None or limit.strategy is None:
-            return None
-        numbers = {"gpus": q.gpus, "seq_len": q.seq_len, "global_batch_size": q.global_batch_size}
-        found = strategy_tree(q, limit.strategy, limit.length)
-        return {**numbers, "model": model_tree(q.shape), "strategy": found, "told": limit.told}
-
-    asked = question_tree(question)
+def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> object:
+    said = question_tree(asked.question)
     if options.what == "cluster":
-        del asked["gpus"]
+        del said["gpus"]
+    found = {
+        limit.name: {
+            **{key: getattr(limit.at, key) for key in ("gpus", "seq_len", "global_batch_size")},
+            "model": model_tree(limit.at.shape),
+            "strategy": strategy_tree(limit.at, limit.strategy, limit.length),
+            "told": limit.told,
+        }
+        for limit in limits
+        if limit.at is not None and limit.strategy is not None
+    }
     return rounded_tree({
         "schema": "parallel3d.limits/1",
-        "input": {**asked, "tokens": options.tokens},
-        "limits": {limit.name: tree(limit) for limit in limits},
-        "none": {limit.name: limit.none for limit in limits if limit.at is None},
+        "input": {**said, "tokens": options.tokens},
+        "limits": {limit.name: found.get(limit.name) for limit in limits},
+        "none": {limit.name: limit.told for limit in limits if limit.at is None},
+        "notes": asked.model.notes,
+    })  # fmt: skip
+
+
+def sweep_answer(options: argparse.Namespace) -> Reply:
+    """Plans for each size, and chooses the cheapest within --max-days where that is given."""
+    if options.max_days is not None and options.tokens is None:
+        raise ConfigError(f"--max-days {options.max_days:g}: of how many tokens? add --tokens 1T")
+    asked = read_question(options, gpus=max(options.gpus), fixed=read_fixed(options), asks="--gpus 64-512")
+    found = sweep(asked.question, options.gpus, options.tokens)
+    fitting = [size for size in found if size.strategy is not None]
+    chosen = None if options.max_days is None else cheapest(fitting, most_days=options.max_days)
+    return Reply(
+        page=lambda: [*_sizes_page(asked.question, options, found, chosen), *asked.note_lines()],
+        tree=lambda: _sizes_tree(asked, options, found, chosen),
+        status=0 if chosen or (fitting and options.max_days is None) else NOTHING_FITS,
+    )
+
+
+def _sizes_page(
+    question: Question, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
+) -> Iterator[str]:
+    cluster, usable = question.cluster, question.usable_bytes
+    yield next(header(question))
+    links = links_text(cluster)
+    yield from wrapped("hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links}")
+    yield ""
+    head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
+    yield head + ("   days  price" if options.tokens is not None else " step s")
+    least = next((size.tokens_per_s_per_gpu for size in sizes if size.strategy), 1.0)
+    for size in sizes:
+        start = f"{'>' if size is chosen else ' '}{size.question.gpus:>6}"
+        found = size.strategy
+        if found is None:
+            first, *more = wrapped("", f"{'':>4}{size.none}")
+            yield from (f"{start}{first[len(start) :]}", *more)
+            continue
+        share, speed = found.memory.total / usable, size.tokens_per_s_per_gpu
+        line = f"{start}{layout_columns(found.parallel)}{gib(found.memory.total):>6} {bar(share)}"
+        line += f"{speed:>10,.0f}{speed / least:>9.0%}"
+        if size.length is None:
+            yield f"{line}{found.cost.step_time_s:>7.3g}"
+        else:
+            yield f"{line}{days_column(size.length.days)}{money(size.length.price):>7}"
+    if options.max_days is None:
+        return
+    yield ""
+    if chosen is None or chosen.strategy is None or chosen.length is None:
+        yield from wrapped("in time", f"none is done within {options.max_days:g} days")
+        return
+    told = f"{chosen.question.gpus} devices: {chosen.length.days:.3g} days, {chosen.length.gpu_hours:,.0f} GPU-hours"
+    yield from wrapped("in time", f"{told}, the fewest of those done within {options.max_days:g} days")
+    yield from wrapped("layout", layout_text(chosen.strategy.parallel))
+
+
+def _sizes_tree(
+    asked: ParsedQuestion, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
+) -> object:
+    said = question_tree(asked.question)
+    del said["gpus"]
+    return rounded_tree({
+        "schema": "parallel3d.sweep/1",
+        "input": {**said, "tokens": options.tokens, "max_days": options.max_days},
+        "sizes": [
+            {
+                "gpus": size.question.gpus,
+                "strategy": size.strategy and strategy_tree(size.question, size.strategy, size.length),
+                "none": size.none or None,
+            }
+            for size in sizes
+        ],
+        "chosen": chosen and chosen.question.gpus,
+        "notes": asked.model.notes,
     })  # fmt: skip

@@ -22,6 +22,7 @@ from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout
 from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.tools.plan.inputs import read_parallel, read_question
+from parallel3d.tools.plan.models import NUMBERS
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
@@ -36,11 +37,10 @@ def answer(options: argparse.Namespace) -> Reply:
     question = replace(asked.question, gpus=parallel.world_size)
     _check_layout(question, parallel)
     found = strategy(question, parallel)
-    fits = found.memory.total <= question.usable_bytes
     return Reply(
         page=lambda: [*_page(question, found, whole=options.explain), *asked.note_lines()],
-        tree=lambda: {**_tree(question, parallel, fits), "notes": asked.model.notes},
-        status=0 if fits else NOTHING_FITS,
+        tree=lambda: {**_tree(question, found), "notes": asked.model.notes},
+        status=0 if found.memory.total <= question.usable_bytes else NOTHING_FITS,
     )
 
 
@@ -50,9 +50,11 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     shown = telling_ranks(ranks, _MOST_RANKS)
-    yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in _columns()) + f"{'GiB':>8}"
+    # The other kinds are in --explain and in the total.
+    columns = [kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")]
+    yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in columns) + f"{'GiB':>8}"
     for memory in shown:
-        cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in _columns())
+        cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in columns)
         share = memory.total / question.usable_bytes
         mark = "  <" if memory is worst else ""
         layers = run.ranks[memory.rank].layers
@@ -69,11 +71,6 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / GIB:.2f} usable"
 
 
-def _columns() -> tuple[str, ...]:
-    """Returns the kinds that have a column; the others are in --explain and in the total."""
-    return tuple(kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context"))
-
-
 def _cell(bytes_: float) -> str:
     if not bytes_:
         return "-"
@@ -83,14 +80,7 @@ def _cell(bytes_: float) -> str:
 def _check_layout(question: Question, parallel: ParallelConfig) -> None:
     """Raises ConfigError for a layout that the trainer refuses, by the trainer's rules and in their words."""
     shape = planned_shape(question, parallel.tp)
-    model = ModelConfig(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn_hidden=shape.ffn_hidden,
-        vocab=shape.vocab,
-    )
+    model = ModelConfig(**{key: getattr(shape, key) for key in NUMBERS})
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     recipe = Recipe(model=model, train=train, parallel=parallel)
     refuse(list(range_errors(recipe)))
@@ -115,20 +105,20 @@ def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
         yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
 
 
-def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str, Any]:
-    run = planned_run(question, parallel)
+def _tree(question: Question, found: Strategy) -> dict[str, Any]:
+    run = planned_run(question, found.parallel)
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
-    tree = {
+    return rounded_tree({
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
-        "parallel": parallel_tree(parallel),
+        "parallel": parallel_tree(found.parallel),
         "seq_len": question.seq_len,
         "global_batch_size": question.global_batch_size,
         "precision": question.precision,
         "usable_gib": question.usable_bytes / GIB,
-        "fits": fits,
+        "fits": found.memory.total <= question.usable_bytes,
         "worst_rank": worst.rank,
         "memory_gib": memory_tree(worst),
         "ranks": [
@@ -141,5 +131,4 @@ def _tree(question: Question, parallel: ParallelConfig, fits: bool) -> dict[str,
             for memory in ranks
         ],
         "explain": [{"kind": kind, "gib": bytes_ / GIB, "because": text} for kind, bytes_, text in explain(run, worst)],
-    }
-    return rounded_tree(tree)
+    })  # fmt: skip

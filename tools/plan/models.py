@@ -25,8 +25,7 @@ from parallel3d.planner.report.text import si
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.reply import Reply
 
-_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
-_REQUIRED = ("layers", "hidden", "heads", "vocab")
+NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # options, and keys of a recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +61,13 @@ def all_named() -> list[ModelShape]:
 def find_model(options: argparse.Namespace) -> Model:
     """Returns the model that the options name or number. Raises ConfigError for none, for a name and numbers at once,
     and for an unknown name (with the nearest)."""
-    by_hand = [name for name in (*_NUMBERS, "kind") if getattr(options, name) is not None]
+    by_hand = [name.replace("_", "-") for name in (*NUMBERS, "kind") if getattr(options, name) is not None]
+    if options.model is None and not by_hand:
+        raise ConfigError("--model: required; try --model llama3-8b, a config.json, or --layers 32 --hidden 4096 ...")
     if options.model is None:
-        if not by_hand:
-            raise ConfigError(
-                "--model: required; try --model llama3-8b, a config.json, or --layers 32 --hidden 4096 ..."
-            )
         return Model(shape=_from_numbers(options), source="numbers")
     if by_hand:
-        option = by_hand[0].replace("_", "-")
-        raise ConfigError(f"--{option}: does not go with --model {options.model}; give one of the two")
+        raise ConfigError(f"--{by_hand[0]}: does not go with --model {options.model}; give one of the two")
     return read_model(options.model)
 
 
@@ -83,16 +79,9 @@ def read_model(text: str) -> Model:
     if path.is_dir():
         raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
-        shape = from_hugging_face(path)
-        config = json.loads(path.read_text())
-        return Model(
-            shape=shape,
-            source="config.json",
-            said=text,
-            path=path,
-            notes=tuple(notes_on(config)),
-            longest=config.get("max_position_embeddings"),
-        )
+        shape, config = from_hugging_face(path), json.loads(path.read_text())
+        noted, longest = tuple(notes_on(config)), config.get("max_position_embeddings")
+        return Model(shape=shape, source="config.json", said=text, path=path, notes=noted, longest=longest)
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
         path = recipes.get(text, path)
@@ -110,12 +99,10 @@ def read_model(text: str) -> Model:
 
 def _from_numbers(options: argparse.Namespace) -> ModelShape:
     """Returns the shape of --layers, --hidden and the other numbers, a Llama's or a GPT's in what they leave open."""
-    missing = [f"--{name}" for name in _REQUIRED if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: required where there is no --model; "
-            "try --layers 32 --hidden 4096 --heads 32 --vocab 32000"
-        )
+    required = ("layers", "hidden", "heads", "vocab")
+    if missing := ", ".join(f"--{name}" for name in required if getattr(options, name) is None):
+        example = "--layers 32 --hidden 4096 --heads 32 --vocab 32000"
+        raise ConfigError(f"{missing}: required where there is no --model; try {example}")
     gpt = options.kind == "gpt"
     usual = 4 * options.hidden if gpt else -(-8 * options.hidden // 3 // 256) * 256
     shape = ModelShape(

@@ -1,0 +1,242 @@
+"""What a plan writes: a recipe, complete and checked, with what led to each choice in a comment, and its launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate
+from parallel3d.config.rules_optimizer import can_step_in_backward
+from parallel3d.config.yaml_text import read_settings, shown
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.model.named import sliding_window
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.report.json import sharding_of
+from parallel3d.planner.report.page import Plan
+from parallel3d.planner.report.text import memory_text, si, time_text
+from parallel3d.planner.search.question import Strategy
+from parallel3d.tools.plan.inputs import ParsedQuestion
+from parallel3d.tools.plan.models import NUMBERS, Model
+from parallel3d.tools.reply import write_output
+
+# The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
+# start the same worker, parallel3d.recipes.pretrain, which reads what its launcher sets, and none has a site's
+# particulars.
+LAUNCHERS = {
+    "torchrun": ("launch.sh", "bash"),
+    "slurm": ("job.sbatch", "sbatch"),
+    "torchx": ("torchx.sh", "SCHEDULER=slurm bash"),
+    "k8s": ("job.yaml", "kubectl apply -f"),
+}
+_TRIAL_STEPS = 100  # where no token budget is given
+_COMMENT_COLUMN = 36
+# What a config.json calls a key of `model:`.
+_HUGGING_FACE = {
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps",
+    "initializer_range": "init_std",
+}
+
+
+def launch_file(options: argparse.Namespace) -> Path | None:
+    """Returns where a launcher is written: as the user said, or beside the recipe. Raises ConfigError for what can be
+    refused before the search is made."""
+    outputs, file = [options.emit_recipe, options.html], None
+    if options.emit_launch is not None:
+        kind, *said = options.emit_launch
+        if kind not in LAUNCHERS or len(said) > 1:
+            words = " ".join(options.emit_launch)
+            known = ", ".join(LAUNCHERS)
+            raise ConfigError(f"--emit-launch {words}: must be one of {known}, then a file or none")
+        if options.emit_recipe is None:
+            raise ConfigError("--emit-launch: starts a recipe; add --emit-recipe plan.yaml")
+        file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
+        outputs.append(file)
+    named = [path.resolve() for path in outputs if path is not None]
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            raise ConfigError(f"{path.name}: named for two outputs, and the one would replace the other; rename one")
+    return file
+
+
+def emit(options: argparse.Namespace, asked: ParsedQuestion, plan: Plan, launch: Path | None) -> Iterator[str]:
+    """Writes the best layout's recipe and its launcher, and yields what to type next. Raises ConfigError for a model
+    that the trainer does not have, and for devices that a launcher cannot divide into nodes."""
+    best, path = plan.best, options.emit_recipe
+    if best is None:
+        return
+    if path is None:
+        if asked.model.recipe is not None:
+            yield _override_command(asked, asked.model.recipe, recipe_of_plan(asked, plan, best, run="plan"))
+        return
+    recipe = recipe_of_plan(asked, plan, best, run=path.stem)
+    validate(recipe)
+    write_output("--emit-recipe", path, "".join(f"{line}\n" for line in _lines(recipe, asked, plan, best)))
+    if launch is None:
+        yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
+    else:
+        gpus, gpus_per_node = best.parallel.world_size, plan.question.cluster.gpus_per_node
+        yield _write_launcher(options.emit_launch[0], launch, path, gpus=gpus, gpus_per_node=gpus_per_node)
+
+
+def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
+    """Returns the user's own recipe, or the defaults, with the plan's model, batch and layout. Raises ConfigError for a
+    model or a program that the trainer does not have."""
+    q, base = plan.question, asked.model.recipe
+    if not q.program.is_parallel3d:
+        raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
+    parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
+    steps = _TRIAL_STEPS if plan.tokens is None else ceil(plan.tokens / (q.global_batch_size * q.seq_len))
+    planned: dict[str, Any] = {key: getattr(q, key) for key in ("global_batch_size", "seq_len", "precision")}
+    if base is not None:
+        slice_ = parallel.dp * parallel.microbatch_size
+        planned["eval_sequences"] = ceil(base.train.eval_sequences / slice_) * slice_
+        train = replace(base.train, **planned, steps=base.train.steps if plan.tokens is None else steps)
+        is_early = base.optimizer.step_in_backward and can_step_in_backward(
+            parallel, q.global_batch_size, tied_embeddings=q.shape.tied_embeddings
+        )
+        optimizer = replace(base.optimizer, step_in_backward=is_early)
+        model = replace(base.model, vocab=q.shape.vocab)
+        return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
+    large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
+    warmup_steps = 0 if plan.tokens is None else min(2000, steps // 10)
+    # About once an hour; a trial needs none.
+    every = None if plan.tokens is None else max(1, round(3600 / best.cost.step_time_s))
+    return Recipe(
+        model=_model(asked.model, q.shape, q.seq_len),
+        train=TrainConfig(steps=steps, **planned),
+        parallel=parallel,
+        optimizer=OptimizerConfig(lr=1.5e-4 if large else 3e-4, warmup_steps=warmup_steps),
+        checkpoint=CheckpointConfig(every=every),
+        run_dir=f"runs/{run}",
+    )
+
+
+def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
+    """Returns the trainer's section for a shape, with what a card or a config.json says beyond the shape."""
+    is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned" and shape.biases and shape.layer_norm
+    is_llama = shape.feed_forward == "swiglu" and shape.positions == "rope" and not shape.biases
+    if not is_gpt and not is_llama:
+        raise ConfigError(f"--emit-recipe: the trainer has no module for {shape.name}, only for Llamas and GPTs")
+    numbers: dict[str, Any] = {
+        **{key: getattr(shape, key) for key in (*NUMBERS, "qk_norm", "tied_embeddings")},
+        "architecture": "gpt" if is_gpt else "llama",
+        "qkv_bias": shape.qkv_biases,
+        "max_positions": max(shape.position_rows, seq_len) if is_gpt else None,
+    }
+    more: dict[str, Any] = {}
+    if model.source == "name" and shape.name in shape_cards():
+        more = {"name": shape.name, **{each.key: each.value for each in read_settings(shape_cards()[shape.name])}}
+    elif model.source == "config.json" and model.path is not None:
+        config = json.loads(model.path.read_text())
+        more = {ours: float(config[theirs]) for theirs, ours in _HUGGING_FACE.items() if theirs in config}
+        more["window"] = sliding_window(config)
+    return ModelConfig(**{**more, **numbers})
+
+
+def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:
+    """Yields the recipe's YAML below a comment that says what the plan expects of it."""
+    q, answer, known = plan.question, plan.answer, plan.accuracy
+    yield f"# {q.shape.name} on {q.gpus} x {q.cluster.device.name}: planned by parallel3d-plan, the best of"
+    yield f"# {answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them."
+    yield f"#   step    {best.cost.step_time_s:.3g} s: {time_text(best.cost.parts)}"
+    yield f"#   speed   {best.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {best.cost.mfu:.1%}"
+    yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"
+    if known is not None:
+        yield f"#   error   median {known.throughput_median:.1f}% of speed, {known.memory_median:.1f}% of memory"
+        yield f"#           on published runs of other programs, scored {known.date}"
+    comments = dict(_comments(recipe, asked, plan, best))
+    section = ""
+    for line in to_yaml(recipe).splitlines():
+        key = line.partition(":")[0]
+        if not line.startswith(" "):
+            section = key
+            yield ""
+        comment = comments.get(f"{section}.{key.strip()}")
+        yield f"{line:<{_COMMENT_COLUMN}}# {comment}" if comment else line
+
+
+def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
+    """Yields (key, comment): why each choice was made, with its figure."""
+    q, parallel, parts, step = plan.question, best.parallel, best.cost.parts, best.cost.step_time_s
+    node, tokens = q.cluster.gpus_per_node, q.global_batch_size * q.seq_len
+    if parallel.pp > 1:
+        bubble, transfers = parts.pp_bubble / step, parts.pp_p2p / step
+        yield "parallel.pp", f"its bubble takes {bubble:.1%} of a step, transfers {transfers:.1%}"
+    if parallel.tp > 1:
+        where = "within a node" if parallel.tp <= node else "across nodes"
+        yield "parallel.tp", f"{where} of {node}; its traffic takes {parts.tp / step:.1%} of a step"
+    yield "parallel.dp_shard", f"{parts.dp / step:.1%} of a step is data-parallel traffic that nothing hides"
+    if parallel.virtual_stages > 1:
+        yield "parallel.virtual_stages", "stages on each rank: a smaller bubble for more transfers"
+    several = "es" * (recipe.microbatches > 1)
+    yield "parallel.microbatch_size", f"sequences; {recipe.microbatches} microbatch{several} a step"
+    if parallel.recompute != "none":
+        yield "parallel.recompute", f"{parts.recompute / step:.1%} of a step; without it does not fit"
+    else:
+        share = best.memory.total / q.cluster.device.memory_bytes
+        yield "parallel.recompute", f"it fits without: {share:.0%} of a device's memory"
+    yield "train.global_batch_size", f"sequences: {si(tokens)} tokens"
+    if plan.tokens is not None:
+        yield "train.steps", f"{si(plan.tokens)} tokens"
+    if asked.model.recipe is None:
+        if plan.tokens is None:
+            yield "train.steps", f"a trial: a step is {si(tokens)} tokens"
+        else:
+            yield "checkpoint.every", "steps: about an hour"
+        yield "optimizer.lr", "Llama 2's for this size; yours may differ"
+        yield "data.source", "a stand-in that is there everywhere; your corpus: source: text, path: ..."
+
+
+def _write_launcher(kind: str, written: Path, recipe: Path, *, gpus: int, gpus_per_node: int) -> str:
+    """Writes the script that starts a recipe on so many devices, and returns what to type. Raises ConfigError where the
+    devices are not whole nodes."""
+    per_node = min(gpus, gpus_per_node)
+    if gpus % per_node:
+        fitting = -(-gpus // gpus_per_node) * gpus_per_node
+        raise ConfigError(f"--emit-launch: {gpus} GPUs are not whole nodes of {gpus_per_node}; try --gpus {fitting}")
+    nodes = gpus // per_node
+    # SLURM, DNS and a shell all take such a name as it is.
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40] or "parallel3d"
+    name = name if name[0].isalpha() else f"p3d-{name}"
+    template, start = LAUNCHERS[kind]
+    rendezvous = "--standalone"
+    if kind == "torchrun" and nodes > 1:
+        start = f"HEAD=NAME_OF_ONE_NODE {start}"
+        rendezvous = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:29500" --rdzv-id {name}'
+    values = {
+        **{"gpus": gpus, "nodes": nodes, "per_node": per_node, "name": name, "recipe": shlex.quote(str(recipe))},
+        **{"start": f"{start} {shlex.quote(written.name)}", "rendezvous": rendezvous},
+    }
+    text = Path(__file__).with_name("launchers").joinpath(template).read_text()
+    write_output("--emit-launch", written, re.sub(r"{{(\w+)}}", lambda found: str(values[found[1]]), text))
+    notes = {"k8s": f"    # after the configmap of {recipe} (see the file)"}
+    if nodes > 1:
+        notes["torchrun"] = "    # on every node"
+    return f"{start} {shlex.quote(str(written))}{notes.get(kind, '')}"
+
+
+def _override_command(asked: ParsedQuestion, mine: Recipe, planned: Recipe) -> str:
+    """Returns the command that trains the user's recipe, with what the plan has otherwise as overrides."""
+    # What `sharding: null` stands for need not be said.
+    if replace(planned.parallel, sharding=mine.parallel.sharding).strategy == planned.parallel.strategy:
+        planned = replace(planned, parallel=replace(planned.parallel, sharding=mine.parallel.sharding))
+    overrides = []
+    for section in ("model", "parallel", "train"):
+        before = asdict(getattr(mine, section))
+        for key, value in asdict(getattr(planned, section)).items():
+            if value != before[key]:
+                overrides.append(f" {section}.{key}={shown(value)}")
+    return f"parallel3d-train {shlex.quote(asked.model.said)}{''.join(overrides)}"
