@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.calibration import OneProcess, Overhead, one_process_from_tree
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.hardware.program import MEASURED_PARALLEL3D
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import from_config
@@ -171,7 +171,7 @@ def larger_job(cluster: Cluster, size: tuple[int, int]) -> PlannedRun:
         shape=from_config(LARGER),
         cluster=cluster,
         layout=RunLayout(microbatches=2, microbatch_size=microbatch_size),
-        program=replace(PARALLEL3D, elementwise=1.0, launches=0, loss_passes=0.0),
+        program=MEASURED_PARALLEL3D,
         seq_len=seq,
         precision="fp32",
     )

@@ -1,7 +1,7 @@
 """What `parallel3d-plan calibrate` has measured on one host: curves of kernels and collectives, and what this project's
 own program adds to them. It is the section `measured` of a hardware file; `time.calibrated` prices a step with it.
 
-All seconds are those of a process that has a core (or a GPU) to itself. `Calibration.slowdown` says how much longer
+All seconds are those of a process that has a core (or a GPU) to itself. `time.calibrated` says how much longer
 ranks take that share the cores of a host.
 """
 
@@ -59,6 +59,9 @@ class Overhead:
     step: float  # once a step
     parameter: float  # for each parameter that the rank holds, once a step
 
+    def __add__(self, other: Overhead) -> Overhead:
+        return Overhead(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
     def scaled(self, factor: float) -> Overhead:
         return Overhead(**{name: factor * value for name, value in vars(self).items()})
 
@@ -110,17 +113,11 @@ class Calibration:
             return None
         return self.ranks[max((n for n in self.ranks if n <= ranks), default=min(self.ranks))]
 
-    def slowdown(self, ranks: int) -> float:
-        """Returns how much longer each of so many ranks of a host takes while all of them compute."""
-        shared = max(1.0, ranks / self.cores) if self.cores else 1.0
-        there = self.together(ranks)
-        return shared * (there.contention if there else 1.0)
-
-    def overhead(self, axis: str, size: int) -> Overhead | None:
+    def overhead(self, axis: str, size: int) -> Overhead:
         """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller size that was."""
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
-            return None
+            return Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
         near = max((n for n in sizes if n <= size), default=min(sizes))
         return self.ranks[near].axes[axis].scaled(log(size) / log(near))
 

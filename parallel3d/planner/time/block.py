@@ -23,21 +23,12 @@ _ACCUMULATE = 0.15  # share of a gradient's read and write that the matmul does 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds of a block; `again_s` is the part of the forward that recompute repeats in the backward."""
+    """Seconds of a block, never less than the host takes to launch it."""
 
     forward_s: float
     backward_s: float
-    again_s: float
+    again_s: float  # the part of the forward that recompute repeats beside the backward
     weight_s: float  # the part of backward_s that only weights' gradients need
-    launches_s: float  # host time of the forward's launches
-
-    @property
-    def forward_wall_s(self) -> float:
-        return max(self.forward_s, self.launches_s)
-
-    @property
-    def backward_wall_s(self) -> float:
-        return max(self.backward_s + self.again_s, 2 * self.launches_s)
 
 
 @dataclass(frozen=True)
@@ -61,14 +52,15 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         "op": 0.5 * matmuls.forward_s + rest.forward_s,
         "selective": attention.forward_s,
     }.get(recompute, 0.0)
-    blocked = program.launches * kernels.device.launch_s * (1.0 if program.blocking else 0.0)
-    rounds = 1.0 if recompute == "full" else 0.0
+    launches = program.launches * kernels.device.launch_s
+    if program.blocking:
+        forward, backward = forward + launches, backward + 2 * launches
+        again += launches if recompute == "full" else 0.0
     return BlockTimes(
-        forward_s=forward + blocked,
-        backward_s=backward + 2 * blocked,
-        again_s=again + rounds * blocked,
+        forward_s=max(forward, launches),
+        backward_s=max(backward, 2 * launches - again),
+        again_s=again,
         weight_s=matmuls.weight_s,
-        launches_s=program.launches * kernels.device.launch_s,
     )
 
 

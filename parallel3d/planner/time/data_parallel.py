@@ -5,7 +5,6 @@ from __future__ import annotations
 from parallel3d.planner.model.parameters import stage_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.time.block import BlockTimes
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, contention_s
 
 
@@ -35,24 +34,23 @@ def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> 
     return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden) + host_s
 
 
-def sharded_s(run: PlannedRun, block: BlockTimes, tp_s: tuple[float, float], ends_s: tuple[float, float]) -> float:
+def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
     """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters
     are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
-    the last reduction always do. `tp_s`, `ends_s`: a block's tp traffic and the embedding's and head's compute, forward
-    and backward."""
+    the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head, both
+    ways."""
     program, layout, shape = run.program, run.layout, run.shape
     gather_s, reduce_s = _unit_s(run, run.block_parameters)
     ends = stage_parameters(shape, StageSlice(layers=0, embedding=True, head=True), layout.tp)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends)
     layers = max(part.layers for part in run.ranks)
-    forward, backward = block.forward_wall_s + tp_s[0], block.backward_wall_s + tp_s[1]
     freed = layout.pp == 1 or layout.gather == "microbatch"
     regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
     both = regathers * gather_s + reduce_s
     moved = run.block_parameters * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
     forward_slow = max(0.0, gather_s - program.prefetch * forward)
     backward_slow = max(0.0, both - program.prefetch * backward) + program.contention * contention_s(run.cluster, moved)
-    ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - sum(ends_s)) + gather_s
+    ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
     return rounds * each + reduce_s + ends_reduce_s / 2
