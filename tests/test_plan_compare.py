@@ -12,8 +12,7 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.candidate import strategy
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
@@ -55,7 +54,7 @@ def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: P
     asked = Question(
         shape=from_config(RECIPE.model), cluster=cluster, gpus=8, seq_len=1024, global_batch_size=16, precision="bf16"
     )
-    planned = strategy(asked, RECIPE.parallel)
+    planned = Strategy(asked, RECIPE.parallel)
     assert found.figures["step_time_s"] == (pytest.approx(planned.cost.step_time_s), 0.2)
     assert found.figures["tokens_per_s_per_device"][1] == pytest.approx(16 * 1024 / 8 / 0.2)
     predicted, measured = found.figures["peak_allocated_gib"]

@@ -16,14 +16,13 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.limits import (
-    Extent,
     grown,
     largest_batch,
     largest_model,
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
 from tests.test_plan_recommend import docs_page
@@ -39,7 +38,7 @@ def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Ques
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def held(found: Extent | None) -> Question:
+def held(found: Strategy | None) -> Question:
     """The question at its limit, whose layout really fits."""
     assert found is not None
     assert found.strategy.memory.total <= found.question.usable_bytes
@@ -152,7 +151,7 @@ def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
     [
         (ASKED, "--gpus: required"),
         (f"sequences {ASKED} --gpus 8", "invalid choice: 'sequences'"),
-        (f"{ASKED} --gpus 8 --fix tp=3", "tp = 3: must divide heads 40"),
+        (f"{ASKED} --gpus 8 --fix tp=3", "parallel.tp = 3: must divide model.heads = 40"),
     ],
 )
 def test_a_bad_question_is_one_line_and_status_2(arguments: str, message: str, capsys: Said) -> None:

@@ -211,7 +211,9 @@ def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128"
     slower = answer(f"{asked} --why tp=8,pp=2", capsys)
     assert slower["why"]["strategy"]["step_time_s"] > slower["strategies"][0]["step_time_s"]
-    assert answer(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith("tp = 5: must divide heads 32")
+    assert answer(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith(
+        "parallel.tp = 5: must divide model.heads = 32"
+    )
     assert answer(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"]["short_gib"] > 0
     best = slower["strategies"][0]["parallel"]
     assert run(f"{asked} --why tp={best['tp']} pp={best['pp']} dp_shard={best['dp_shard']}") == 0

@@ -68,7 +68,10 @@ def test_the_page_marks_it(capsys: Said) -> None:
         ("--gpus 64-16", "must begin with the smaller number, such as 64-1024"),
         ("--gpus 0-16", "must be numbers of devices"),
         ("--gpus 16 --max-days 3", "--max-days 3: of how many tokens? add --tokens 1T"),
-        ("--gpus 16,32 --fix tp=7", "tp = 7: must divide heads 40 and ffn_hidden 13824; try 1, 2, 4 or 8"),
+        (
+            "--gpus 16,32 --fix tp=7",
+            "parallel.tp = 7: must divide model.heads = 40 and model.ffn_hidden = 13824; try 1, 2, 4 or 8",
+        ),
         ("", "--gpus"),
     ],
 )

@@ -148,7 +148,7 @@ def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None
 def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -> None:
     for parallel in check.LAYOUTS:
         question = check.question(host, parallel)
-        cost = check.strategy(question, parallel).cost
+        cost = check.Strategy(question, parallel).cost
         assert all(value >= 0 for value in vars(cost.parts).values()), parallel
         assert cost.parts.total == pytest.approx(cost.step_time_s)
 

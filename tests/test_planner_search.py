@@ -20,10 +20,9 @@ from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.report.reasons import reasons
-from parallel3d.planner.search.candidate import planned_run, strategy
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.limits import remedies
-from parallel3d.planner.search.question import Fixed, Question, run_length
+from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.planner.time.step import step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.arguments import HARDWARE
@@ -67,7 +66,7 @@ def test_no_layout_left_out_is_better_than_the_best(training: OptimizerMemory, m
             pp=pp, tp=tp, dp_shard=shard, dp_replicate=8 // (pp * tp * shard), microbatch_size=microbatch,
             recompute=recompute, sequence_parallel=tp > 1,
         )  # fmt: skip
-        other = strategy(asked, tried)
+        other = Strategy(asked, tried)
         if other.memory.total <= asked.usable_bytes:
             assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried
 
@@ -76,7 +75,7 @@ def test_a_vocabulary_that_tp_does_not_divide_stays_as_it_is() -> None:
     shape = named_shape("gpt2-large", shape_cards())
     asked = question(shape=shape, fixed=Fixed(tp=4))
     best = search(asked, top=1).strategies[0]
-    assert planned_run(asked, best.parallel).shape.vocab == 50257
+    assert best.run.shape.vocab == 50257
 
 
 def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
@@ -85,7 +84,7 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     best = search(asked, top=1).strategies[0]
     kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
     rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
-    assert planned_run(asked, best.parallel).block_parameters == kv + rest // 8 + 2 * MODEL.hidden
+    assert best.run.block_parameters == kv + rest // 8 + 2 * MODEL.hidden
 
 
 def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models() -> None:
@@ -152,7 +151,7 @@ def test_planning_never_imports_torch() -> None:
 def test_days_follow_from_tokens_per_second() -> None:
     asked = question()
     best = search(asked, top=1).strategies[0]
-    length = run_length(asked, best, tokens=1e12)
+    length = best.length(tokens=1e12)
     assert length.days * 86_400 * best.cost.tokens_per_s_per_gpu * asked.gpus == pytest.approx(1e12)
     assert length.price == pytest.approx(length.gpu_hours * asked.cluster.device.price_per_hour)
 
@@ -161,4 +160,4 @@ def test_remedies_and_reasons_are_given() -> None:
     asked = question(shape=named_shape("llama3-70b", shape_cards()), gpus=8, seq_len=8192, global_batch_size=512)
     assert any("devices instead of 8" in line for line in remedies(asked))
     small = question()
-    assert list(reasons(small, search(small)))
+    assert list(reasons(search(small).strategies[0]))

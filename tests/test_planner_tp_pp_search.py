@@ -12,7 +12,6 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import data_axis_splits, families, per_microbatch_variant, recompute_choices
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
@@ -40,12 +39,12 @@ def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
 def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
     asked, seen = question(0.95, *schedules), 0
-    for family in families(asked):
+    for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
-            run = planned_run(asked, parallel)
+            run = asked.planned_run(parallel)
             least, split = memory_floors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
             all_split = memory_floors(
-                planned_run(asked, replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
+                asked.planned_run(replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
             )
             total = worst_rank(run).total
             assert floor_bytes(run, least, least) <= total, parallel
@@ -60,11 +59,8 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
     """The fastest and the leanest are compared with those among all layouts, each priced and weighed."""
     asked = question(memory_fraction)
-    by_way: dict[tuple[int, int], list[ParallelConfig]] = {}
-    for family in families(asked):
-        by_way.setdefault((family.tp, family.pp), []).append(family)
-    for (tp, pp), own in by_way.items():
-        jobs = {parallel: planned_run(asked, parallel) for family in own for parallel in every(asked, family)}
+    for (tp, pp), own in families(asked).items():
+        jobs = {parallel: asked.planned_run(parallel) for family in own for parallel in every(asked, family)}
         held = {parallel: worst_rank(run).total for parallel, run in jobs.items()}
         times = [
             step_cost(jobs[p], exact=False).step_time_s for p, bytes_ in held.items() if bytes_ <= asked.usable_bytes

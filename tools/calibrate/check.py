@@ -19,8 +19,7 @@ from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.report.text import layout_text
-from parallel3d.planner.search.candidate import strategy
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.tools.reply import Reply
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
@@ -79,7 +78,7 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
     """Returns the predicted seconds of a step of the check's model."""
-    return strategy(question(cluster, parallel), parallel).cost.step_time_s
+    return Strategy(question(cluster, parallel), parallel).cost.step_time_s
 
 
 def question(cluster: Cluster, parallel: ParallelConfig) -> Question:

@@ -22,7 +22,6 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import sliding_window
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.report.json import sharding_of
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
@@ -97,7 +96,7 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     q, base = plan.question, asked.model.recipe
     if not q.program.is_parallel3d:
         raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
-    parallel = replace(best.parallel, sharding=sharding_of(best.parallel))
+    parallel = replace(best.parallel, sharding=best.parallel.strategy)
     steps = _TRIAL_STEPS if plan.tokens is None else ceil(plan.tokens / (q.global_batch_size * q.seq_len))
     planned: dict[str, Any] = {key: getattr(q, key) for key in ("global_batch_size", "seq_len", "precision")}
     if base is not None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import prod
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.report.json import model_tree, question_tree, rounded_tree, strategy_tree
+from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
 from parallel3d.planner.report.page import header
 from parallel3d.planner.report.text import (
     bar,
@@ -34,8 +34,8 @@ from parallel3d.planner.search.limits import (
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.planner.search.question import Question, RunLength, Strategy, run_length
-from parallel3d.planner.search.sweep import ClusterSize, cheapest, sweep
+from parallel3d.planner.search.question import Question, RunLength, Strategy
+from parallel3d.planner.search.ranking import ClusterSize, cheapest, sweep
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.reply import NOTHING_FITS, Reply
@@ -92,7 +92,7 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
         nodes = -(-q.gpus // q.cluster.gpus_per_node)
         (best,) = fastest(q, top=1)
         told = f"{q.gpus} device{'s' * (q.gpus > 1)} ({nodes} node{'s' * (nodes > 1)}) hold it"
-        length = None if run_tokens is None else run_length(q, best, run_tokens)
+        length = None if run_tokens is None else best.length(run_tokens)
         return Limit(name=name, told=told, at=q, strategy=best, length=length)
     if name == "sequence":
         ends = shape.positions == "learned" and q.seq_len == shape.position_rows
@@ -102,7 +102,7 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
     else:
         width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, ffn {shape.ffn_hidden}"
         told = f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
-    return Limit(name=name, told=told, at=q, strategy=found.strategy)
+    return Limit(name=name, told=told, at=q, strategy=found)
 
 
 def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
@@ -134,13 +134,13 @@ def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit
         limit.name: {
             **{key: getattr(limit.at, key) for key in ("gpus", "seq_len", "global_batch_size")},
             "model": model_tree(limit.at.shape),
-            "strategy": strategy_tree(limit.at, limit.strategy, limit.length),
+            "strategy": strategy_tree(limit.strategy, limit.length),
             "told": limit.told,
         }
         for limit in limits
         if limit.at is not None and limit.strategy is not None
     }
-    return rounded_tree({
+    return rounded({
         "schema": "parallel3d.limits/1",
         "input": {**said, "tokens": options.tokens},
         "limits": {limit.name: found.get(limit.name) for limit in limits},
@@ -174,15 +174,15 @@ def _sizes_page(
     yield ""
     head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
-    least = next((size.tokens_per_s_per_gpu for size in sizes if size.strategy), 1.0)
+    least = next((size.strategy.cost.tokens_per_s_per_gpu for size in sizes if size.strategy), 1.0)
     for size in sizes:
-        start = f"{'>' if size is chosen else ' '}{size.question.gpus:>6}"
+        start = f"{'>' if size is chosen else ' '}{size.gpus:>6}"
         found = size.strategy
         if found is None:
             first, *more = wrapped("", f"{'':>4}{size.none}")
             yield from (f"{start}{first[len(start) :]}", *more)
             continue
-        share, speed = found.memory.total / usable, size.tokens_per_s_per_gpu
+        share, speed = found.memory.total / usable, found.cost.tokens_per_s_per_gpu
         line = f"{start}{layout_columns(found.parallel)}{gib(found.memory.total):>6} {bar(share)}"
         line += f"{speed:>10,.0f}{speed / least:>9.0%}"
         if size.length is None:
@@ -195,7 +195,7 @@ def _sizes_page(
     if chosen is None or chosen.strategy is None or chosen.length is None:
         yield from wrapped("in time", f"none is done within {options.max_days:g} days")
         return
-    told = f"{chosen.question.gpus} devices: {chosen.length.days:.3g} days, {chosen.length.gpu_hours:,.0f} GPU-hours"
+    told = f"{chosen.gpus} devices: {chosen.length.days:.3g} days, {chosen.length.gpu_hours:,.0f} GPU-hours"
     yield from wrapped("in time", f"{told}, the fewest of those done within {options.max_days:g} days")
     yield from wrapped("layout", layout_text(chosen.strategy.parallel))
 
@@ -205,17 +205,17 @@ def _sizes_tree(
 ) -> object:
     said = question_tree(asked.question)
     del said["gpus"]
-    return rounded_tree({
+    return rounded({
         "schema": "parallel3d.sweep/1",
         "input": {**said, "tokens": options.tokens, "max_days": options.max_days},
         "sizes": [
             {
-                "gpus": size.question.gpus,
-                "strategy": size.strategy and strategy_tree(size.question, size.strategy, size.length),
+                "gpus": size.gpus,
+                "strategy": size.strategy and strategy_tree(size.strategy, size.length),
                 "none": size.none or None,
             }
             for size in sizes
         ],
-        "chosen": chosen and chosen.question.gpus,
+        "chosen": chosen and chosen.gpus,
         "notes": asked.model.notes,
     })  # fmt: skip

@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.config.ranges import range_errors
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
-from parallel3d.config.rules_layout import batch_errors, model_errors, parallel_errors, schedule_errors, sharding_errors
-from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree, rounded_tree
+from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.reasons import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
-from parallel3d.planner.search.candidate import planned_run, planned_shape, strategy
+from parallel3d.planner.search.constraints import layout_errors
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.tools.plan.inputs import read_parallel, read_question
-from parallel3d.tools.plan.models import NUMBERS
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
@@ -35,8 +32,8 @@ def answer(options: argparse.Namespace) -> Reply:
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
     parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
     question = replace(asked.question, gpus=parallel.world_size)
-    _check_layout(question, parallel)
-    found = strategy(question, parallel)
+    refuse([*layout_errors(question, parallel)])
+    found = Strategy(question, parallel)
     return Reply(
         page=lambda: [*_page(question, found, whole=options.explain), *asked.note_lines()],
         tree=lambda: {**_tree(question, found), "notes": asked.model.notes},
@@ -46,7 +43,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
     """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory follows, explained."""
-    run = planned_run(question, parallel)
+    run = question.planned_run(parallel)
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     shown = telling_ranks(ranks, _MOST_RANKS)
@@ -77,17 +74,6 @@ def _cell(bytes_: float) -> str:
     return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
 
 
-def _check_layout(question: Question, parallel: ParallelConfig) -> None:
-    """Raises ConfigError for a layout that the trainer refuses, by the trainer's rules and in their words."""
-    shape = planned_shape(question, parallel.tp)
-    model = ModelConfig(**{key: getattr(shape, key) for key in NUMBERS})
-    train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
-    recipe = Recipe(model=model, train=train, parallel=parallel)
-    refuse(list(range_errors(recipe)))
-    refuse([line for rule in (model_errors, parallel_errors, schedule_errors, batch_errors) for line in rule(recipe)])
-    refuse(list(sharding_errors(parallel)))
-
-
 def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
     shape, device, parallel = question.shape, question.cluster.device, found.parallel
     yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
@@ -102,14 +88,14 @@ def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
         yield f"does not fit: {short / GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
     else:
         yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
-        yield from textwrap.wrap("; ".join(limits(question, found)), WIDTH)
+        yield from textwrap.wrap("; ".join(limits(found)), WIDTH)
 
 
 def _tree(question: Question, found: Strategy) -> dict[str, Any]:
-    run = planned_run(question, found.parallel)
+    run = found.run
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
-    return rounded_tree({
+    return rounded({
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),

@@ -13,16 +13,14 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import parallel3d_memory, worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import optimizer_memory, unmodeled_settings
-from parallel3d.planner.report.json import rounded_tree
 from parallel3d.planner.report.text import layout_text
-from parallel3d.planner.search.candidate import planned_run
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.arguments import HARDWARE
@@ -94,7 +92,7 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
         precision=recipe.train.precision,
         training=optimizer_memory(recipe),
     )
-    return planned_run(question, recipe.parallel)
+    return question.planned_run(recipe.parallel)
 
 
 def _rank(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -155,4 +153,4 @@ def _tree(found: Verified) -> object:
         "seconds": found.dry.seconds,
     }
     counts = tree.pop("parameters")  # exact
-    return {**rounded_tree(tree), "parameters": counts}
+    return {**rounded(tree), "parameters": counts}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 GIB = 2**30
 MIB = 2**20
 
 
-def rounded(value: object, digits: int = 5) -> object:
+def rounded(value: object, digits: int = 5) -> Any:
     """Returns plain data for JSON: floats with so many digits, at any depth of lists and dicts; tuples become lists."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")

@@ -1,7 +1,6 @@
 """A plan as one HTML file to keep or to send: figures, tables and assumptions, without scripts and without the network.
 
-It says what the page says (`report`), in its words and from the same `Plan`, so neither can contradict the other. It
-is well-formed XML too, which is how the tests read it.
+It says what the page says, in the same words (`page.advice`). It is well-formed XML, too: the tests read it as that.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from html import escape
 from itertools import chain
 
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.report.json import hardware_tree
-from parallel3d.planner.report.page import Plan, header, how_sure, run_text, searched_text, why_text
-from parallel3d.planner.report.reasons import limits, reasons
+from parallel3d.planner.report.json import hardware_tree, memory_tree
+from parallel3d.planner.report.page import Plan, advice, header, missing_memory
 from parallel3d.planner.report.svg import memory_figure, scatter_figure, time_figure
-from parallel3d.planner.report.text import MEMORY_KINDS, layout_text, memory_text, money, telling_ranks, time_text
+from parallel3d.planner.report.text import MEMORY_KINDS, layout_text, money, telling_ranks
 from parallel3d.planner.report.timeline import planned_timeline
-from parallel3d.planner.search.candidate import planned_run
-from parallel3d.planner.search.question import Question, Strategy
-from parallel3d.planner.search.ranking import at_size
+from parallel3d.planner.search.question import Strategy
 from parallel3d.timeline.svg import draw_svg
 
 _MOST_ROWS = 20
@@ -49,11 +44,12 @@ dt { float: left; clear: left; width: 6rem; color: var(--quiet) } dd { margin: 0
 
 def html_page(plan: Plan) -> str:
     """Returns the whole file."""
-    question = plan.question
+    question, best = plan.question, plan.best
     title = f"{question.shape.name} on {question.gpus} x {question.cluster.device.name}"
-    best = plan.best
     body = [_tag("h1", title), "<pre>" + escape("\n".join(header(question))) + "</pre>"]
-    body += _nothing_fits(plan) if best is None else _winner(plan, best)
+    body.append(_tag("h2", "What to use" if best is not None else f"Nothing fits: {missing_memory(plan)}"))
+    body.append(_list(advice(plan)))
+    body += [] if best is None else _figures(plan, best)
     body += [_tag("h2", "Strategies"), *_strategies(plan), *_left_behind(plan)]
     body += [_tag("h2", "Assumptions"), *_assumptions(plan)]
     return "\n".join([
@@ -68,57 +64,31 @@ def html_page(plan: Plan) -> str:
     ])  # fmt: skip
 
 
-def _winner(plan: Plan, best: Strategy) -> Iterator[str]:
-    question = at_size(plan.question, best)
-    yield _tag("h2", "What to use")
-    yield from _list([
-        ("layout 1", layout_text(best.parallel)),
-        ("because", "; ".join(reasons(question, plan.answer))),
-        ("memory", f"GiB on pipeline rank {best.memory.rank}, the fullest: {memory_text(best.memory)}"),
-        ("time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"),
-        ("run", run_text(plan, best)),
-        ("limits", "; ".join(limits(question, best))),
-        *([("why not", why_text(plan, plan.why))] if plan.why else []),
-        *(("next", command) for command in plan.commands),
-    ])  # fmt: skip
-    yield from _memory(question, best)
-    yield from _timeline(question, best)
+def _figures(plan: Plan, best: Strategy) -> Iterator[str]:
+    question, run, parallel = best.question, best.run, best.parallel
+    every = memory_by_rank(run)
+    ranks = telling_ranks(every, _MOST_RANKS)
+    yield _tag("h2", "Memory")
+    few = f" Of {len(every)} pipeline ranks those that may differ most." if len(ranks) < len(every) else ""
+    figure = memory_figure(ranks, question.usable_bytes, question.cluster.device.memory_bytes)
+    yield _figure(figure, f"GiB on each device of a pipeline rank at its fullest.{few}")
+    rows = ([each.rank, *(f"{gib:.2f}" for gib in memory_tree(each).values())] for each in ranks)
+    table = _table(["rank", "total", *MEMORY_KINDS], rows)
+    yield f"<details><summary>as a table</summary>{table}</details>"
+    if (planned := planned_timeline(run)) is not None:
+        timeline, drawn = planned
+        whole = question.global_batch_size // (parallel.dp * parallel.microbatch_size)
+        yield _tag("h2", "The pipeline")
+        share = best.cost.parts.pp_bubble / best.cost.step_time_s
+        few = f"Drawn with {drawn} of a step's {whole} microbatches, so with more idle time. " if drawn < whole else ""
+        caption = f"{few}Over the whole step the bubble takes {share:.1%} of the time. Seconds."
+        yield _figure(draw_svg(timeline, detailed=len(timeline.spans) <= 300), caption, kind="")
     yield _tag("h2", "Where the time goes")
     yield _figure(time_figure(best.cost.parts), "Seconds of a step on the busiest rank, each cause after the last.")
     yield _tag("h2", "Memory against speed")
     told = plan.answer.strategies[:_MOST_ROWS]
     caption = "The strategies below by their numbers; on the line nothing is both leaner and faster."
     yield _figure(scatter_figure(told, question.usable_bytes), caption)
-
-
-def _memory(question: Question, best: Strategy) -> Iterator[str]:
-    every = memory_by_rank(planned_run(question, best.parallel))
-    ranks = telling_ranks(every, _MOST_RANKS)
-    yield _tag("h2", "Memory")
-    few = f" Of {len(every)} pipeline ranks those that may differ most." if len(ranks) < len(every) else ""
-    figure = memory_figure(ranks, question.usable_bytes, question.cluster.device.memory_bytes)
-    yield _figure(figure, f"GiB on each device of a pipeline rank at its fullest.{few}")
-    yield "<details><summary>as a table</summary>" + _memory_table(ranks) + "</details>"
-
-
-def _memory_table(ranks: Sequence[RankMemory]) -> str:
-    cells = ([memory.rank, *(f"{getattr(memory, kind) / GIB:.2f}" for kind in MEMORY_KINDS)] for memory in ranks)
-    rows = ([*row, f"{memory.total / GIB:.2f}"] for row, memory in zip(cells, ranks, strict=True))
-    return _table(["rank", *MEMORY_KINDS, "total"], rows)
-
-
-def _timeline(question: Question, best: Strategy) -> Iterator[str]:
-    found = planned_timeline(planned_run(question, best.parallel))
-    if found is None:
-        return
-    timeline, drawn = found
-    whole = question.global_batch_size // (best.parallel.dp * best.parallel.microbatch_size)
-    yield _tag("h2", "The pipeline")
-    share = best.cost.parts.pp_bubble / best.cost.step_time_s
-    few = f"Drawn with {drawn} of a step's {whole} microbatches, so with more idle time. " if drawn < whole else ""
-    caption = f"{few}Over the whole step the bubble takes {share:.1%} of the time. Seconds."
-    picture = draw_svg(timeline, detailed=len(timeline.spans) <= 300)
-    yield f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _strategies(plan: Plan) -> Iterator[str]:
@@ -137,7 +107,6 @@ def _strategies(plan: Plan) -> Iterator[str]:
         row += [] if length is None else [f"{length.days:,.3g}", money(length.price)]
         rows.append([*row, layout_text(each.parallel)])
     yield _table([*head, "layout"], rows, best=True)
-    yield _tag("p", f"searched {searched_text(plan)}", "quiet")
 
 
 def _left_behind(plan: Plan) -> Iterator[str]:
@@ -153,30 +122,12 @@ def _left_behind(plan: Plan) -> Iterator[str]:
         yield "<details><summary>every other tp x pp</summary>" + _table(["tp", "pp", "why"], left_out) + "</details>"
 
 
-def _nothing_fits(plan: Plan) -> Iterator[str]:
-    nearest = plan.answer.rejected[0]
-    usable = plan.question.usable_bytes
-    told = f"It needs {nearest.short_bytes / usable:.0%} more memory than the {usable / GIB:.1f} GiB a device may use."
-    yield _tag("h2", "Nothing fits")
-    yield _tag("p", told)
-    yield from _list([
-        ("nearest", f"{layout_text(nearest.parallel)}: {nearest.reason}"),
-        *(("would do", line) for line in plan.remedies),
-        *([("why not", why_text(plan, plan.why))] if plan.why else []),
-    ])  # fmt: skip
-
-
 def _assumptions(plan: Plan) -> Iterator[str]:
     question = plan.question
     program = f"{question.program.name}, {question.precision}; schedules that compete: {', '.join(question.schedules)}"
     figures = rounded(hardware_tree(question.cluster))
-    assert isinstance(figures, dict)
-    yield from _list([
-        ("how sure", how_sure(plan)),
-        ("engine", program),
-        ("memory", f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / GIB:.1f} GiB"),
-        *(("note", note) for note in plan.notes),
-    ])  # fmt: skip
+    memory = f"of a device {question.memory_fraction:.0%} are used, {question.usable_bytes / GIB:.1f} GiB"
+    yield _list([("engine", program), ("memory", memory)])
     yield "<details><summary>the hardware's figures</summary>" + _table(["", ""], figures.items()) + "</details>"
     yield _tag(
         "p",
@@ -186,12 +137,12 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     )
 
 
-def _figure(svg: str, caption: str) -> str:
-    return f'<figure class="plain">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
+def _figure(svg: str, caption: str, kind: str = ' class="plain"') -> str:
+    return f"<figure{kind}>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _list(items: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items) + "</dl>"
+def _list(items: Iterable[tuple[str, str]]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items) + "</dl>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Iterable[object]], *, best: bool = False) -> str:

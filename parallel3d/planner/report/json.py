@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,9 +14,8 @@ from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.candidate import planned_shape
 from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
-from parallel3d.planner.search.ranking import WhyNot, at_size
+from parallel3d.planner.search.ranking import WhyNot
 
 SCHEMA = "parallel3d.plan/1"
 
@@ -27,7 +25,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     tree = {
         "schema": SCHEMA,
         "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
-        "strategies": [strategy_tree(plan.question, each, plan.length(each)) for each in plan.answer.strategies],
+        "strategies": [strategy_tree(each, plan.length(each)) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
@@ -37,8 +35,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "seconds": plan.seconds,
         },
         "advice": {
-            "reasons": list(reasons(at_size(plan.question, best), plan.answer)) if best else [],
-            "limits": list(limits(at_size(plan.question, best), best)) if best else [],
+            "reasons": list(reasons(best)) if best else [],
+            "limits": list(limits(best)) if best else [],
             "remedies": list(plan.remedies),
         },
         "notes": list(plan.notes),
@@ -56,20 +54,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
             }
             for each in plan.verified
         ]
-    return rounded_tree(tree)
+    return rounded(tree)
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
     """Returns a recipe's `parallel` section, with the strategy of sharding spelt out."""
-    tree = asdict(replace(parallel, sharding=sharding_of(parallel)))
+    tree = asdict(replace(parallel, sharding=parallel.strategy))
     if parallel.stage_boundaries is None:
         del tree["stage_boundaries"]
     return tree
-
-
-def sharding_of(parallel: ParallelConfig) -> Any:
-    """What `sharding: null` stands for."""
-    return parallel.strategy
 
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
@@ -108,11 +101,6 @@ def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:
     }
 
 
-def rounded_tree(tree: Mapping[str, object]) -> dict[str, Any]:
-    """The whole object that a command prints."""
-    return {key: rounded(item) for key, item in tree.items()}
-
-
 def question_tree(question: Question) -> dict[str, Any]:
     """What was asked, with defaults filled in."""
     return {
@@ -129,10 +117,10 @@ def question_tree(question: Question) -> dict[str, Any]:
     }
 
 
-def strategy_tree(question: Question, found: Strategy, length: RunLength | None) -> dict[str, Any]:
+def strategy_tree(found: Strategy, length: RunLength | None) -> dict[str, Any]:
     """A strategy, with how long the run takes where its tokens are known."""
-    parallel, cost = found.parallel, found.cost
-    vocab = planned_shape(question, parallel.tp).vocab
+    question, parallel, cost = found.question, found.parallel, found.cost
+    vocab = question.planned_shape(parallel.tp).vocab
     return {
         "parallel": parallel_tree(parallel),
         "gpus": parallel.world_size,
@@ -154,7 +142,7 @@ def strategy_tree(question: Question, found: Strategy, length: RunLength | None)
 def _why(plan: Plan, why: WhyNot) -> dict[str, Any]:
     return {
         "asked": why.asked,
-        "strategy": strategy_tree(plan.question, why.found, plan.length(why.found)) if why.found else None,
+        "strategy": strategy_tree(why.found, plan.length(why.found)) if why.found else None,
         "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
         "refused": why.refused or None,
         "layout": layout_text(why.found.parallel) if why.found else None,

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from itertools import islice
 from math import inf
 
-from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.memory.ranks import worst_rank
-from parallel3d.planner.search.candidate import planned_run, strategy
+from parallel3d.planner.search.constraints import size_error
 from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import families, tp_rule
+from parallel3d.planner.search.space import families
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 from parallel3d.row_split import divisors
@@ -51,42 +49,37 @@ def fastest(question: Question, *, top: int = 1, blocks: BlockTimeCache | None =
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
     """Returns the layout of each tp x pp that needs least memory, where it fits, the leanest first. Raises ConfigError
     as `search` does."""
-    found = sorted(
-        (priced for each in _searches(question) if (priced := each.leanest())), key=lambda priced: priced.bytes
-    )
-    return [strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
+    found = [priced for each in _searches(question) if (priced := each.leanest())]
+    found.sort(key=lambda priced: priced.bytes)
+    return [Strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
 
 
-def one_that_fits(question: Question) -> ParallelConfig | None:
+def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
-    try:
-        _check(question)
-    except ConfigError:
-        return None
-    by_size = _families_by_size(question)
+    by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
     for few in (True, False):
         for (tp, pp), own in by_size.items():
             found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(enough=question.usable_bytes)
             if found is not None:
-                return found.parallel
+                return Strategy(question, found.parallel)
     return None
 
 
-def _families_by_size(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
-    by_size: dict[tuple[int, int], list[ParallelConfig]] = {}
-    for family in families(question):
-        by_size.setdefault((family.tp, family.pp), []).append(family)
-    return by_size
-
-
 def _searches(question: Question, blocks: BlockTimeCache | None = None) -> list[TpPpSearch]:
-    _check(question)
+    if question.gpus < 1:
+        raise ConfigError(f"gpus = {question.gpus}: must be at least 1; try --gpus 1")
     shared: BlockTimeCache = {} if blocks is None else blocks
-    searches = (TpPpSearch(question, tp, pp, own, shared) for (tp, pp), own in _families_by_size(question).items())
+    searches = (TpPpSearch(question, tp, pp, own, shared) for (tp, pp), own in families(question).items())
     found = [each for each in searches if each.size]
     if not found:
-        raise ConfigError(_nothing_allowed(question))
+        shape = question.shape
+        asked = ", ".join(f"{k} = {v}" for k, v in vars(question.fixed).items() if v is not None) or "nothing fixed"
+        raise ConfigError(
+            f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, heads {shape.heads}, "
+            f"kv_heads {shape.kv_heads}) and a batch of {question.global_batch_size} sequences "
+            f"({asked}); try another number of devices or a batch that is a multiple of it"
+        )
     return found
 
 
@@ -108,7 +101,11 @@ def _fastest(
     ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[: top + _SPARE_WAYS]
     more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
     finalists = [priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))]
-    ranked = sorted((strategy(question, priced.parallel) for priced in finalists), key=_rank)
+    # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp ranks.
+    ranked = sorted(
+        (Strategy(question, priced.parallel) for priced in finalists),
+        key=lambda found: (float(f"{found.cost.step_time_s:.3g}"), found.memory.total, found.parallel.tp),
+    )
     first: dict[object, Strategy] = {}
     for one in ranked:
         first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)
@@ -127,61 +124,20 @@ def _left_out(
         for pp in divisors(question.gpus // tp):
             each = by_size.get((tp, pp))
             if each is None:
-                yield NotShown(tp=tp, pp=pp, reason=_rule_broken(question, tp, pp))
+                reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
+                yield NotShown(tp=tp, pp=pp, reason=reason)
             elif each in best and (tp, pp) not in ways:
                 slower = best[each].step_time_s / least_s - 1
                 yield NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")
 
 
-def _rule_broken(question: Question, tp: int, pp: int) -> str:
-    shape, fixed, dp = question.shape, question.fixed, question.gpus // (tp * pp)
-    rule = tp_rule(question, tp)
-    if rule is not None:
-        return f"tp {rule}"
-    if pp > shape.layers:
-        return f"{shape.layers} layers cannot fill {pp} stages"
-    if question.global_batch_size % dp:
-        return f"a batch of {question.global_batch_size} does not divide over {dp} data ranks"
-    for name, value in (("tp", tp), ("pp", pp)):
-        asked, most = getattr(fixed, name), getattr(fixed, f"max_{name}")
-        if asked is not None and asked != value:
-            return f"{name} is fixed at {asked}"
-        if most is not None and value > most:
-            return f"--max-{name} {most}"
-    return "none of its layouts has what else is fixed"
-
-
-def _rank(candidate: Strategy) -> tuple[float, float, int]:
-    """Sorts the fastest first, and layouts within a per mille of each other by memory, then by fewer tp ranks."""
-    return (float(f"{candidate.cost.step_time_s:.3g}"), candidate.memory.total, candidate.parallel.tp)
-
-
 def _reject(question: Question, priced: Candidate) -> Rejected:
-    memory = worst_rank(planned_run(question, priced.parallel))
+    memory = Strategy(question, priced.parallel).memory
     short = priced.bytes - question.usable_bytes
-    largest = max(
-        ("parameters", "gradients", "optimizer", "activations", "logits", "buffers"),
-        key=lambda part: getattr(memory, part),
-    )
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    largest = max(parts, key=lambda part: getattr(memory, part))
     return Rejected(
         parallel=priced.parallel,
         reason=f"needs {short / GIB:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}",
         short_bytes=short,
-    )
-
-
-def _check(question: Question) -> None:
-    if question.gpus < 1:
-        raise ConfigError(f"gpus = {question.gpus}: must be at least 1")
-    if question.global_batch_size < 1 or question.seq_len < 1:
-        raise ConfigError("global batch and sequence length: must be at least 1")
-
-
-def _nothing_allowed(question: Question) -> str:
-    shape, fixed = question.shape, question.fixed
-    asked = ", ".join(f"{k} = {v}" for k, v in vars(fixed).items() if v is not None) or "nothing fixed"
-    return (
-        f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, heads {shape.heads}, "
-        f"kv_heads {shape.kv_heads}) and a batch of {question.global_batch_size} sequences "
-        f"({asked}); try another number of devices or a batch that is a multiple of it"
     )

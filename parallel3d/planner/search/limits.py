@@ -1,85 +1,66 @@
 """How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits, each tried.
 
 Whether anything fits is known much sooner than what is best (`search.one_that_fits`), so each answer is a search of a
-few dozen such questions: by doubling, then between the last two.
+few dozen such questions: by doubling, then between the last two. It comes with a layout that fits, not the fastest that
+does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 
-from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.search.candidate import strategy
 from parallel3d.planner.search.fastest import one_that_fits
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
 from parallel3d.row_split import divisors
 
 _STEPS = 16  # between two doublings
-_MOST_NODES = 2**16
+_MOST_DOUBLINGS = 16  # of a node
 _LONGEST = 2**24  # tokens
 _SHORTEST = 128
 _ROUND_HEADS, _ROUND_LAYERS = 8, 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """A question at its limit, and a layout that fits it, not the fastest that does."""
-
-    question: Question
-    parallel: ParallelConfig
-
-    @property
-    def strategy(self) -> Strategy:
-        """That layout, priced exactly."""
-        return strategy(self.question, self.parallel)
-
-
-def smallest_cluster(question: Question) -> Extent | None:
+def smallest_cluster(question: Question) -> Strategy | None:
     """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a
     32nd to a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
     node, least = question.cluster.gpus_per_node, _least_devices(question)
 
-    def tried(gpus: int) -> Extent | None:
-        return _fits(replace(question, gpus=gpus)) if gpus >= least else None
+    def tried(gpus: int) -> Strategy | None:
+        return one_that_fits(replace(question, gpus=gpus)) if gpus >= least else None
 
-    for gpus in divisors(node):
-        if (found := tried(gpus)) is not None:
-            return found
-    nodes = 2
-    while nodes <= _MOST_NODES:
-        if (found := tried(nodes * node)) is not None:
-            break
-        nodes *= 2
-    else:
-        return None
+    sizes = [*divisors(node), *(2**doublings * node for doublings in range(1, _MOST_DOUBLINGS + 1))]
+    found = next((each for gpus in sizes if (each := tried(gpus)) is not None), None)
+    if found is None or found.question.gpus <= node:
+        return found
+    nodes = found.question.gpus // node
     step = max(1, nodes // 2 // _STEPS)
-    between = (tried(fewer * node) for fewer in range(nodes // 2 + step, nodes, step))
-    return next((fewer for fewer in between if fewer is not None), found)
+    fewer = (tried(count * node) for count in range(nodes // 2 + step, nodes, step))
+    return next((each for each in fewer if each is not None), found)
 
 
-def longest_sequence(question: Question) -> Extent | None:
+def longest_sequence(question: Question) -> Strategy | None:
     """Finds the longest sequence that fits: the question's, doubled or halved, and then by 16ths of that. A learned
     table of positions ends it."""
     rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
     first = min(question.seq_len, rows)
 
-    def tried(length: int) -> Extent | None:
-        return _fits(replace(question, seq_len=length)) if length <= rows else None
+    def tried(length: int) -> Strategy | None:
+        return one_that_fits(replace(question, seq_len=length)) if length <= rows else None
 
     while first >= _SHORTEST and tried(first) is None:
         first //= 2
     return _largest(tried, first) if first >= _SHORTEST else None
 
 
-def largest_batch(question: Question) -> Extent | None:
+def largest_batch(question: Question) -> Strategy | None:
     """Finds the most sequences that all data ranks together take at once, without accumulating gradients: any larger
     batch fits too, as several microbatches, since what a device holds does not grow with their number."""
-    best: Extent | None = None
+    best: Strategy | None = None
     fixed, replicas = question.fixed, question.fixed.dp_replicate or 1
     for dp in reversed(divisors(question.gpus)):
         microbatch = fixed.microbatch_size or 1
@@ -87,30 +68,30 @@ def largest_batch(question: Question) -> Extent | None:
             batch = dp * microbatch
             if fixed.dp_shard in (None, dp // replicas) and (best is None or batch > best.question.global_batch_size):
                 ways = replace(fixed, dp_shard=dp // replicas, dp_replicate=replicas, microbatch_size=microbatch)
-                found = _fits(replace(question, global_batch_size=batch, fixed=ways))
+                found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
                 if found is None:
                     break
-                best = Extent(question=replace(found.question, fixed=fixed), parallel=found.parallel)
+                best = Strategy(replace(found.question, fixed=fixed), found.parallel)
             microbatch *= 2
     return best
 
 
-def largest_model(question: Question) -> Extent | None:
+def largest_model(question: Question) -> Strategy | None:
     """Finds the largest model of the same kind, as `grown` makes it, that fits."""
     step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
 
-    def tried(steps: int) -> Extent | None:
-        return _fits(replace(question, shape=grown(question.shape, steps * step)))
+    def tried(steps: int) -> Strategy | None:
+        return one_that_fits(replace(question, shape=grown(question.shape, steps * step)))
 
     return _largest(tried, 1)
 
 
-def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Extent | None:
+def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy | None:
     """Finds the largest of these models that fits and has the positions for the sequence."""
     enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
     for shape in sorted(enough, key=total_parameters, reverse=True):
         asked = replace(question, shape=shape)
-        if _least_devices(asked) <= asked.gpus and (found := _fits(asked)) is not None:
+        if _least_devices(asked) <= asked.gpus and (found := one_that_fits(asked)) is not None:
             return found
     return None
 
@@ -158,7 +139,7 @@ def _least_devices(question: Question) -> float:
     return least * total_parameters(question.shape) / question.usable_bytes
 
 
-def _largest(tried: Callable[[int], Extent | None], first: int) -> Extent | None:
+def _largest(tried: Callable[[int], Strategy | None], first: int) -> Strategy | None:
     """The largest number that fits: doublings of the first, then multiples of a 16th of the last that does."""
     found, number = tried(first), first
     while found is not None and (more := tried(2 * number)) is not None:
@@ -172,8 +153,3 @@ def _largest(tried: Callable[[int], Extent | None], first: int) -> Extent | None
         more = tried(number + middle * step)
         low, high, found = (middle, high, more) if more is not None else (low, middle, found)
     return found
-
-
-def _fits(question: Question) -> Extent | None:
-    found = one_that_fits(question)
-    return None if found is None else Extent(question=question, parallel=found)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
+from parallel3d.config.rules_optimizer import can_step_in_backward
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.model.planned_run import PlannedRun, from_config
+from parallel3d.planner.model.shapes import ModelShape, padded
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.planner.time.step import Cost
+from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
 
 _SECONDS_PER_DAY = 86_400
@@ -57,14 +61,64 @@ class Question:
     def usable_bytes(self) -> float:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
+    def planned_shape(self, tp: int) -> ModelShape:
+        """The model as the program takes it: parallel3d takes any vocabulary, other programs one that tp divides."""
+        return self.shape if self.program.is_parallel3d else padded(self.shape, tp)
+
+    def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
+        """Returns the run that answers the question with a layout."""
+        training, batch = self.training, self.global_batch_size
+        if training.steps_in_backward and not can_step_in_backward(
+            parallel, batch, tied_embeddings=self.shape.tied_embeddings
+        ):
+            training = replace(training, steps_in_backward=False)
+        return PlannedRun(
+            shape=self.planned_shape(parallel.tp),
+            cluster=self.cluster,
+            layout=from_config(parallel, batch),
+            program=self.program,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            optimizer=training,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """A layout that fits, with what it costs."""
+class RunLength:
+    """How long a token budget takes, and what it costs where the hardware file has a price."""
 
+    days: float
+    gpu_hours: float
+    price: float | None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A layout as an answer to a question on as many devices, priced exactly when its memory or cost is asked for."""
+
+    question: Question
     parallel: ParallelConfig
-    memory: RankMemory  # what the fullest pipeline rank holds
-    cost: Cost
+
+    @property
+    def run(self) -> PlannedRun:
+        return self.question.planned_run(self.parallel)
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """What the fullest pipeline rank holds."""
+        return worst_rank(self.run)
+
+    @cached_property
+    def cost(self) -> Cost:
+        return step_cost(self.run)
+
+    def length(self, tokens: float) -> RunLength:
+        """Returns how long a run of so many tokens is."""
+        gpus, hourly = self.parallel.world_size, self.question.cluster.device.price_per_hour
+        seconds = tokens / (self.cost.tokens_per_s_per_gpu * gpus)
+        gpu_hours = seconds / 3600 * gpus
+        price = None if hourly is None else gpu_hours * hourly
+        return RunLength(days=seconds / _SECONDS_PER_DAY, gpu_hours=gpu_hours, price=price)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +151,3 @@ class Answer:
     considered: int
     checked: int
     fitting: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunLength:
-    """How long a token budget takes, and what it costs where the hardware file has a price."""
-
-    days: float
-    gpu_hours: float
-    price: float | None
-
-
-def run_length(question: Question, strategy: Strategy, tokens: float) -> RunLength:
-    seconds = tokens / (strategy.cost.tokens_per_s_per_gpu * question.gpus)
-    gpu_hours = seconds / 3600 * question.gpus
-    hourly = question.cluster.device.price_per_hour
-    price = None if hourly is None else gpu_hours * hourly
-    return RunLength(days=seconds / _SECONDS_PER_DAY, gpu_hours=gpu_hours, price=price)

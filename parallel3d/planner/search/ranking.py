@@ -1,15 +1,17 @@
-"""What "best" means: the fastest, the leanest, or the cheapest per token; and how the user's own layout compares."""
+"""What "best" means: the fastest, the leanest, or the cheapest per token; how the user's own layout compares; and the
+same run on clusters of several sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, leanest, search
-from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, RunLength, Strategy
 from parallel3d.planner.time.parts import TimeParts
 from parallel3d.planner.time.step import BlockTimeCache
 
@@ -28,6 +30,17 @@ class WhyNot:
     refused: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """The best layout on so many devices, or in `none` the reason why no layout fits. `length` is that of the run,
+    where its tokens are known."""
+
+    gpus: int
+    strategy: Strategy | None = None
+    none: str = ""
+    length: RunLength | None = None
+
+
 def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
     halves of it compete."""
@@ -35,7 +48,7 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     if objective == "memory" and answer.strategies:
         return replace(answer, strategies=tuple(leanest(question, top=top)))
     if objective == "cost":
-        return replace(answer, strategies=_cheapest(question, answer, top))
+        return replace(answer, strategies=_cheapest_token(question, answer, top))
     return answer
 
 
@@ -58,12 +71,40 @@ def slower_by(best: Strategy, other: Strategy) -> list[tuple[str, float]]:
     return sorted(parts, key=lambda part: -abs(part[1]))
 
 
-def at_size(question: Question, found: Strategy) -> Question:
-    """The question as it is for a strategy that may take fewer devices."""
-    return replace(question, gpus=found.parallel.world_size)
+def sweep(question: Question, sizes: Iterable[int], tokens: float | None = None) -> list[ClusterSize]:
+    """Answers the question at each size, smallest first; block times are computed once for all of them. Raises
+    ConfigError where the question allows no layout at any size, whatever the memory."""
+    blocks: BlockTimeCache = {}
+    found: list[ClusterSize] = []
+    refused: list[ConfigError] = []
+    for gpus in sorted(set(sizes)):
+        asked = replace(question, gpus=gpus)
+        try:
+            check_fixed(asked)
+            best = next(iter(fastest(asked, blocks=blocks)), None)
+        except ConfigError as error:
+            refused.append(error)
+            found.append(ClusterSize(gpus=gpus, none=str(error)))
+            continue
+        if best is None:
+            short = f"{search(asked, top=1).rejected[0].short_bytes / GIB:.1f} GiB"
+            none = f"does not fit: {short} are missing in the leanest layout"
+            found.append(ClusterSize(gpus=gpus, none=none))
+        else:
+            length = None if tokens is None else best.length(tokens)
+            found.append(ClusterSize(gpus=gpus, strategy=best, length=length))
+    if len(refused) == len(found):
+        raise refused[-1]
+    return found
 
 
-def _cheapest(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
+def cheapest(sizes: Iterable[ClusterSize], *, most_days: float) -> ClusterSize | None:
+    """The fewest GPU-hours among those whose run, of known length, is done in time. None where none is."""
+    in_time = [size for size in sizes if size.length is not None and size.length.days <= most_days]
+    return min(in_time, key=lambda size: size.length.gpu_hours if size.length else 0.0, default=None)
+
+
+def _cheapest_token(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
     """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
     devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
     found = list(whole.strategies[:_FROM_THE_WHOLE])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.rules_layout import divides_key_value_heads, leaves_no_rank_empty, sharding_errors
+from parallel3d.config.rules_layout import sharding_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
+from parallel3d.planner.search.constraints import size_error
 from parallel3d.planner.search.question import Question
 from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -22,55 +22,33 @@ MOST_MICROBATCH = 64  # sequences
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
 
 
-def families(question: Question) -> Iterator[ParallelConfig]:
-    """Yields one layout of each family: of each tp, pp, schedule and microbatch size."""
-    shape, fixed = question.shape, question.fixed
-    for tp in _tensor_sizes(question):
-        for pp in divisors(question.gpus // tp):
-            if pp > shape.layers or not _allowed(pp, fixed.pp) or fixed.max_pp is not None and pp > fixed.max_pp:
-                continue
-            dp = question.gpus // (tp * pp)
-            if question.global_batch_size % dp:
-                continue
-            for microbatch in divisors(question.global_batch_size // dp):
-                if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
-                    continue
-                microbatches = question.global_batch_size // (dp * microbatch)
-                for schedule, virtual in _schedules(question, pp, microbatches):
-                    yield ParallelConfig(
-                        pp=pp,
-                        dp_shard=dp,
-                        tp=tp,
-                        virtual_stages=virtual,
-                        schedule=schedule,
-                        microbatch_size=microbatch,
-                        sequence_parallel=_sequence_parallel(question, tp),
-                    )
+def families(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
+    """Returns, for each tp x pp that no rule forbids, one layout of each family: of each schedule and microbatch."""
+    return {
+        (tp, pp): list(_families_of(question, tp, pp))
+        for tp in divisors(question.gpus)
+        for pp in divisors(question.gpus // tp)
+        if size_error(question, tp, pp) is None
+    }
 
 
-def tp_rule(question: Question, tp: int) -> str | None:
-    """The rule of the layers that a tp breaks, as an error says it; None where it keeps them all."""
-    shape, is_own = question.shape, question.program.is_parallel3d
-    if gcd(shape.heads, shape.ffn_hidden) % tp:
-        return f"must divide heads {shape.heads} and ffn_hidden {shape.ffn_hidden}"
-    if not (divides_key_value_heads(shape.kv_heads, tp) if is_own else shape.kv_heads % tp == 0):
-        return f"must divide kv_heads {shape.kv_heads}" + ", or be a multiple of them" * is_own
-    if is_own and not leaves_no_rank_empty(shape.vocab, tp):
-        return f"must leave every rank a row of the vocabulary of {shape.vocab}"
-    return None
-
-
-def _tensor_sizes(question: Question) -> Iterator[int]:
-    fixed = question.fixed
-    for tp in divisors(question.gpus):
-        if tp_rule(question, tp) is None and _allowed(tp, fixed.tp) and (fixed.max_tp is None or tp <= fixed.max_tp):
-            yield tp
-
-
-def _sequence_parallel(question: Question, tp: int) -> bool:
-    if question.fixed.sequence_parallel is not None:
-        return question.fixed.sequence_parallel and tp > 1
-    return tp > 1 and question.seq_len % tp == 0
+def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfig]:
+    fixed, dp = question.fixed, question.gpus // (tp * pp)
+    usual = tp > 1 and question.seq_len % tp == 0
+    for microbatch in divisors(question.global_batch_size // dp):
+        if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+            continue
+        microbatches = question.global_batch_size // (dp * microbatch)
+        for schedule, virtual in _schedules(question, pp, microbatches):
+            yield ParallelConfig(
+                pp=pp,
+                dp_shard=dp,
+                tp=tp,
+                virtual_stages=virtual,
+                schedule=schedule,
+                microbatch_size=microbatch,
+                sequence_parallel=usual if fixed.sequence_parallel is None else fixed.sequence_parallel and tp > 1,
+            )
 
 
 def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
@@ -103,44 +81,33 @@ def recompute_choices(question: Question) -> list[Recompute]:
     return [kind for kind in _RECOMPUTE if _allowed(kind, question.fixed.recompute)]
 
 
-def leanest_recompute_choices(question: Question, pp: int) -> list[Recompute]:
-    """The recompute choices that may be the leanest. Of a single block recompute keeps more than it saves; of several,
-    full recompute is the leanest."""
-    return recompute_choices(question)[-1:] if question.shape.layers > pp else recompute_choices(question)
-
-
 def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yields a family's ways of using its data ranks, without recompute, that gather and reduce once a step."""
-    fixed = question.fixed
-    for shards in divisors(family.dp_shard):
-        replicas = family.dp_shard // shards
-        if _allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate):
-            yield from _strategies(question, replace(family, dp_shard=shards, dp_replicate=replicas))
-
-
-def _strategies(question: Question, split: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yields the split with each strategy of `sharding/` that differs there.
+    """Yields a family's ways of using its data ranks, without recompute, that gather and reduce once a step: each split
+    with each strategy of `sharding/` that differs there.
 
     FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER splits over all data
     ranks, and NO_SHARD splits nothing. Other programs' runs are told apart by dp_shard alone."""
-    fixed = question.fixed
-    if not question.program.is_parallel3d or split.dp == 1:
-        yield split
-        return
-    names: list[ShardingName] = ["FULL_SHARD"] if split.dp_shard > 1 else ["NO_SHARD"]
-    if split.dp_shard > 1 and split.dp_replicate == 1:
-        names.append("SHARD_OPTIMIZER")
-    if fixed.sharding is not None:
-        names = [fixed.sharding]
-    for name in names:
-        way = replace(split, sharding=HYBRID_OF.get(name, name) if split.dp_replicate > 1 else name)
-        if way.dp_replicate == 1 and name in HYBRID_OF.values():
-            continue  # nothing is repeated
-        if fixed.gather or fixed.reduce:
-            way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
-            if next(sharding_errors(way), None) is not None:
-                continue
-        yield way
+    fixed, dp = question.fixed, family.dp_shard
+    for shards in divisors(dp):
+        replicas = dp // shards
+        if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
+            continue
+        split = replace(family, dp_shard=shards, dp_replicate=replicas)
+        if not question.program.is_parallel3d or dp == 1:
+            yield split
+            continue
+        names: list[ShardingName] = ["FULL_SHARD"] if shards > 1 else ["NO_SHARD"]
+        if shards > 1 and replicas == 1:
+            names.append("SHARD_OPTIMIZER")
+        for name in names if fixed.sharding is None else [fixed.sharding]:
+            if replicas == 1 and name in HYBRID_OF.values():
+                continue  # nothing is repeated
+            way = replace(split, sharding=HYBRID_OF.get(name, name) if replicas > 1 else name)
+            if fixed.gather or fixed.reduce:
+                way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
+                if next(sharding_errors(way), None) is not None:
+                    continue
+            yield way
 
 
 def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelConfig | None:
