@@ -17,10 +17,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools.bench import command as bench
 from parallel3d.tools.bench import step as step_bench
-from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
-from parallel3d.tools.bench.plain_stack import PlainStack
-from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import (
+from parallel3d.tools.bench.harness import (
     Options,
     Round,
     Timing,
@@ -29,13 +26,15 @@ from parallel3d.tools.bench.report import (
     rows_against_one_process,
     rows_against_peer,
 )
+from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
+from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.tools.bench.ranks import check_agreement, run_ranks
 from parallel3d.tools.bench.step import (
     LAYOUTS,
     OVERHEAD,
     SIZES,
     StepSize,
     bench_step,
-    check_agreement,
     measure,
     random_batch,
     recipe,
@@ -122,21 +121,20 @@ def test_shares_of_the_data_ranks_make_up_the_batch_of_one_process() -> None:
 
 @pytest.mark.parametrize("wrong", [1.001, math.nan])
 def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
-    batch = random_batch(recipe(TINY_SIZE, ParallelConfig()), 0, seed=0)
-    check_agreement(lambda batch: 1.00001, lambda batch: 1.0, [batch])
-    with pytest.raises(RankError, match="not the same training"):
-        check_agreement(lambda batch: wrong, lambda batch: 1.0, [batch])
+    check_agreement([("loss", 1.00001, 1.0)])
+    with pytest.raises(RankError, match="loss: .*not the same training"):
+        check_agreement([("loss", wrong, 1.0)])
 
 
 def test_ours_and_torch_agree_and_are_timed_on_two_ranks() -> None:
-    (round_,) = run_ranks(measure, recipe(TINY_SIZE, ParallelConfig(tp=2, sequence_parallel=True)), 1, 1, world_size=2)
+    (round_,) = run_ranks(measure, TINY_SIZE, ParallelConfig(tp=2, sequence_parallel=True), 1, 1, world_size=2)
     assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
 
 
 def test_an_error_of_a_rank_reaches_the_caller() -> None:
-    no_such_peer = recipe(TINY_SIZE, ParallelConfig(tp=2, recompute="full"))
+    no_such_peer = ParallelConfig(tp=2, recompute="full")
     with pytest.raises(Parallel3dError, match="without recompute"):
-        run_ranks(measure, no_such_peer, 1, 1, world_size=2)
+        run_ranks(measure, TINY_SIZE, no_such_peer, 1, 1, world_size=2)
 
 
 def test_tied_embeddings_share_one_weight() -> None:

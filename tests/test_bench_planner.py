@@ -25,7 +25,6 @@ from parallel3d.tools.bench.planner import (
     fitted_efficiency,
     row,
     same_runs,
-    throughput_ratios,
 )
 
 
@@ -63,9 +62,9 @@ def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseF
     others = [measured(case, step=1.25, memory=0.8) for case in (first, second, third)]
     file = CaseFile(cases=(*others, measured(odd, step=9.0, memory=9.0)), skipped=())
     peer = StandIn(slower=0.5, larger=1.6, unknown=odd.id)
-    runs = same_runs(file, peer)
-    assert runs.left_out == {"has no word for it": 1}
-    ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    both, left_out = same_runs(file, peer)
+    assert left_out == {"has no word for it": 1}
+    ours, theirs = score(both), score(both, peer.predict)
     middle, high = (row("t", figure, ours, theirs, of=4) for figure in THROUGHPUT)
     assert (middle.ours, middle.peer, middle.ratio) == pytest.approx(
         (25.0, 150.0, 1 / 6)
@@ -79,8 +78,8 @@ def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseF
 def test_runs_that_are_counted_apart_and_duplicates_are_no_runs(published: CaseFile) -> None:
     one = published.cases[0]
     apart, twice = replace(one, id="a", apart="float8"), replace(one, id="b", tags=("duplicate",))
-    runs = same_runs(CaseFile(cases=(one, apart, twice), skipped=()), StandIn())
-    assert [case.id for case in runs.both.cases] == [one.id] and not runs.left_out
+    both, left_out = same_runs(CaseFile(cases=(one, apart, twice), skipped=()), StandIn())
+    assert [case.id for case in both.cases] == [one.id] and not left_out
 
 
 def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) -> None:
@@ -93,10 +92,11 @@ def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) ->
 
 
 def test_fitted_efficiency_makes_the_median_error_smallest(published: CaseFile) -> None:
-    assert fitted_efficiency([1.25, 1.25, 0.1], at=0.5) == 0.4
-    cases = tuple(measured(case, step=1.0, memory=1.0) for case in published.cases[:3])
-    ratios = throughput_ratios(score(CaseFile(cases=cases, skipped=()), StandIn(slower=0.8).predict))
-    assert ratios == pytest.approx([1.25] * 3)
+    """The peer predicts 1.25, 1.25 and 0.1 times the measured throughput."""
+    steps = zip(published.cases[:3], (1.0, 1.0, 0.08), strict=True)
+    cases = tuple(measured(case, step=step, memory=1.0) for case, step in steps)
+    predicted = score(CaseFile(cases=cases, skipped=()), StandIn(slower=0.8).predict)
+    assert fitted_efficiency(predicted, at=0.5) == 0.4
 
 
 def test_a_layout_of_no_zero_stage_or_of_part_recompute_cannot_be_expressed() -> None:

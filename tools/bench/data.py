@@ -11,14 +11,12 @@ Losses must agree before anything is timed. Two sizes: `overhead`, whose model h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,58 +27,48 @@ from parallel3d.mesh import build_mesh
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import ShardingOptions
+from parallel3d.tools.bench.harness import Options, ResultRow, Round, run_cases
 from parallel3d.tools.bench.plain_llama import PlainLlama
-from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, ResultRow, Round, announced, chosen, rows_against_peer
-from parallel3d.tools.bench.step import SIZES, StepSize, TrainStep, check_agreement, random_batch, recipe
-from parallel3d.tools.bench.timing import time_in_turn
+from parallel3d.tools.bench.plain_stack import token_loss
+from parallel3d.tools.bench.step import SIZES, StepLayout, StepSize, TrainStep, recipe, time_train_steps, timed_cases
+from parallel3d.tools.bench.torch_stack import apply_fsdp, sync_in_last_backward
 
 STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
-BARS: dict[ShardingName, float] = {"NO_SHARD": 1.0, "SHARD_OPTIMIZER": 1.0}  # the others are torch's own work
-_RANKS = 2
-_AGREEMENT_STEPS = 3
+REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the others are torch's own work
 
 
 def bench_data(options: Options) -> list[ResultRow]:
     """Times every case that `options` names, and returns two rows of each."""
-    cases = {f"{size.name}: {strategy}": (size, strategy) for size in SIZES for strategy in STRATEGIES}
-    rows: list[ResultRow] = []
-    for name in announced(chosen(cases, options)):
-        size, strategy = cases[name]
-        rounds, steps = options.rounds or size.rounds, options.steps or size.steps
-        measured = run_ranks(measure, size, strategy, rounds, steps, world_size=_RANKS)
-        rows += rows_against_peer(name, measured, BARS.get(strategy))
-    return rows
+    layouts = [
+        StepLayout(
+            name=strategy,
+            parallel=ParallelConfig(dp_shard=2, sharding=strategy),
+            cpu_bars=REPLICATED_BARS if strategy in ("NO_SHARD", "SHARD_OPTIMIZER") else {},
+        )
+        for strategy in STRATEGIES
+    ]
+    return run_cases(timed_cases(measure, SIZES, layouts), options)
 
 
-def measure(size: StepSize, strategy: ShardingName, rounds: int, steps: int) -> list[Round]:
+def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn."""
-    parallel = ParallelConfig(dp_shard=_RANKS)
-    mesh, rank = build_mesh(parallel, "cpu"), dist.get_rank()
+    mesh, strategy = build_mesh(parallel, "cpu"), parallel.sharding
+    assert strategy is not None
     ours, peer = build_ours(size.model, mesh, strategy), build_peer(size.model, mesh, strategy)
-    plan = recipe(size, parallel)
-    check_agreement(ours, peer, [random_batch(plan, rank, seed) for seed in range(_AGREEMENT_STEPS)])
-    batches = [random_batch(plan, rank, _AGREEMENT_STEPS + seed) for seed in range(steps)]
-    return time_in_turn(lambda at: ours(batches[at]), lambda at: peer(batches[at]), rounds=rounds, steps=steps)
+    return time_train_steps(recipe(size, parallel), ours, peer, agreement_steps=3, rounds=rounds, steps=steps)
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
     """Returns the step of the plain model under `shard`: a function from this rank's batch to the global loss."""
-    module = plain_model(model)
-    options = ShardingOptions(microbatches=2)  # more than one: gathered parameters are kept
-    data = shard(module, mesh, strategy, options=options)
+    module = _plain_model(model)
+    data = shard(module, mesh, strategy, options=ShardingOptions(microbatches=2))  # several: what is gathered is kept
     parts = named_parts(module, data)
     optimizer = _adamw(part.local for part in parts.values())
 
-    def train_step(batch: Batch) -> float:
-        total = torch.zeros(())
-        for at, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
-            data.before_backward(at == len(batch.inputs) - 1)
-            total += _backward(module, inputs, labels, len(batch.inputs))
-        finish_step(data, parts, optimizer)
-        return _mean(total)
+    def begin(index: int, is_last: bool) -> None:
+        data.before_backward(is_last)
 
-    return train_step
+    return partial(_train_step, module, begin, partial(finish_step, data, parts, optimizer))
 
 
 def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer) -> None:
@@ -95,67 +83,52 @@ def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
     """Returns the same step by torch's own means."""
-    module = plain_model(model)
+    plain = _plain_model(model)
+    module: nn.Module = plain
     if strategy in ("NO_SHARD", "SHARD_OPTIMIZER"):
-        return _replicated_peer(module, split=strategy == "SHARD_OPTIMIZER")
-    for block in module.layers.values():
-        fully_shard(block, mesh=mesh["dp_shard"], reshard_after_forward=False)
-    sharded = fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False)
-    optimizer = _adamw(module.parameters())
+        module = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    else:
+        apply_fsdp(plain, mesh["dp_shard"])
+    optimizer: torch.optim.Optimizer
+    if strategy == "SHARD_OPTIMIZER":
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    else:
+        optimizer = _adamw(module.parameters())
 
-    def train_step(batch: Batch) -> float:
-        total = torch.zeros(())
-        for at, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
-            last = at == len(batch.inputs) - 1
-            if at == 0 or last:
-                sharded.set_requires_gradient_sync(last)
-                sharded.set_is_last_backward(last)
-                sharded.set_reshard_after_backward(last)
-            total += _backward(module, inputs, labels, len(batch.inputs))
+    def begin(index: int, is_last: bool) -> None:
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = is_last  # what `no_sync` sets
+        else:
+            sync_in_last_backward(module, index, is_last)
+
+    def finish() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        return _mean(total)
 
-    return train_step
+    return partial(_train_step, module, begin, finish)
 
 
-def plain_model(config: ModelConfig) -> PlainLlama:
+def _plain_model(config: ModelConfig) -> PlainLlama:
     """Returns the model with the same weights on every rank."""
     torch.manual_seed(0)
     return PlainLlama(config)
 
 
-def _replicated_peer(module: nn.Module, *, split: bool) -> TrainStep:
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer: torch.optim.Optimizer
-    if split:
-        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
-    else:
-        optimizer = _adamw(module.parameters())
-
-    def train_step(batch: Batch) -> float:
-        total = torch.zeros(())
-        for at, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
-            with nullcontext() if at == len(batch.inputs) - 1 else model.no_sync():
-                total += _backward(model, inputs, labels, len(batch.inputs))
-        optimizer.step()
-        optimizer.zero_grad()
-        return _mean(total)
-
-    return train_step
-
-
-def _backward(model: Callable[[Tensor], Tensor], inputs: Tensor, labels: Tensor, microbatches: int) -> Tensor:
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / microbatches
-    loss.backward()
-    return loss.detach()
+def _train_step(
+    model: nn.Module, begin: Callable[[int, bool], None], finish: Callable[[], None], batch: Batch
+) -> float:
+    """Calls `begin(index, is_last)` before each microbatch's forward and backward, and `finish` after all; returns the
+    mean of the loss over the ranks."""
+    total = torch.zeros(())
+    for index, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
+        begin(index, index == len(batch.inputs) - 1)
+        loss = token_loss(model(inputs), labels) / len(batch.inputs)
+        loss.backward()
+        total += loss.detach()
+    finish()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(list(parameters), lr=1e-3, fused=True)
-
-
-def _mean(loss: Tensor) -> float:
-    """Returns the mean of the loss over the ranks."""
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()

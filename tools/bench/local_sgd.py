@@ -7,7 +7,6 @@ rank sends to the other replica, counted at the collectives.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.counting import CollectiveCounter
+from parallel3d.tools.bench.harness import Options, ResultRow, announced, chosen, row_of
 from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
@@ -53,39 +52,21 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class ReplicasResult:
-    """What a run of replicas ends with: the validation loss of its last parameters, and the bytes that each rank sent
-    to the other replica."""
-
-    val_loss: float
-    sent_bytes: int
-
-
 def bench_local_sgd(options: Options) -> list[ResultRow]:
     """Trains every case that `options` names, and returns two rows of each. `options.steps` are the steps of a run,
     over which the learning rate decays."""
-    cases, steps = chosen(CASES, options), options.steps or STEPS
-    peer, *runs = [_run(recipe_of(CASES.get(name, ()), steps)) for name in announced([_PEER, *cases])]
+    names, steps = chosen(CASES, options), options.steps or STEPS
+    results = {}
+    for name in announced([_PEER, *names]):
+        recipe = recipe_of(CASES.get(name, ()), steps)
+        results[name] = run_ranks(train, recipe, world_size=recipe.parallel.world_size)
     rows = []
-    for name, ours in zip(cases, runs, strict=True):
-        rows += rows_of(name, ours, peer, LOSS_BAR if CASES[name] == DILOCO else None)
+    for name in names:
+        (loss, mib), (peer_loss, peer_mib) = results[name], results[_PEER]
+        bar = LOSS_BAR if CASES[name] == DILOCO else None
+        rows.append(row_of(name, "validation_loss", [(loss, peer_loss)], bar))
+        rows.append(row_of(name, "MiB_to_replicas", [(mib, peer_mib)], BYTES_BAR))
     return rows
-
-
-def rows_of(case: str, ours: ReplicasResult, peer: ReplicasResult, loss_bar: float | None) -> list[ResultRow]:
-    mib = [outcome.sent_bytes / 2**20 for outcome in (ours, peer)]
-    return [
-        ResultRow(
-            case=case,
-            unit="validation_loss",
-            ours=ours.val_loss,
-            peer=peer.val_loss,
-            ratio=ours.val_loss / peer.val_loss,
-            bar=loss_bar,
-        ),
-        ResultRow(case=case, unit="MiB_to_replicas", ours=mib[0], peer=mib[1], ratio=mib[0] / mib[1], bar=BYTES_BAR),
-    ]
 
 
 def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
@@ -99,8 +80,9 @@ def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
     return load_recipe(find_recipe("quickstart"), (*LAYOUT, *length, *overrides), cards=shape_cards())
 
 
-def train(recipe: Recipe) -> ReplicasResult:
-    """Runs on every rank: trains the whole run, without checkpoints."""
+def train(recipe: Recipe) -> tuple[float, float]:
+    """Runs on every rank: trains the whole run, without checkpoints. Returns the validation loss of its last parameters
+    and the MiB that each rank sent to the other replica."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     loaders = build_loaders(recipe, load_corpus(recipe.data), rank)
@@ -110,8 +92,4 @@ def train(recipe: Recipe) -> ReplicasResult:
             if rank == 0 and (step + 1) % 50 == 0:
                 print(f"  step {step + 1}: loss {result.loss:.4f}", file=sys.stderr, flush=True)
     sent_bytes = round(sum(sent.bytes.values()))  # the only other rank is the other replica
-    return ReplicasResult(trainer.evaluate(loaders.validation.batch(0)), sent_bytes)
-
-
-def _run(recipe: Recipe) -> ReplicasResult:
-    return run_ranks(train, recipe, world_size=recipe.parallel.world_size)
+    return trainer.evaluate(loaders.validation.batch(0)), sent_bytes / 2**20

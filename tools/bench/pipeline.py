@@ -2,8 +2,9 @@
 processes, with nothing else around them: no trainer, no data dimension, no optimizer.
 
 Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have next to nothing to
-compute, and `compute`, where matrix products rule. Then the measured bubble beside the simulated one (`bench_bubble`),
-and the memory of 200 steps, which must not grow.
+compute, and `compute`, where matrix products rule. Then the bubble, in % of all rank-time: ours is the measured share,
+and the peer what the simulator says of the same schedule with the actions' own median times. Last the memory of 200
+steps, which must not grow.
 """
 
 from __future__ import annotations
@@ -11,37 +12,31 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
-from parallel3d.errors import RankError
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.tools.bench import bubble as bench_bubble
-from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import Options, ResultRow, Round, announced, chosen, rows_against_peer
-from parallel3d.tools.bench.timing import time_in_turn
+from parallel3d.timeline.recorder import Recorder
+from parallel3d.timeline.simulate import measured_times, simulate
+from parallel3d.timeline.spans import Span, Timeline
+from parallel3d.tools.bench.harness import Case, Options, ResultRow, Round, TimedCase, row_of, run_cases
+from parallel3d.tools.bench.ranks import check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.torch_stack import torch_schedule
 
-Step = Callable[[], float]
-
-_AGREEMENT = 1e-4  # relative, of the losses and of each gradient's norm
-_MEMORY_STEPS = 200
-_MEMORY_BAR = 1.01  # resident memory after the steps, over that before them
+BUBBLE_STEPS = 7
+BUBBLE_POINTS = 5.0  # by which the measured bubble may differ
+MEMORY_STEPS = 200
+MEMORY_BAR = 1.01  # resident memory after the steps, over that before them
 _PAGE_MIB = 4096 / 2**20
 
 
@@ -79,130 +74,102 @@ class PipelineCase:
 
 
 OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
+# Matrix products of tens of milliseconds, beside which a transfer is nothing.
 COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
-SCHEDULES: tuple[tuple[ScheduleName, int], ...] = (
-    ("1f1b", 1),
-    ("interleaved_1f1b", 2),
-    ("interleaved_zb", 2),
-)
-PEERS: dict[ScheduleName, Any] = {
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zb": ScheduleInterleavedZeroBubble,
-}
-CASES = [
-    PipelineCase(size=size, schedule=schedule, pp=pp, virtual_stages=virtual_stages)
-    for size in (OVERHEAD, COMPUTE)
-    for schedule, virtual_stages in SCHEDULES
-    for pp in (2, 4)
-]
-MEMORY = PipelineCase(size=OVERHEAD, schedule="1f1b", pp=2)
-_MEMORY_NAME = f"memory: {_MEMORY_STEPS} steps of {MEMORY.name}, after against before"
+SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zb": 2}  # and a rank's stages
+BUBBLE_SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_v": 2}
 
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, and returns their rows."""
-    cases = {case.name: case for case in CASES}
-    bubbles = {bench_bubble.name_of(name): (name, virtual_stages) for name, virtual_stages in bench_bubble.SCHEDULES}
-    rows: list[ResultRow] = []
-    for name in announced(chosen([*cases, *bubbles, _MEMORY_NAME], options)):
-        if name in cases:
-            rows += _against_torch(cases[name], options)
-        elif name in bubbles:
-            rows.append(_bubble(*bubbles[name], options))
-        else:
-            rows.append(_memory())
-    return rows
+    cases: dict[str, Case] = {}
+    for size in (OVERHEAD, COMPUTE):
+        for schedule, stages in SCHEDULES.items():
+            for pp in (2, 4):
+                case = PipelineCase(size=size, schedule=schedule, pp=pp, virtual_stages=stages)
+                cases[case.name] = TimedCase(
+                    measure=measure,
+                    arguments=(case,),
+                    world_size=pp,
+                    rounds=size.rounds,
+                    steps=size.steps,
+                    cpu_bar=size.cpu_bar,
+                )
+    for schedule, stages in BUBBLE_SCHEDULES.items():
+        case = PipelineCase(size=COMPUTE, schedule=schedule, pp=2, virtual_stages=stages)
+        name = f"bubble: {schedule}, pp {case.pp}, measured against simulated"
+        cases[name] = partial(_bubble, name, case)
+    case = PipelineCase(size=OVERHEAD, schedule="1f1b", pp=2)
+    name = f"memory: {MEMORY_STEPS} steps of {case.name}, after against before"
+    cases[name] = partial(_memory, name, case)
+    return run_cases(cases, options)
 
 
-def _against_torch(case: PipelineCase, options: Options) -> list[ResultRow]:
-    rounds, steps = options.rounds or case.size.rounds, options.steps or case.size.steps
-    return rows_against_peer(case.name, run_ranks(measure, case, rounds, steps, world_size=case.pp), case.size.cpu_bar)
+def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
+    found = run_ranks(measure_bubble, case, options.steps or BUBBLE_STEPS, world_size=case.pp)
+    return [row_of(name, "bubble_percent", [found], bar=(found[1] + BUBBLE_POINTS) / found[1])]
 
 
-def _bubble(schedule: ScheduleName, virtual_stages: int, options: Options) -> ResultRow:
-    steps = options.steps or bench_bubble.STEPS
-    found = run_ranks(bench_bubble.measure_bubble, schedule, virtual_stages, steps, world_size=bench_bubble.PP)
-    return bench_bubble.bubble_row(schedule, *found)
-
-
-def _memory() -> ResultRow:
-    before, after = run_ranks(measure_memory, MEMORY, _MEMORY_STEPS, world_size=MEMORY.pp)
-    return ResultRow(case=_MEMORY_NAME, ours=after, peer=before, unit="rss_mib", ratio=after / before, bar=_MEMORY_BAR)
+def _memory(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
+    after_and_before = run_ranks(measure_memory, case, MEMORY_STEPS, world_size=case.pp)
+    return [row_of(name, "rss_mib", [after_and_before], bar=MEMORY_BAR)]
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn."""
-    ours, our_stages = build_ours(case)
-    peer, peer_stages = build_peer(case)
-    _check_agreement(ours(), peer(), our_stages, peer_stages)
-    return time_in_turn(lambda _: ours(), lambda _: peer(), rounds=rounds, steps=steps)
+    our_stages, peer_stages = own_stages(case), own_stages(case)
+    ours = _from_no_gradients(build_ours(case, our_stages), our_stages)
+    peer = _from_no_gradients(build_peer(case, peer_stages), peer_stages)
+    results = [("loss", ours(0), peer(0))]
+    for our_stage, peer_stage in zip(our_stages, peer_stages, strict=True):
+        for mine, other in zip(our_stage.parameters(), peer_stage.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None
+            results.append(("a gradient's norm", mine.grad.norm().item(), other.grad.norm().item()))
+    check_agreement(results)
+    return time_in_turn(ours, peer, rounds=rounds, steps=steps)
+
+
+def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
+    """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is the median. Rank 0's
+    result is the right one."""
+    schedule, step = case.build(), build_ours(case, own_stages(case))
+    pairs = []
+    for number in range(steps + 1):
+        recorder = Recorder(torch.device("cpu"))
+        dist.barrier()
+        step(recorder=recorder)
+        if number == 0:
+            continue  # it warms up
+        everyone: list[list[Span]] = [[]] * case.pp
+        dist.all_gather_object(everyone, recorder.spans(dist.get_rank()))  # one host, one clock
+        spans = tuple(span for rank in everyone for span in rank)
+        measured = Timeline(name=schedule.name, ranks=case.pp, stages=schedule.stages, spans=spans)
+        simulated = simulate(schedule, measured_times(schedule, spans))
+        pairs.append((100 * measured.bubble_fraction, 100 * simulated.bubble_fraction))
+    pairs.sort(key=lambda pair: pair[0] - pair[1])
+    return pairs[len(pairs) // 2]
 
 
 def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Returns the resident memory of both ranks together, in MiB, before and after so many steps. Some steps go before,
+    """Returns the resident memory of both ranks together, in MiB, after and before so many steps. Some steps go before,
     to warm up."""
-    step, _ = build_ours(case)
-    for _ in range(20):
-        step()
-    before = _resident_mib()
-    for _ in range(steps):
-        step()
-    return before, _resident_mib()
+    stages = own_stages(case)
+    step, resident = _from_no_gradients(build_ours(case, stages), stages), []
+    for count in (20, steps):
+        for index in range(count):
+            step(index)
+        gc.collect()
+        total = torch.tensor(int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB)
+        dist.all_reduce(total)
+        resident.append(total.item())
+    before, after = resident
+    return after, before
 
 
-def build_ours(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
-    """Returns a step of this project's runtime, which gives the loss on the last stage's rank, and this rank's
-    stages."""
-    schedule, pp, stages = case.build(), _mesh(case), _own_stages(case)
-    boundary = TensorSpec((case.size.rows, case.size.width))
-    runtime = PipelineRuntime(stages, schedule, pp, _loss, boundaries=boundary)
-    inputs, labels = _batch(case)
-
-    def step() -> float:
-        _clear_gradients(stages)
-        return runtime.run(inputs, labels).item()
-
-    return step, stages
-
-
-def build_peer(case: PipelineCase) -> tuple[Step, list[nn.Module]]:
-    """Returns torch's step and stages, with shapes known beforehand and nothing done to gradients that ours leaves
-    out."""
-    schedule, pp, modules = case.build(), _mesh(case), _own_stages(case)
-    rank, example = pp.get_local_rank(), torch.empty(case.size.rows, case.size.width, requires_grad=True)
-    stages: list[Any] = [  # torch's schedules take a list of their stages' base class, invariantly
-        PipelineStage(
-            module,
-            index,
-            schedule.stages,
-            torch.device("cpu"),
-            input_args=example if index > 0 else example.detach(),
-            output_args=example,
-            group=pp.get_group(),
-        )
-        for index, module in zip(schedule.stages_of(rank), modules, strict=True)
-    ]
-    single_or_all = stages[0] if case.virtual_stages == 1 else stages
-    peer = PEERS[case.schedule](single_or_all, case.size.microbatches, loss_fn=_loss, scale_grads=False)
-    inputs, labels = _batch(case)
-    first = (inputs.flatten(0, 1),) if rank == schedule.placement[0] else ()
-    target = labels.flatten(0, 1) if rank == schedule.placement[-1] else None
-
-    def step() -> float:
-        _clear_gradients(modules)
-        losses: list[Tensor] = []
-        peer.step(*first, target=target, losses=losses, return_outputs=False)
-        return sum(losses, torch.zeros(())).item()
-
-    return step, modules
-
-
-def _own_stages(case: PipelineCase) -> list[nn.Module]:
+def own_stages(case: PipelineCase) -> list[nn.Module]:
     """Returns the modules of this rank's stages, with the same weights at each call."""
     torch.manual_seed(0)
-    width, inner = case.size.width, case.size.inner
-    schedule = case.build()
+    width, inner, schedule = case.size.width, case.size.inner, case.build()
     stages = [
         nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width), nn.LayerNorm(width))
         for _ in range(schedule.stages)
@@ -210,8 +177,41 @@ def _own_stages(case: PipelineCase) -> list[nn.Module]:
     return [stages[index] for index in schedule.stages_of(dist.get_rank())]
 
 
-def _mesh(case: PipelineCase) -> DeviceMesh:
-    return init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",))
+def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Tensor]:
+    """Returns a step of this project's runtime, which gives the loss on the last stage's rank."""
+    pp = init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",))
+    boundary = TensorSpec((case.size.rows, case.size.width))
+    runtime = PipelineRuntime(stages, case.build(), pp, nn.functional.mse_loss, boundaries=boundary)
+    return partial(runtime.run, *_batch(case))
+
+
+def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
+    """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours leaves out."""
+    schedule, group = case.build(), init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",)).get_group()
+    rank, example = dist.get_rank(), torch.empty(case.size.rows, case.size.width, requires_grad=True)
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            schedule.stages,
+            torch.device("cpu"),
+            input_args=example if index > 0 else example.detach(),
+            output_args=example,
+            group=group,
+        )
+        for index, module in zip(schedule.stages_of(rank), modules, strict=True)
+    ]
+    peer = torch_schedule(case.schedule, stages, case.size.microbatches, nn.functional.mse_loss)
+    inputs, labels = _batch(case)
+    first = (inputs.flatten(0, 1),) if rank == schedule.placement[0] else ()
+    target = labels.flatten(0, 1) if rank == schedule.placement[-1] else None
+
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        peer.step(*first, target=target, losses=losses, return_outputs=False)
+        return sum(losses, torch.zeros(()))
+
+    return step
 
 
 def _batch(case: PipelineCase) -> tuple[Tensor, Tensor]:
@@ -220,32 +220,10 @@ def _batch(case: PipelineCase) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-def _loss(output: Tensor, label: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, label)
+def _from_no_gradients(step: Callable[[], Tensor], stages: list[nn.Module]) -> Callable[[int], float]:
+    def cleared(index: int) -> float:
+        for stage in stages:
+            stage.zero_grad()
+        return step().item()
 
-
-def _clear_gradients(stages: list[nn.Module]) -> None:
-    for stage in stages:
-        stage.zero_grad()
-
-
-def _check_agreement(
-    our_loss: float, peer_loss: float, our_stages: list[nn.Module], peer_stages: list[nn.Module]
-) -> None:
-    """Raises RankError where the two have not computed the same: the timings would compare two things."""
-    pairs = [(our_loss, peer_loss)]
-    for ours, peer in zip(our_stages, peer_stages, strict=True):
-        for mine, other in zip(ours.parameters(), peer.parameters(), strict=True):
-            assert mine.grad is not None and other.grad is not None
-            pairs.append((mine.grad.norm().item(), other.grad.norm().item()))
-    for ours_is, peer_is in pairs:
-        if not abs(ours_is - peer_is) <= _AGREEMENT * abs(peer_is):
-            raise RankError(f"ours computes {ours_is:.6g} and the peer {peer_is:.6g}: not the same training")
-
-
-def _resident_mib() -> float:
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    total = torch.tensor(pages * _PAGE_MIB)
-    dist.all_reduce(total)
-    return total.item()
+    return cleared

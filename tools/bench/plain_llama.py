@@ -29,19 +29,16 @@ class PlainRotary:
     def rotate(self, x_BHSK: Tensor) -> Tensor:
         """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns with dim i + K /
         2."""
-        length = x_BHSK.shape[2]
-        if self.cos.shape[0] != length or self.cos.device != x_BHSK.device:
-            self.cos, self.sin = self._angles(length, x_BHSK.device)
+        length, device = x_BHSK.shape[2], x_BHSK.device
+        if self.cos.shape[0] != length or self.cos.device != device:
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+            positions = torch.arange(length, dtype=torch.float32, device=device)
+            angles = torch.outer(positions, self.theta**-exponents)  # [S, K / 2]
+            angles = torch.cat((angles, angles), dim=-1)  # [S, K]
+            self.cos, self.sin = angles.cos(), angles.sin()
         left, right = x_BHSK.chunk(2, dim=-1)
         turned = torch.cat((-right, left), dim=-1)
         return x_BHSK * self.cos.to(x_BHSK.dtype) + turned * self.sin.to(x_BHSK.dtype)
-
-    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self.theta**-exponents)  # [S, K / 2]
-        angles = torch.cat((angles, angles), dim=-1)  # [S, K]
-        return angles.cos(), angles.sin()
 
 
 class PlainAttention(nn.Module):

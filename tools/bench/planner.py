@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, score
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.bench.report import Options, ResultRow, chosen
+from parallel3d.tools.bench.harness import Options, ResultRow, chosen, row_of
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
@@ -40,43 +40,27 @@ class Peer(Protocol):
         """Returns the prediction of a case that the planner can express."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """One number of a score, smaller is better, and how many runs the number is over."""
 
     name: str
     unit: str
-    value: Callable[[Score], float | None]
-    runs: Callable[[Score], int]
+    of: Callable[[Score], tuple[float | None, int]]
+
+
+def _wrong_fits(of: Score) -> tuple[float | None, int]:
+    told_right = of.fit.balanced_accuracy
+    return None if told_right is None else 100 - told_right, of.fit.cases
 
 
 THROUGHPUT = (
-    Figure(
-        name="throughput median",
-        unit="abs_error_percent",
-        value=lambda of: of.throughput.median,
-        runs=lambda of: of.throughput.cases,
-    ),
-    Figure(
-        name="throughput 90th percentile",
-        unit="abs_error_percent",
-        value=lambda of: of.throughput.p90,
-        runs=lambda of: of.throughput.cases,
-    ),
+    Figure("throughput median", "abs_error_percent", lambda of: (of.throughput.median, of.throughput.cases)),
+    Figure("throughput 90th percentile", "abs_error_percent", lambda of: (of.throughput.p90, of.throughput.cases)),
 )
 MEMORY = (
-    Figure(
-        name="peak memory median",
-        unit="abs_error_percent",
-        value=lambda of: of.memory.median,
-        runs=lambda of: of.memory.cases,
-    ),
-    Figure(
-        name="fit or out of memory",
-        unit="balanced_error_percent",
-        value=lambda of: None if of.fit.balanced_accuracy is None else 100 - of.fit.balanced_accuracy,
-        runs=lambda of: of.fit.cases,
-    ),
+    Figure("peak memory median", "abs_error_percent", lambda of: (of.memory.median, of.memory.cases)),
+    Figure("fit or out of memory", "balanced_error_percent", _wrong_fits),
 )
 _FIGURES = {  # by the peer and what is assumed for it; memory does not depend on llm-analysis's efficiency
     f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
@@ -86,25 +70,17 @@ _FIGURES = {  # by the peer and what is assumed for it; memory does not depend o
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SameRuns:
-    """The runs that both planners can express, and how many others the peer cannot, by the reason."""
-
-    both: CaseFile
-    left_out: Mapping[str, int]
-
-
 def bench_planner(options: Options) -> list[ResultRow]:
     """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not installed."""
     if options.rounds is not None or options.steps is not None:
         raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
     names = {f"{who}: {figure.name}": (who, figure) for who, figures in _FIGURES.items() for figure in figures}
     wanted = {name: names[name] for name in chosen(names, options)}
-    peers = {who: _peer(who) for who in dict.fromkeys(who for who, _ in wanted.values())}
+    peers = {who: _peer(who) for who, _ in wanted.values()}
     file = read_cases(CASES, [HARDWARE])
-    there_are = score(counted(file))
+    every = score(counted(file))
     scores = {who: both_scores(who, peer, file) for who, peer in peers.items()}
-    return [row(name, figure, *scores[who], of=figure.runs(there_are)) for name, (who, figure) in wanted.items()]
+    return [row(name, figure, *scores[who], of=figure.of(every)[1]) for name, (who, figure) in wanted.items()]
 
 
 def _peer(who: str) -> Peer:
@@ -124,18 +100,18 @@ def _peer(who: str) -> Peer:
 
 def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     """Returns our score and the peer's, over the runs that the peer can express."""
-    runs = same_runs(file, peer)
-    for why, number in runs.left_out.items():
+    both, left_out = same_runs(file, peer)
+    for why, number in left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
-    ours, theirs = score(runs.both), score(runs.both, peer.predict)
+    ours, theirs = score(both), score(both, peer.predict)
     for name, why in (*ours.skipped, *theirs.skipped):  # else the two would be judged by different runs
         raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
     if who == "llm-analysis fitted":
         from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
 
-        best = fitted_efficiency(throughput_ratios(theirs), ADVISED)
+        best = fitted_efficiency(theirs, ADVISED)
         print(f"{who}: efficiency {best:g}", file=sys.stderr)
-        theirs = score(runs.both, LlmAnalysis(efficiency=best).predict)
+        theirs = score(both, LlmAnalysis(efficiency=best).predict)
     return ours, theirs
 
 
@@ -145,37 +121,25 @@ def counted(file: CaseFile) -> CaseFile:
     return CaseFile(cases=cases, skipped=())
 
 
-def same_runs(file: CaseFile, peer: Peer) -> SameRuns:
-    """Returns the runs that are counted and that the peer can express."""
+def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
+    """Returns the runs that are counted and that the peer can express, and how many others it cannot, by the reason."""
     every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
-    return SameRuns(
-        both=CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=()),
-        left_out=Counter(why for why in reasons.values() if why),
-    )
+    both = CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=())
+    return both, Counter(why for why in reasons.values() if why)
 
 
 def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> ResultRow:
     """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot express included."""
-    our_error, peer_error = figure.value(ours), figure.value(peer)
+    (our_error, runs), (peer_error, _) = figure.of(ours), figure.of(peer)
     if our_error is None or peer_error is None:
         raise ConfigError(f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare")
-    return ResultRow(
-        case=f"{case} ({figure.runs(ours)} of {of} runs)",
-        ours=our_error,
-        peer=peer_error,
-        unit=figure.unit,
-        ratio=our_error / peer_error,
-        bar=BAR,
-    )
+    return row_of(f"{case} ({runs} of {of} runs)", figure.unit, [(our_error, peer_error)], BAR)
 
 
-def throughput_ratios(predicted: Score) -> list[float]:
-    """Returns predicted over measured throughput of each run that was timed."""
-    return [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
-
-
-def fitted_efficiency(ratios: Sequence[float], at: float) -> float:
-    """Returns the efficiency with the smallest median error, to a thousandth, for a planner whose throughput is in
-    proportion to its efficiency. `ratios` are its predicted over measured throughputs at the efficiency `at`."""
+def fitted_efficiency(predicted: Score, at: float) -> float:
+    """Returns the efficiency with the smallest median error of throughput, to a thousandth, for a planner whose
+    throughput is in proportion to its efficiency and which predicts this score at the efficiency `at`."""
+    # Predicted over measured throughput of each run that was timed.
+    ratios = [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
     return min(_EFFICIENCIES, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))

@@ -1,4 +1,5 @@
-"""Runs a function on several local processes that share a gloo group, one thread each, and returns rank 0's result."""
+"""Runs a function on several local processes that share a gloo group, one thread each, and returns rank 0's result;
+and what such a function times there: two contestants that agree, in turn."""
 
 from __future__ import annotations
 
@@ -6,18 +7,23 @@ import datetime
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel3d.errors import Parallel3dError, RankError
+from parallel3d.tools.bench.harness import Round, Timing
 
 T = TypeVar("T")
+Step = Callable[[int], object]  # does step i of a round
 _TIMEOUT_S = 300.0
+_AGREEMENT = 1e-4  # relative to the peer's largest number
 
 
 def run_ranks(function: Callable[..., T], *arguments: object, world_size: int) -> T:
@@ -31,37 +37,34 @@ def run_ranks(function: Callable[..., T], *arguments: object, world_size: int) -
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     ranks: list[ForkServerProcess] = []
-    ends: list[Connection[None, T | Parallel3dError]] = []
+    waiting: dict[Connection[None, T | Parallel3dError], int] = {}
+    results: dict[int, T] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world_size):
-                end, far_end = context.Pipe(duplex=False)
+                near_end, far_end = context.Pipe(duplex=False)
                 place = (f"file://{folder}/rendezvous", rank, world_size)
                 process = context.Process(target=_rank, args=(far_end, place, function, arguments), daemon=True)
                 process.start()
                 far_end.close()  # ours: so that a dead rank's end reads as closed
                 ranks.append(process)
-                ends.append(end)
-            return _collect(ends)
+                waiting[near_end] = rank
+            while waiting:
+                ready = wait(list(waiting))
+                for end in [end for end in waiting if end in ready]:
+                    rank = waiting.pop(end)
+                    try:
+                        result = end.recv()
+                    except EOFError:
+                        raise RankError(f"rank {rank} of {world_size} died before its result") from None
+                    if isinstance(result, Parallel3dError):
+                        raise result
+                    results[rank] = result
+            return results[0]
         finally:
             for process in ranks:
                 process.terminate()
                 process.join()
-
-
-def _collect(ends: list[Connection[None, T | Parallel3dError]]) -> T:
-    results: dict[int, T] = {}
-    while len(results) < len(ends):
-        for end in wait([end for rank, end in enumerate(ends) if rank not in results]):
-            rank = next(rank for rank, other in enumerate(ends) if other is end)
-            try:
-                result = ends[rank].recv()
-            except EOFError:
-                raise RankError(f"rank {rank} of {len(ends)} died before its result") from None
-            if isinstance(result, Parallel3dError):
-                raise result
-            results[rank] = result
-    return results[0]
 
 
 def _rank(
@@ -81,3 +84,31 @@ def _rank(
     except Parallel3dError as error:
         end.send(error)
     dist.destroy_process_group()
+
+
+def time_in_turn(ours: Step, peer: Step, *, rounds: int, steps: int) -> list[Round]:
+    """Times both contestants round after round. Every rank calls it, and every rank gets the same processor times."""
+    return [Round(ours=time_steps(ours, steps), peer=time_steps(peer, steps)) for _ in range(rounds)]
+
+
+def time_steps(step: Step, steps: int) -> Timing:
+    """Returns what one step takes: wall time between barriers, and processor time summed over the ranks."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for index in range(steps):
+        step(index)
+    total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    dist.all_reduce(total_cpu)
+    return Timing(wall_s=wall / steps, cpu_s=total_cpu.item() / steps)
+
+
+def check_agreement(results: Iterable[tuple[str, Tensor | float, Tensor | float]]) -> None:
+    """Compares what, ours and the peer's of each result. Raises RankError where they differ: the timings would compare
+    two different things."""
+    for what, ours, peer in results:
+        mine, other = torch.as_tensor(ours), torch.as_tensor(peer)
+        error = (mine - other).abs().max()
+        if not error <= _AGREEMENT * other.abs().max():  # not: NaN differs from all
+            raise RankError(f"{what}: ours and the peer's differ by {error:.2g}: not the same training")

@@ -8,38 +8,23 @@ cost of parallelism itself is seen, and `compute`, where matrix products rule, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch
-from parallel3d.errors import RankError
 from parallel3d.layers.init import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
+from parallel3d.tools.bench.harness import Options, ResultRow, Round, TimedCase, run_cases
 from parallel3d.tools.bench.plain_stack import PlainStack
-from parallel3d.tools.bench.ranks import run_ranks
-from parallel3d.tools.bench.report import (
-    Options,
-    ResultRow,
-    Round,
-    announced,
-    chosen,
-    rows_against_one_process,
-    rows_against_peer,
-)
-from parallel3d.tools.bench.timing import time_in_turn
+from parallel3d.tools.bench.ranks import check_agreement, time_in_turn
 from parallel3d.tools.bench.torch_stack import TorchStack
 from parallel3d.training.trainer import Trainer
 
 TrainStep = Callable[[Batch], float]
-
-_CPU = torch.device("cpu")
-_AGREEMENT = 1e-4  # relative, of the two losses
-_AGREEMENT_STEPS = 2  # enough that the second one depends on the first one's gradients; they warm up both as well
-_SINGLE = "single"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +44,7 @@ class StepLayout:
 
     name: str
     parallel: ParallelConfig
-    cpu_bars: dict[str, float]  # by size: processor time, ours / peer
+    cpu_bars: dict[str, float] = field(default_factory=dict)  # by size: processor time, ours / peer
 
 
 OVERHEAD = StepSize(
@@ -78,11 +63,11 @@ COMPUTE = StepSize(
 )
 SIZES = (OVERHEAD, COMPUTE)
 LAYOUTS = (
-    StepLayout(name=_SINGLE, parallel=ParallelConfig(), cpu_bars={}),
+    StepLayout(name="single", parallel=ParallelConfig()),
     StepLayout(name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}),
     StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars={"overhead": 0.4, "compute": 0.75}),
-    StepLayout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True), cpu_bars={}),
-    StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2), cpu_bars={}),
+    StepLayout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True)),
+    StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2)),
     StepLayout(
         name="tp 2 x pp 2 x dp_shard 2",
         parallel=ParallelConfig(tp=2, pp=2, dp_shard=2),
@@ -94,24 +79,28 @@ LAYOUTS = (
 def bench_step(options: Options) -> list[ResultRow]:
     """Times every case that `options` names, and returns their rows. Rows against one process need the size's case
     `single` among them."""
-    cases = {f"{size.name}: {layout.name}": (size, layout) for size in SIZES for layout in LAYOUTS}
-    rows: list[ResultRow] = []
-    one_process: dict[str, Sequence[Round]] = {}
-    for name in announced(chosen(cases, options)):
-        size, layout = cases[name]
-        rounds = run_ranks(
-            measure,
-            recipe(size, layout.parallel),
-            options.rounds or size.rounds,
-            options.steps or size.steps,
-            world_size=layout.parallel.world_size,
-        )
-        rows += rows_against_peer(name, rounds, layout.cpu_bars.get(size.name))
-        if layout.name == _SINGLE:
-            one_process[size.name] = rounds
-        elif size.name in one_process:
-            rows += rows_against_one_process(name, rounds, one_process[size.name])
-    return rows
+    return run_cases(timed_cases(measure, SIZES, LAYOUTS), options)
+
+
+def timed_cases(
+    measure: Callable[..., list[Round]], sizes: Sequence[StepSize], layouts: Sequence[StepLayout], prefix: str = ""
+) -> dict[str, TimedCase]:
+    """Returns the cases of each size in each layout, as `measure(size, parallel, rounds, steps)` measures them. Where
+    the first layout has one process, the others are compared with it as well."""
+    cases = {}
+    for size in sizes:
+        first = f"{prefix}{size.name}: {layouts[0].name}" if layouts[0].parallel.world_size == 1 else ""
+        for layout in layouts:
+            cases[f"{prefix}{size.name}: {layout.name}"] = TimedCase(
+                measure=measure,
+                arguments=(size, layout.parallel),
+                world_size=layout.parallel.world_size,
+                rounds=size.rounds,
+                steps=size.steps,
+                cpu_bar=layout.cpu_bars.get(size.name),
+                one_process=first,
+            )
+    return cases
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
@@ -124,30 +113,32 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
     )
 
 
-def measure(recipe: Recipe, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn."""
-    ours, peer = build_ours(recipe), build_peer(recipe)
-    rank = dist.get_rank()
-    check_agreement(ours, peer, [random_batch(recipe, rank, seed) for seed in range(_AGREEMENT_STEPS)])
-    batches = [random_batch(recipe, rank, _AGREEMENT_STEPS + seed) for seed in range(steps)]
-    return time_in_turn(lambda at: ours(batches[at]), lambda at: peer(batches[at]), rounds=rounds, steps=steps)
-
-
-def build_ours(recipe: Recipe) -> TrainStep:
-    """Returns a step of this project's trainer: a function from this rank's batch to the global loss."""
-    mesh = build_mesh(recipe.parallel, "cpu")
-    trainer = Trainer(recipe, mesh=mesh, device=_CPU, model_class=Llama)
-    return lambda batch: trainer.train_step(batch).loss
-
-
-def build_peer(recipe: Recipe) -> TrainStep:
-    """Returns a step of torch's own stack, or of the plain loop where there is one process, from the same weights."""
-    weights = initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed)
-    if recipe.parallel.world_size == 1:
-        stack: PlainStack | TorchStack = PlainStack(recipe, weights)
+def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
+    """Runs on every rank: checks this project's trainer against torch's own stack, or against the plain loop where
+    there is one process, from the same weights; then times them in turn."""
+    plan = recipe(size, parallel)
+    trainer = Trainer(plan, mesh=build_mesh(plan.parallel, "cpu"), device=torch.device("cpu"), model_class=Llama)
+    weights = initial_weights(Llama(plan.model, device="meta"), plan.train.seed)
+    if parallel.world_size == 1:
+        stack: PlainStack | TorchStack = PlainStack(plan, weights)
     else:
-        stack = TorchStack(recipe, build_mesh(recipe.parallel, "cpu"), weights)
-    return lambda batch: stack.train_step(batch)[0]
+        stack = TorchStack(plan, build_mesh(plan.parallel, "cpu"), weights)
+    # Two steps agree: the second one depends on the first one's gradients. They warm up both as well.
+    ours, peer = (lambda batch: trainer.train_step(batch).loss), (lambda batch: stack.train_step(batch)[0])
+    return time_train_steps(plan, ours, peer, agreement_steps=2, rounds=rounds, steps=steps)
+
+
+def time_train_steps(
+    recipe: Recipe, ours: TrainStep, peer: TrainStep, *, agreement_steps: int, rounds: int, steps: int
+) -> list[Round]:
+    """Checks that both contestants, functions from this rank's batch to the global loss, train alike for some steps;
+    then times them in turn on further batches. Raises RankError where the losses differ."""
+    first, further = (
+        [random_batch(recipe, dist.get_rank(), seed) for seed in range(begin, end)]
+        for begin, end in ((0, agreement_steps), (agreement_steps, agreement_steps + steps))
+    )
+    check_agreement((f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first))
+    return time_in_turn(lambda at: ours(further[at]), lambda at: peer(further[at]), rounds=rounds, steps=steps)
 
 
 def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
@@ -158,12 +149,3 @@ def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
     tokens = torch.randint(recipe.model.vocab, shape, generator=torch.Generator().manual_seed(seed))[share]
     samples = torch.arange(tokens[..., 0].numel()).view(tokens.shape[:-1])
     return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=samples)
-
-
-def check_agreement(ours: TrainStep, peer: TrainStep, batches: Sequence[Batch]) -> None:
-    """Takes one step of each contestant on each batch. Raises RankError where the losses differ: the timings would
-    compare two different runs."""
-    for step, batch in enumerate(batches):
-        our_loss, peer_loss = ours(batch), peer(batch)
-        if not abs(our_loss - peer_loss) <= _AGREEMENT * abs(peer_loss):  # not: NaN differs from all
-            raise RankError(f"step {step}: our loss {our_loss:.6f}, the peer's {peer_loss:.6f}: not the same training")

@@ -7,15 +7,22 @@ one is taken: one gradient reduction a step, parameters gathered once a step, st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,10 +35,19 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
+from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.bench.plain_llama import PlainLlama
-from parallel3d.tools.bench.plain_optimizer import adamw
-from parallel3d.tools.bench.plain_stack import TokenBatch, token_loss
+from parallel3d.tools.bench.plain_stack import adamw, token_loss
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+TORCH_SCHEDULES: dict[ScheduleName, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+}
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
@@ -94,11 +110,21 @@ def apply_fsdp(model: PlainLlama, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def grad_norm_squared(grads: list[Tensor]) -> Tensor:
-    """Returns the squared norm over all ranks that hold a part of `grads`, all of them DTensors of one mesh or all
-    plain."""
-    norm = nn.utils.get_total_norm(grads, foreach=True)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
+    """Before microbatch `index`: has a `fully_shard` model reduce its gradients, and free what it gathered, in the last
+    microbatch's backward alone."""
+    if isinstance(model, FSDPModule) and (index == 0 or is_last):  # each call walks the whole model
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last)
+
+
+def torch_schedule(
+    name: ScheduleName, stages: list[PipelineStage], microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Returns torch's own schedule of a rank's stages, which leaves the gradients as the microbatches' sum."""
+    single_or_all = stages if len(stages) > 1 else stages[0]
+    return TORCH_SCHEDULES[name](single_or_all, microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 class TorchStack:
@@ -113,41 +139,33 @@ class TorchStack:
         self.microbatches = recipe.microbatches
         self.device = torch.device(mesh.device_type)
         stages = [mesh["pp"].get_local_rank() + i * mesh["pp"].size() for i in range(recipe.parallel.virtual_stages)]
-        self.parts = [self._build_part(recipe, stage, weights) for stage in stages]
+        self.parts = []
+        for stage in stages:
+            part = cut_stage(recipe.model, stage, recipe.parallel.stages).to_empty(device=self.device)
+            part.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
+            if mesh["tp"].size() > 1:
+                apply_tp(part, mesh["tp"], recipe.parallel.sequence_parallel)
+            if recipe.parallel.dp > 1:
+                replicated = recipe.parallel.dp_replicate > 1
+                apply_fsdp(part, mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"])
+            self.parts.append(part)
         self.has_loss = stages[-1] == recipe.parallel.stages - 1
-        self.schedule = self._build_schedule(recipe.parallel, stages) if mesh["pp"].size() > 1 else None
+        self.schedule: Any = self._build_schedule(recipe.parallel, stages) if mesh["pp"].size() > 1 else None
         self.optimizer = adamw((p for part in self.parts for p in part.parameters()), recipe.optimizer)
 
-    def _build_part(self, recipe: Recipe, stage: int, weights: Mapping[str, Tensor]) -> PlainLlama:
-        model = cut_stage(recipe.model, stage, recipe.parallel.stages).to_empty(device=self.device)
-        # Loaded before it is cut further: every rank slices the same full tensors, nothing is sent.
-        model.load(weights)
-        if self.mesh["tp"].size() > 1:
-            apply_tp(model, self.mesh["tp"], recipe.parallel.sequence_parallel)
-        if recipe.parallel.dp > 1:
-            replicated = recipe.parallel.dp_replicate > 1
-            apply_fsdp(model, self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"])
-        return model
-
-    def _build_schedule(
-        self, parallel: ParallelConfig, indices: list[int]
-    ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
+    def _build_schedule(self, parallel: ParallelConfig, indices: list[int]) -> Any:
         group = self.mesh.get_group("pp")
-
-        def stages() -> Iterator[PipelineStage]:
-            for part, index in zip(self.parts, indices, strict=True):
-                yield PipelineStage(part, index, parallel.stages, self.device, group=group)
-
+        stages = [
+            PipelineStage(part, index, parallel.stages, self.device, group=group)
+            for part, index in zip(self.parts, indices, strict=True)
+        ]
         # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
-        if parallel.schedule == "interleaved_1f1b":
-            return ScheduleInterleaved1F1B([*stages()], self.microbatches, loss_fn=self._loss, scale_grads=False)
-        single = ScheduleGPipe if parallel.schedule == "gpipe" else Schedule1F1B
-        return single(next(stages()), self.microbatches, loss_fn=self._loss, scale_grads=False)
+        return torch_schedule(parallel.schedule, stages, self.microbatches, self._loss)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss(logits, labels) / self.microbatches
 
-    def train_step(self, batch: TokenBatch) -> tuple[float, float]:
+    def train_step(self, batch: Batch) -> tuple[float, float]:
         """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
         self.optimizer.zero_grad()
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
@@ -155,50 +173,40 @@ class TorchStack:
             loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
         )
         with vocabulary_is_cut:
-            loss = self._accumulate(inputs, labels) if self.schedule is None else self._pipeline(inputs, labels)
-        loss, norm = self._reduce(loss)
+            losses = self._accumulate(inputs, labels) if self.schedule is None else self._pipeline(inputs, labels)
+            loss = sum(losses, torch.zeros((), device=self.device))
+        for axis in ("dp_replicate", "dp_shard"):
+            if self.mesh[axis].size() > 1:
+                dist.all_reduce(loss, group=self.mesh.get_group(axis))
+                loss = loss / self.mesh[axis].size()
+        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does not mix them.
+        grads = [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
+        squares = [_whole(nn.utils.get_total_norm(group, foreach=True)) ** 2 for group in grads]
+        loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(loss_and_square, group=self.mesh.get_group("pp"))
+        loss, norm = loss_and_square[0], loss_and_square[1].sqrt()
         if self.grad_clip is not None:
             for group in self.optimizer.param_groups:
                 nn.utils.clip_grads_with_norm_(group["params"], self.grad_clip, norm, foreach=True)
         self.optimizer.step()
         return loss.item(), norm.item()
 
-    def _accumulate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _accumulate(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
         (model,) = self.parts
-        total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
-            last = index == self.microbatches - 1
-            if isinstance(model, FSDPModule) and (index == 0 or last):  # each call walks the whole model
-                model.set_requires_gradient_sync(last)
-                model.set_is_last_backward(last)
-                model.set_reshard_after_backward(last)
+            sync_in_last_backward(model, index, index == self.microbatches - 1)
             loss = self._loss(model(inputs[index]), labels[index])
             loss.backward()
-            total += _local(loss.detach())
-        return total
+            yield _whole(loss.detach())
 
-    def _pipeline(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        assert self.schedule is not None
+    def _pipeline(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
         losses: list[Tensor] = []
         first = (inputs.flatten(0, 1),) if self.parts[0].embed is not None else ()
         target = labels.flatten(0, 1) if self.has_loss else None
         self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
-        return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self.device))
-
-    def _reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the global mean loss of this rank's mean loss, and the global gradient norm: [] each."""
-        for axis in ("dp_replicate", "dp_shard"):
-            if self.mesh[axis].size() > 1:
-                dist.all_reduce(loss, group=self.mesh.get_group(axis))
-                loss = loss / self.mesh[axis].size()
-        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does not mix them.
-        squares = [grad_norm_squared([p.grad for p in group["params"]]) for group in self.optimizer.param_groups]
-        loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
-        if self.mesh["pp"].size() > 1:
-            dist.all_reduce(loss_and_square, group=self.mesh.get_group("pp"))
-        loss, square = loss_and_square.unbind()
-        return loss, square.sqrt()
+        yield from (_whole(loss.detach()) for loss in losses)
 
 
-def _local(loss: Tensor) -> Tensor:
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+def _whole(number: Tensor) -> Tensor:
+    return number.full_tensor() if isinstance(number, DTensor) else number

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-_GIB = 2.0**30
 _SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}  # by a part of the device's name
 _RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
 _GATED = 1.5  # three matrices as two
@@ -64,36 +63,8 @@ class Calculon:
     def predict(self, case: PublishedCase) -> Prediction:
         """Returns the prediction of a case that Calculon can express. Raises ConfigError where it refuses the case
         after all."""
-        answers, refusals = [], []
-        for networks in _networks(case.run.layout):
-            try:
-                answers.append(self._asked(case, networks))
-            except (self._llm.Error, AssertionError) as refusal:
-                refusals.append(str(refusal))
-        if not answers:
-            raise ConfigError(f"bench planner: Calculon refuses {case.id} ({refusals[-1]})")
-        step_time_s, memory_bytes = min(answers)
-        return prediction(
-            case,
-            parameters=self._application(case).num_parameters(),
-            fits=memory_bytes <= case.run.cluster.device.memory_bytes,
-            memory_gib=memory_bytes / _GIB,
-            step_time_s=step_time_s,
-        )
-
-    def _asked(self, case: PublishedCase, networks: tuple[int, int, int]) -> tuple[float, float]:
-        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of the system's
-        networks."""
-        tree = next(tree for part, tree in self._systems.items() if part in case.run.cluster.device.name)
-        system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
-        model = self._llm(self._application(case), logging.getLogger("calculon"))
-        model.compile(system, self._llm.Execution.from_json(self._execution(case, networks)))
-        model.run(system)
-        return model.get_total_time(), model.get_mem_tier1_cap_req()
-
-    def _application(self, case: PublishedCase) -> Any:
-        shape = case.run.shape
-        return self._llm.Application(
+        layout, shape = case.run.layout, case.run.shape
+        application = self._llm.Application(
             {
                 "hidden": shape.hidden,
                 "feedforward": int(shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)),
@@ -103,11 +74,33 @@ class Calculon:
                 "num_blocks": shape.layers,
             }
         )
+        # The networks that tp, pp and dp may use: 0 is the node's, 1 the one between nodes.
+        allowed = [(0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp)]
+        answers, refusals = [], []
+        for networks in product(*allowed):
+            try:
+                answers.append(self._asked(case, application, networks))
+            except (self._llm.Error, AssertionError) as refusal:
+                refusals.append(str(refusal))
+        if not answers:
+            raise ConfigError(f"bench planner: Calculon refuses {case.id} ({refusals[-1]})")
+        step_time_s, memory_bytes = min(answers)
+        return prediction(
+            case,
+            parameters=application.num_parameters(),
+            fits=memory_bytes <= case.run.cluster.device.memory_bytes,
+            memory_gib=memory_bytes / GIB,
+            step_time_s=step_time_s,
+        )
 
-    def _execution(self, case: PublishedCase, networks: tuple[int, int, int]) -> dict[str, Any]:
+    def _asked(self, case: PublishedCase, application: Any, networks: tuple[int, ...]) -> tuple[float, float]:
+        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of the system's
+        networks."""
         run, layout = case.run, case.run.layout
+        tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
+        system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
         keeps_no_scores = run.program.attention == "flash" and layout.recompute == "none"
-        return {
+        execution = {
             "num_procs": layout.world_size,
             "tensor_par": layout.tp,
             "pipeline_par": layout.pp,
@@ -132,6 +125,10 @@ class Calculon:
             "optimizer_offload": False,
             "training": True,
         }
+        model = self._llm(application, logging.getLogger("calculon"))
+        model.compile(system, self._llm.Execution.from_json(execution))
+        model.run(system)
+        return model.get_total_time(), model.get_mem_tier1_cap_req()
 
 
 def why_not(layout: RunLayout) -> str:
@@ -141,9 +138,3 @@ def why_not(layout: RunLayout) -> str:
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
     return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
-
-
-def _networks(layout: RunLayout) -> Iterator[tuple[int, int, int]]:
-    """Returns the networks that tp, pp and dp may use: 0 is the node's, 1 the one between nodes."""
-    tp, pp, dp = ((0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp))
-    return product(tp, pp, dp)

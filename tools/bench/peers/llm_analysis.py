@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-_GIB = 2.0**30
-_RECOMPUTE = {
-    "none": "NONE",
-    "selective": "SELECTIVE",
-    "full": "FULL",
-}  # RunLayout.recompute -> ActivationRecomputation
+_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # as ActivationRecomputation names it
 _GATED = 1.5  # three matrices as two
 
 
@@ -34,9 +28,16 @@ class LlmAnalysis:
     def __init__(self, *, efficiency: float) -> None:
         """Raises ConfigError where the package is not installed."""
         self._efficiency = efficiency
-        self._analysis = _module("llm_analysis.analysis")
-        self._config = _module("llm_analysis.config")
-        _module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)  # it warns of every run several times
+        try:
+            self._analysis = import_module("llm_analysis.analysis")
+            self._config = import_module("llm_analysis.config")
+            # It warns of every run several times.
+            import_module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)
+        except ImportError as missing:
+            raise ConfigError(
+                f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an environment whose "
+                "transformers may be older than 5"
+            ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
         """Returns why llm-analysis cannot express a case; empty where it can."""
@@ -44,31 +45,37 @@ class LlmAnalysis:
 
     def predict(self, case: PublishedCase) -> Prediction:
         """Returns the prediction of a case that llm-analysis can express."""
-        summary = self._asked(case)
-        return prediction(
-            case,
-            parameters=round(summary["num_params_total"]),
-            fits=summary["memory_left_per_gpu"] >= 0,
-            memory_gib=summary["(weight+op_state+grad+act)_memory_per_gpu"] / _GIB,
-            step_time_s=summary["latency_per_iter"],
+        run, layout, shape, cluster = case.run, case.run.layout, case.run.shape, case.run.cluster
+        inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
+        model = self._config.ModelConfig(
+            name=shape.name,
+            num_layers=shape.layers,
+            n_head=shape.heads,
+            hidden_dim=shape.hidden,
+            vocab_size=shape.vocab,
+            max_seq_len=run.seq_len,
+            num_key_value_heads=shape.kv_heads,
+            ffn_embed_dim=inner,
+            expansion_ratio=inner / shape.hidden,
         )
-
-    def _asked(self, case: PublishedCase) -> dict[str, Any]:
-        run, words = case.run, self._analysis
-        layout = run.layout
-        question = words.LLMAnalysis(
-            self._model(case),
-            self._device(case),
-            self._config.DtypeConfig(),
-            self._config.ParallelismConfig(
-                tp_size=layout.tp,
-                pp_size=layout.pp,
-                dp_size=layout.dp,
-                sp_size=layout.tp if layout.sequence_parallel else 1,
-            ),
-            flops_efficiency=self._efficiency,
+        device = self._config.GPUConfig(
+            name=cluster.name,
+            mem_per_GPU_in_GB=cluster.device.memory_bytes / GIB,  # which it multiplies by 1024^3
+            hbm_bandwidth_in_GB_per_sec=cluster.device.memory_bandwidth / 1e9,
+            intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
+            intra_node_min_message_latency=cluster.node.latency_s,
+            peak_fp16_TFLOPS=cluster.device.peak(run.precision) / 1e12,
+            inter_node_bandwidth_in_GB_per_sec=cluster.network.bandwidth / 1e9,
         )
-        summary: dict[str, Any] = question.training(
+        ways = self._config.ParallelismConfig(
+            tp_size=layout.tp,
+            pp_size=layout.pp,
+            dp_size=layout.dp,
+            sp_size=layout.tp if layout.sequence_parallel else 1,
+        )
+        words = self._analysis
+        question = words.LLMAnalysis(model, device, self._config.DtypeConfig(), ways, flops_efficiency=self._efficiency)
+        summary = question.training(
             batch_size_per_gpu=layout.microbatch_size,
             gradient_accumulation_steps=layout.microbatches,
             global_batch_size=run.global_batch_size,
@@ -78,34 +85,12 @@ class LlmAnalysis:
             flash_attn=run.program.attention == "flash",
             softmax_dropout=run.program.dropout and run.program.attention != "flash",
         )
-        return summary
-
-    def _model(self, case: PublishedCase) -> Any:
-        shape = case.run.shape
-        inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
-        return self._config.ModelConfig(
-            name=shape.name,
-            num_layers=shape.layers,
-            n_head=shape.heads,
-            hidden_dim=shape.hidden,
-            vocab_size=shape.vocab,
-            max_seq_len=case.run.seq_len,
-            num_key_value_heads=shape.kv_heads,
-            ffn_embed_dim=inner,
-            expansion_ratio=inner / shape.hidden,
-        )
-
-    def _device(self, case: PublishedCase) -> Any:
-        cluster = case.run.cluster
-        device = cluster.device
-        return self._config.GPUConfig(
-            name=cluster.name,
-            mem_per_GPU_in_GB=device.memory_bytes / _GIB,  # which it multiplies by 1024^3
-            hbm_bandwidth_in_GB_per_sec=device.memory_bandwidth / 1e9,
-            intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
-            intra_node_min_message_latency=cluster.node.latency_s,
-            peak_fp16_TFLOPS=device.peak(case.run.precision) / 1e12,
-            inter_node_bandwidth_in_GB_per_sec=cluster.network.bandwidth / 1e9,
+        return prediction(
+            case,
+            parameters=round(summary["num_params_total"]),
+            fits=summary["memory_left_per_gpu"] >= 0,
+            memory_gib=summary["(weight+op_state+grad+act)_memory_per_gpu"] / GIB,
+            step_time_s=summary["latency_per_iter"],
         )
 
 
@@ -123,13 +108,3 @@ def _zero_stage(layout: RunLayout) -> int | None:
     shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
     stage = sum(number > 1 for number in shards)
     return stage if shards == (layout.dp,) * stage + (1,) * (3 - stage) else None
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError as missing:
-        raise ConfigError(
-            f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an environment whose "
-            "transformers may be older than 5"
-        ) from missing

@@ -1,10 +1,11 @@
-"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or JSON for machines."""
+"""The frame of every benchmark: the table of its cases, their turn, and rows of ours against a peer, as a table or
+JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -51,6 +52,43 @@ class Round:
     peer: Timing
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedCase:
+    """Ours and a peer, which `measure(*arguments, rounds, steps)` times in turn; it runs on every rank."""
+
+    measure: Callable[..., list[Round]]
+    arguments: tuple[object, ...]
+    world_size: int
+    rounds: int
+    steps: int  # in a round
+    cpu_bar: float | None  # processor time, ours / peer's
+    one_process: str = ""  # the case whose peer, in one process, ours is compared with as well
+
+
+Case = TimedCase | Callable[[Options], list[ResultRow]]
+
+
+def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
+    """Measures every case that `options` names, says each on stderr when its turn comes, and returns their rows. Rows
+    against one process need its case among those that are named."""
+    from parallel3d.tools.bench.ranks import run_ranks  # torch, which --help does not wait for
+
+    rows: list[ResultRow] = []
+    timed: dict[str, list[Round]] = {}
+    for name in announced(chosen(cases, options)):
+        case = cases[name]
+        if not isinstance(case, TimedCase):
+            rows += case(options)
+            continue
+        rounds, steps = options.rounds or case.rounds, options.steps or case.steps
+        found = run_ranks(case.measure, *case.arguments, rounds, steps, world_size=case.world_size)
+        rows += rows_against_peer(name, found, case.cpu_bar)
+        if case.one_process in timed:
+            rows += rows_against_one_process(name, found, timed[case.one_process])
+        timed[name] = found
+    return rows
+
+
 def chosen(cases: Iterable[str], options: Options) -> list[str]:
     """Returns the names of the cases that `options` asks for. Raises ConfigError with all names where no case
     matches."""
@@ -63,8 +101,8 @@ def chosen(cases: Iterable[str], options: Options) -> list[str]:
 
 def announced(cases: Sequence[str]) -> Iterator[str]:
     """Yields each case, and says it on stderr when its turn comes."""
-    for done, name in enumerate(cases):
-        print(f"[{done + 1}/{len(cases)}] {name}", file=sys.stderr, flush=True)
+    for number, name in enumerate(cases, start=1):
+        print(f"[{number}/{len(cases)}] {name}", file=sys.stderr, flush=True)
         yield name
 
 
@@ -73,7 +111,7 @@ def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None)
     round."""
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
-    return [_row(case, "cpu_s_per_step", cpu, cpu_bar), _row(case, "wall_s_per_step", wall, None)]
+    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall)]
 
 
 def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
@@ -82,18 +120,14 @@ def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Se
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
     name = f"{case} vs one process"
-    return [_row(name, "cpu_s_per_step", [cpu], None), _row(name, "wall_s_per_step", [wall], None)]
+    return [row_of(name, "cpu_s_per_step", [cpu]), row_of(name, "wall_s_per_step", [wall])]
 
 
-def _row(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None) -> ResultRow:
-    return ResultRow(
-        case=case,
-        ours=median(ours for ours, _ in pairs),
-        peer=median(peer for _, peer in pairs),
-        unit=unit,
-        ratio=median(ours / peer for ours, peer in pairs),
-        bar=bar,
-    )
+def row_of(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None) -> ResultRow:
+    """Returns the medians of pairs of (ours, peer), and that of their ratios."""
+    ours, peers = zip(*pairs, strict=True)
+    ratio = median(ours / peer for ours, peer in pairs)
+    return ResultRow(case=case, ours=median(ours), peer=median(peers), unit=unit, ratio=ratio, bar=bar)
 
 
 def as_json(rows: Sequence[ResultRow]) -> str:
