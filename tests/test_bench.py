@@ -17,7 +17,10 @@ from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools.bench import command as bench
 from parallel3d.tools.bench import step as step_bench
-from parallel3d.tools.bench.harness import (
+from parallel3d.tools.bench.harness import check_agreement, run_ranks
+from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
+from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.tools.bench.report import (
     Options,
     Round,
     Timing,
@@ -26,9 +29,6 @@ from parallel3d.tools.bench.harness import (
     rows_against_one_process,
     rows_against_peer,
 )
-from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
-from parallel3d.tools.bench.plain_stack import PlainStack
-from parallel3d.tools.bench.ranks import check_agreement, run_ranks
 from parallel3d.tools.bench.step import (
     LAYOUTS,
     OVERHEAD,

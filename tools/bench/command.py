@@ -9,7 +9,7 @@ from importlib import import_module
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.tools.arguments import Parser, whole
-from parallel3d.tools.bench.harness import Options, ResultRow, as_json, as_table
+from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 
 BENCHMARKS = ("data", "step", "layers", "local_sgd", "pipeline", "planner")  # the module NAME has `bench_NAME`
 _EPILOG = """\

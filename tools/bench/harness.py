@@ -1,55 +1,127 @@
-"""The frame of every benchmark: the table of its cases, their turn, and rows of ours against a peer, as a table or
-JSON."""
+"""The frame of the benchmarks: local processes that share a gloo group, one thread each; two contestants that agree,
+timed there in turn; and a table of such cases, measured one after the other."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+import datetime
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import TypeVar
 
-from parallel3d.errors import ConfigError
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-_COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
-_TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow them
+from parallel3d.errors import Parallel3dError, RankError
+from parallel3d.tools.bench.report import (
+    Options,
+    ResultRow,
+    Round,
+    Timing,
+    announced,
+    chosen,
+    rows_against_one_process,
+    rows_against_peer,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How much of a benchmark to run. Where a number is None the benchmark takes its own."""
-
-    rounds: int | None = None
-    steps: int | None = None  # in a round, of each contestant
-    case: str = ""  # run only the cases whose names hold this
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultRow:
-    """One measured comparison in one unit; smaller is better."""
-
-    case: str
-    ours: float
-    peer: float
-    unit: str
-    ratio: float  # ours / peer
-    bar: float | None  # the ratio that ours promises to stay under; None: nothing is promised
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What one step of one contestant took."""
-
-    wall_s: float
-    cpu_s: float  # process time, summed over the ranks
+T = TypeVar("T")
+Step = Callable[[int], object]  # does step i of a round
+_TIMEOUT_S = 300.0
+_AGREEMENT = 1e-4  # relative to the peer's largest number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """Ours and the peer, timed one right after the other."""
+def run_ranks(function: Callable[..., T], *arguments: object, world_size: int) -> T:
+    """Calls `function(*arguments)` on ranks 0 to world_size - 1 of the default group, and returns rank 0's result.
+    Arguments and result are pickled.
 
-    ours: Timing
-    peer: Timing
+    Raises this project's error that a rank raised, or RankError where a rank raised another one (its traceback is on
+    stderr) or died. The other ranks are then stopped.
+    """
+    # Forked from a server that has imported once what each of them needs: seconds less for each process.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__, "torch._dynamo"])
+    ranks: list[ForkServerProcess] = []
+    waiting: dict[Connection[None, T | Parallel3dError], int] = {}
+    results: dict[int, T] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world_size):
+                near_end, far_end = context.Pipe(duplex=False)
+                place = (f"file://{folder}/rendezvous", rank, world_size)
+                process = context.Process(target=_rank, args=(far_end, place, function, arguments), daemon=True)
+                process.start()
+                far_end.close()  # ours: so that a dead rank's end reads as closed
+                ranks.append(process)
+                waiting[near_end] = rank
+            while waiting:
+                ready = wait(list(waiting))
+                for end in [end for end in waiting if end in ready]:
+                    rank = waiting.pop(end)
+                    try:
+                        result = end.recv()
+                    except EOFError:
+                        raise RankError(f"rank {rank} of {world_size} died before its result") from None
+                    if isinstance(result, Parallel3dError):
+                        raise result
+                    results[rank] = result
+            return results[0]
+        finally:
+            for process in ranks:
+                process.terminate()
+                process.join()
+
+
+def _rank(
+    end: Connection[T | Parallel3dError, None],
+    place: tuple[str, int, int],
+    function: Callable[..., T],
+    arguments: tuple[object, ...],
+) -> None:
+    init_method, rank, world_size = place
+    torch.set_num_threads(1)
+    # DTensor recommends, per rank, a flattened mesh for the norm, which torch has no public function for.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        end.send(function(*arguments))
+    except Parallel3dError as error:
+        end.send(error)
+    dist.destroy_process_group()
+
+
+def time_in_turn(ours: Step, peer: Step, *, rounds: int, steps: int) -> list[Round]:
+    """Times both contestants round after round. Every rank calls it, and every rank gets the same processor times."""
+    return [Round(ours=time_steps(ours, steps), peer=time_steps(peer, steps)) for _ in range(rounds)]
+
+
+def time_steps(step: Step, steps: int) -> Timing:
+    """Returns what one step takes: wall time between barriers, and processor time summed over the ranks."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for index in range(steps):
+        step(index)
+    total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    dist.all_reduce(total_cpu)
+    return Timing(wall_s=wall / steps, cpu_s=total_cpu.item() / steps)
+
+
+def check_agreement(results: Iterable[tuple[str, Tensor | float, Tensor | float]]) -> None:
+    """Compares what, ours and the peer's of each result. Raises RankError where they differ: the timings would compare
+    two different things."""
+    for what, ours, peer in results:
+        mine, other = torch.as_tensor(ours), torch.as_tensor(peer)
+        error = (mine - other).abs().max()
+        if not error <= _AGREEMENT * other.abs().max():  # not: NaN differs from all
+            raise RankError(f"{what}: ours and the peer's differ by {error:.2g}: not the same training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +143,6 @@ Case = TimedCase | Callable[[Options], list[ResultRow]]
 def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, says each on stderr when its turn comes, and returns their rows. Rows
     against one process need its case among those that are named."""
-    from parallel3d.tools.bench.ranks import run_ranks  # torch, which --help does not wait for
-
     rows: list[ResultRow] = []
     timed: dict[str, list[Round]] = {}
     for name in announced(chosen(cases, options)):
@@ -87,67 +157,3 @@ def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
             rows += rows_against_one_process(name, found, timed[case.one_process])
         timed[name] = found
     return rows
-
-
-def chosen(cases: Iterable[str], options: Options) -> list[str]:
-    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names where no case
-    matches."""
-    names = list(cases)
-    found = [name for name in names if options.case in name]
-    if not found:
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(names)}")
-    return found
-
-
-def announced(cases: Sequence[str]) -> Iterator[str]:
-    """Yields each case, and says it on stderr when its turn comes."""
-    for number, name in enumerate(cases, start=1):
-        print(f"[{number}/{len(cases)}] {name}", file=sys.stderr, flush=True)
-        yield name
-
-
-def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[ResultRow]:
-    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a
-    round."""
-    cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
-    wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
-    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall)]
-
-
-def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
-    """Compares ours in its layout with the plain loop of one process: what parallelism itself costs, and what it
-    gains."""
-    cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
-    wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
-    name = f"{case} vs one process"
-    return [row_of(name, "cpu_s_per_step", [cpu]), row_of(name, "wall_s_per_step", [wall])]
-
-
-def row_of(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None) -> ResultRow:
-    """Returns the medians of pairs of (ours, peer), and that of their ratios."""
-    ours, peers = zip(*pairs, strict=True)
-    ratio = median(ours / peer for ours, peer in pairs)
-    return ResultRow(case=case, ours=median(ours), peer=median(peers), unit=unit, ratio=ratio, bar=bar)
-
-
-def as_json(rows: Sequence[ResultRow]) -> str:
-    """Returns one JSON object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
-    return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
-
-
-def as_table(rows: Sequence[ResultRow]) -> str:
-    """Returns an aligned table, the ratio last; a ratio over its bar says so."""
-    cells = [_COLUMNS]
-    for row in rows:
-        bar = "-" if row.bar is None else f"{row.bar:.2f}"
-        over = " over the bar" if row.bar is not None and row.ratio > row.bar else ""
-        cells.append((row.case, row.unit, f"{row.ours:.4f}", f"{row.peer:.4f}", bar, f"{row.ratio:6.2f}{over}"))
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    lines = []
-    for line in cells:
-        padded = [
-            cell.ljust(width) if column in _TO_THE_LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)

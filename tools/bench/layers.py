@@ -25,9 +25,9 @@ from parallel3d.layers.parameter import local_tensor, named_specs, set_fused_gra
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, Options, ResultRow, Round, row_of, run_cases
+from parallel3d.tools.bench.harness import Case, check_agreement, run_cases, run_ranks, time_in_turn
 from parallel3d.tools.bench.plain_llama import PlainLlama
-from parallel3d.tools.bench.ranks import check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.step import StepLayout, StepSize, timed_cases
 from parallel3d.tools.bench.torch_stack import apply_tp
 

@@ -18,8 +18,8 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.tools.bench.harness import Options, ResultRow, announced, chosen, row_of
-from parallel3d.tools.bench.ranks import run_ranks
+from parallel3d.tools.bench.harness import run_ranks
+from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 

@@ -29,8 +29,8 @@ from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
-from parallel3d.tools.bench.harness import Case, Options, ResultRow, Round, TimedCase, row_of, run_cases
-from parallel3d.tools.bench.ranks import check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_cases, run_ranks, time_in_turn
+from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.torch_stack import torch_schedule
 
 BUBBLE_STEPS = 7
@@ -76,7 +76,7 @@ class PipelineCase:
 OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
 # Matrix products of tens of milliseconds, beside which a transfer is nothing.
 COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
-SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zb": 2}  # and a rank's stages
+SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zb": 2}  # the stages of a rank
 BUBBLE_SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_v": 2}
 
 

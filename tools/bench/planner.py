@@ -22,7 +22,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, score
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.bench.harness import Options, ResultRow, chosen, row_of
+from parallel3d.tools.bench.report import Options, ResultRow, chosen, row_of
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"

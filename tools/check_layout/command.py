@@ -94,7 +94,7 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutCo
         optimizer=replace(recipe.optimizer, step_in_backward=False),
     )
 
-    from parallel3d.tools.bench.ranks import run_ranks  # torch, which --help and a wrong key do not wait for
+    from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
     from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.record import record_recipe
 
@@ -107,7 +107,7 @@ def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutCom
     parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
     _check_ranks(parallel)
 
-    from parallel3d.tools.bench.ranks import run_ranks
+    from parallel3d.tools.bench.harness import run_ranks
     from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.model import ModelCheck, accepted, load_function, record_model
 

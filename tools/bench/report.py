@@ -1,0 +1,115 @@
+"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from parallel3d.errors import ConfigError
+
+_COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
+_TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much of a benchmark to run. Where a number is None the benchmark takes its own."""
+
+    rounds: int | None = None
+    steps: int | None = None  # in a round, of each contestant
+    case: str = ""  # run only the cases whose names hold this
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One measured comparison in one unit; smaller is better."""
+
+    case: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float  # ours / peer
+    bar: float | None  # the ratio that ours promises to stay under; None: nothing is promised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What one step of one contestant took."""
+
+    wall_s: float
+    cpu_s: float  # process time, summed over the ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Ours and the peer, timed one right after the other."""
+
+    ours: Timing
+    peer: Timing
+
+
+def chosen(cases: Iterable[str], options: Options) -> list[str]:
+    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names where no case
+    matches."""
+    names = list(cases)
+    found = [name for name in names if options.case in name]
+    if not found:
+        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(names)}")
+    return found
+
+
+def announced(cases: Sequence[str]) -> Iterator[str]:
+    """Yields each case, and says it on stderr when its turn comes."""
+    for number, name in enumerate(cases, start=1):
+        print(f"[{number}/{len(cases)}] {name}", file=sys.stderr, flush=True)
+        yield name
+
+
+def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[ResultRow]:
+    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a
+    round."""
+    cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
+    wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
+    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall)]
+
+
+def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
+    """Compares ours in its layout with the plain loop of one process: what parallelism itself costs, and what it
+    gains."""
+    cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
+    wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
+    name = f"{case} vs one process"
+    return [row_of(name, "cpu_s_per_step", [cpu]), row_of(name, "wall_s_per_step", [wall])]
+
+
+def row_of(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None) -> ResultRow:
+    """Returns the medians of pairs of (ours, peer), and that of their ratios."""
+    ours, peers = zip(*pairs, strict=True)
+    ratio = median(ours / peer for ours, peer in pairs)
+    return ResultRow(case=case, ours=median(ours), peer=median(peers), unit=unit, ratio=ratio, bar=bar)
+
+
+def as_json(rows: Sequence[ResultRow]) -> str:
+    """Returns one JSON object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
+    return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
+
+
+def as_table(rows: Sequence[ResultRow]) -> str:
+    """Returns an aligned table, the ratio last; a ratio over its bar says so."""
+    cells = [_COLUMNS]
+    for row in rows:
+        bar = "-" if row.bar is None else f"{row.bar:.2f}"
+        over = " over the bar" if row.bar is not None and row.ratio > row.bar else ""
+        cells.append((row.case, row.unit, f"{row.ours:.4f}", f"{row.peer:.4f}", bar, f"{row.ratio:6.2f}{over}"))
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = []
+    for line in cells:
+        padded = [
+            cell.ljust(width) if column in _TO_THE_LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
