@@ -84,7 +84,7 @@ def test_runs_that_are_counted_apart_and_duplicates_are_no_runs(published: CaseF
 
 def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) -> None:
     ran = [measured(case, step=1.0, memory=1.0) for case in published.cases[:3] if predict_case(case).fits]
-    too_large = next(case for case in published.cases if case.measured["status"] == "oom" and not case.apart)
+    too_large = next(case for case in published.cases if case.measured.status == "oom" and not case.apart)
     file = CaseFile(cases=(*ran, too_large), skipped=())
     told = row("f", MEMORY[1], score(file, lambda case: predict_case(case)), score(file, StandIn().predict), of=4)
     assert not predict_case(too_large).fits and len(ran) == 3

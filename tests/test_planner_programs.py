@@ -18,11 +18,14 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.programs import INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN, program_of
+from parallel3d.planner.published.programs import program_of, programs
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 
 FOLDERS = [HARDWARE]
+INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
+    programs()[name] for name in ("internevo", "megatron-core", "nanotron", "torchtitan")
+)
 
 
 def run(program: TrainingProgram, **layout: Any) -> PlannedRun:

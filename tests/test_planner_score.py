@@ -12,7 +12,7 @@ import pytest
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
-from parallel3d.planner.published.words import flops_definition, network_gb_per_s
+from parallel3d.planner.published.words import meaning, network_gb_per_s
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
@@ -79,11 +79,10 @@ def test_network_words_become_a_bandwidth(text: str, gb_per_s: float | None) -> 
 
 
 def test_definitions_of_flops_are_told_apart() -> None:
-    assert flops_definition("hardware FLOPs incl. full activation recompute: F = 96 B s l h^2 (...)") == (
-        "megatron_recompute"
-    )
-    assert flops_definition("model FLOPs: (6 N s + 12 L h s^2) per sequence, no recompute") == "palm"
-    assert flops_definition("") == "model"
+    megatrons = "hardware FLOPs incl. full activation recompute: F = 96 B s l h^2 (...)"
+    assert meaning("flops", megatrons) == "megatron_recompute"
+    assert meaning("flops", "model FLOPs: (6 N s + 12 L h s^2) per sequence, no recompute") == "palm"
+    assert meaning("flops", "") is None
 
 
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """What a training program does that time and memory depend on, beside the layout: its kernels, what it overlaps, and
 how many bytes it keeps for a parameter. The planner's own is `PARALLEL3D`; the others describe, mechanism by mechanism,
-the programs whose published runs the planner is scored on (`planner.published.programs`)."""
+the programs whose published runs the planner is scored on (`planner/published/programs.yaml`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -13,18 +13,8 @@ from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.programs import NEMO, in_precision, program_of
-from parallel3d.planner.published.words import (
-    RunOption,
-    dropout_of,
-    hardware_file,
-    network_gb_per_s,
-    node_gb_per_s,
-    precision_of,
-    run_options,
-    schedule_of,
-    year_of,
-)
+from parallel3d.planner.published.programs import in_precision, program_of, programs
+from parallel3d.planner.published.words import meaning, network_gb_per_s, node_gb_per_s, year_of
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
@@ -37,14 +27,16 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
     read now.
 
     Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
-    gpu = str(fields.stated("hardware", "gpu"))
-    options = run_options(fields.section("options"), fields.text("notes"))
-    precision = precision_of(fields.section("train"), gpu)
-    program = _program(fields, options, gpu, precision)
+    train, gpu = fields.section("train"), fields.stated("hardware", "gpu")
+    words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {gpu}"
+    precision = meaning("precision", words) or "bf16"
+    program = _program(fields, str(gpu), precision)
     shape = _shape(fields)
     layout = _layout(fields, shape, program)
-    if "light_ends" in options:
-        layout = replace(layout, stage_boundaries=_light_ends(shape.layers, layout.stages))
+    each, left = divmod(shape.layers + 2, layout.stages)
+    if fields.option("light_ends") and not left and layout.stages > 1:  # embedding and head stand for a layer each
+        boundaries = tuple(each * stage - 1 for stage in range(1, layout.stages))
+        layout = replace(layout, stage_boundaries=boundaries)
     return PlannedRun(
         shape=shape,
         cluster=_cluster(fields, hardware, clusters),
@@ -55,11 +47,11 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
     )
 
 
-def _program(f: Fields, options: frozenset[RunOption], gpu: str, precision: str) -> TrainingProgram:
+def _program(f: Fields, gpu: str, precision: str) -> TrainingProgram:
     """The program that a case's framework is, with what its options change of it."""
     framework = f.text("framework")
     # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
-    is_core = "names_transformer_impl" in options or "core" in framework.lower()
+    is_core = f.option("names_transformer_impl") or "core" in framework.lower()
     is_new_device = any(name in gpu.upper() for name in _NEW_DEVICES)
     is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
     program = program_of(
@@ -69,30 +61,28 @@ def _program(f: Fields, options: frozenset[RunOption], gpu: str, precision: str)
         year=year_of(f.text("source")),
         fsdp=is_sharded and f.number("parallel", "pp", 1) == 1,
     )
-    if "deterministic" in options:
+    if f.option("deterministic"):
         program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
-    if "softmax_attention" in options:
+    if f.option("softmax_attention"):
         program = replace(program, attention="softmax")
-    if "async_tp" in options:  # as NeMo's userbuffers
-        program = replace(program, tp_hidden=max(program.tp_hidden, NEMO.tp_hidden))
-    if (dropout := dropout_of(f.text("notes"))) is not None:
-        program = replace(program, dropout=dropout > 0)
-    if "framework_norms" in options:
+    if f.option("async_tp"):  # as NeMo's userbuffers
+        program = replace(program, tp_hidden=max(program.tp_hidden, programs()["nemo"].tp_hidden))
+    if (dropout := re.search(r"dropout (\d*\.\d+)", f.text("notes"))) is not None:
+        program = replace(program, dropout=float(dropout[1]) > 0)
+    if f.option("framework_norms"):
         program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
     return in_precision(program, precision)
 
 
 def _shape(f: Fields) -> ModelShape:
-    kind = str(f.get("model", "ffn_kind", "gelu")).lower()
-    feed_forward: FeedForward = "swiglu" if "glu" in kind else "relu2" if "relu" in kind else "gelu"
+    feed_forward: FeedForward = meaning("feed_forward", str(f.get("model", "ffn_kind", "gelu"))) or "gelu"
+    is_gpt = feed_forward == "gelu"
     hidden = f.number("model", "hidden")
     heads = f.number("model", "heads", max(1, hidden // 128))
     if hidden < heads:
         raise ValueError(f"model.heads = {heads}: must not exceed model.hidden = {hidden}")
-    position = str(f.get("model", "positional", "learned" if feed_forward == "gelu" else "rope")).lower()
-    names: Mapping[str, Positions] = {"learned": "learned", "alibi": "alibi", "ro": "rope"}  # rope, rotary
-    positions: Positions = next((each for part, each in names.items() if part in position), "none")
-    is_gpt = feed_forward == "gelu"
+    position = str(f.get("model", "positional", "learned" if is_gpt else "rope"))
+    positions: Positions = meaning("positions", position) or "none"
     return ModelShape(
         name=str(f.stated("model", "name") or "unnamed"),
         layers=f.number("model", "layers"),
@@ -122,14 +112,14 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else dp * cp
     optimizer = min(dp * cp, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
     schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
-    usual_virtual = _virtual_stages(shape.layers, pp) if schedule.startswith("interleaved") else 1
+    # A run that interleaves and does not say how finely has as many stages a rank as divide the layers, at most 8.
+    even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0] or [1 + (shape.layers >= 2 * pp)]
+    usual_virtual = even[-1] if schedule.startswith("interleaved") and pp > 1 else 1
     virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
     sequence_parallel = f.flag("parallel", "sequence_parallel", program.default_sequence_parallel)
-    recompute = str(f.get("train", "activation_recompute", program.default_recompute)).lower()
-    kinds = {"selective": "selective", "op": "op", "layer": "every_n", "full": "full"}
-    kind = next((ours for word, ours in kinds.items() if recompute.startswith(word)), "none")
+    recompute = str(f.get("train", "activation_recompute", program.default_recompute))
     return RunLayout(
         pp=pp,
         dp_shard=dp,
@@ -137,14 +127,14 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         cp=cp,
         virtual_stages=virtual,
         # Casts, because some schedules and a recompute are of those programs alone.
-        schedule=cast(ScheduleName, "interleaved_1f1b" if virtual > 1 else schedule_of(schedule)),
+        schedule=cast(ScheduleName, "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b"),
         microbatch_size=microbatch,
         microbatches=max(1, round(batch / (dp * microbatch))),
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,
         sequence_parallel=sequence_parallel,
-        recompute=cast(Recompute, kind),
+        recompute=cast(Recompute, meaning("recompute", recompute) or "none"),
         recompute_every=2,
     )
 
@@ -165,25 +155,9 @@ def _axes(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
     return tp, pp, cp, left
 
 
-def _virtual_stages(layers: int, pp: int) -> int:
-    """The virtual stages of a run that interleaves and does not say how finely: as many as divide the layers, at most
-    8."""
-    if pp == 1:
-        return 1
-    even = [v for v in range(1, 9) if layers % (pp * v) == 0]
-    return even[-1] if even else 2 if layers >= 2 * pp else 1
-
-
-def _light_ends(layers: int, stages: int) -> tuple[int, ...] | None:
-    """The first layer of each stage but the first, where embedding and head stand for a layer each; None where that is
-    uneven."""
-    each, left = divmod(layers + 2, stages)
-    return None if left or stages < 2 else tuple(each * stage - 1 for stage in range(1, stages))
-
-
 def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    known = hardware_file(gpu)
+    known = meaning("device", gpu)
     if known is None and gpu not in {path.stem for folder in hardware for path in folder.glob("*.yaml")}:
         raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
     name = known or gpu

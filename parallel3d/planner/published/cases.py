@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.flops import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.words import MeasuredMemory, flops_definition, measured_memory
+from parallel3d.planner.published.words import meaning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was measured, as the source states it. `metric`: which of the figures the throughput is compared by."""
+
+    status: str
+    metric: str | None
+    step_time_s: float | None
+    tokens_per_s_per_gpu: float | None
+    tflops_per_gpu: float | None
+    mfu: float | None
+    memory_gib: float | None
+    memory_kind: MemoryKind | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +44,12 @@ class PublishedCase:
     id: str
     source: str
     run: PlannedRun
-    measured: Mapping[str, Any]
+    measured: Measurement
     tier: str
     tags: tuple[str, ...]
     apart: str
     definition: FlopsDefinition  # what its TFLOP/s and MFU count
-    memory: MeasuredMemory  # what its memory figure is
+    memory_rank: Literal["worst", "first", "last"]  # the pipeline rank whose memory was measured
     filled: tuple[str, ...]
     stated_parameters_b: float | None
 
@@ -63,7 +79,6 @@ def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
 
 
 def _trees(path: Path) -> list[Any]:
-    """A line that is no JSON among lines that are becomes its own text, which no case is."""
     try:
         text = path.read_text()
     except OSError as problem:
@@ -73,7 +88,10 @@ def _trees(path: Path) -> list[Any]:
     try:
         trees = json.loads(text)
     except ValueError as problem:
-        lines = [_line(line) for line in text.splitlines() if line.strip()]
+        lines: list[Any] = [line for line in text.splitlines() if line.strip()]
+        for number, line in enumerate(lines):
+            with suppress(ValueError):  # a line that is no JSON stays a text, which no case is
+                lines[number] = json.loads(line)
         if not any(isinstance(line, dict) for line in lines):
             raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
         return lines
@@ -84,38 +102,54 @@ def _trees(path: Path) -> list[Any]:
     return trees
 
 
-def _line(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> PublishedCase:
     fields = Fields(tree)
     run = run_of_case(fields, hardware, clusters)
-    measured = fields.measured()
+    tags = tuple(str(tag) for tag in tree.get("tags") or ())
+    apart = ""  # from the totals, and why
+    if run.precision == "fp8":
+        apart = "float8"
+    elif run.layout.cp > 1:
+        apart = "context parallel"
+    elif fields.number("parallel", "ep", 1) > 1:
+        apart = "expert parallel"
+    elif run.shape.layers == 1:
+        apart = "one layer"
     return PublishedCase(
         id=name,
         source=fields.text("source_key") or "unknown",
         run=run,
-        measured=measured,
+        measured=_measurement(fields, run, is_timed="toy" not in tags and run.shape.layers > 1),
         tier=fields.text("tier") or "A",
-        tags=tuple(str(tag) for tag in tree.get("tags") or ()),
-        memory=measured_memory(str(measured.get("memory_note") or ""), moments_at_start=run.program.moments_at_start),
-        definition=flops_definition(str(measured.get("tflops_definition") or "")),
-        apart=_apart(fields, run),
+        tags=tags,
+        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note"))) or "worst",
+        definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
+        apart=apart,
         filled=tuple(dict.fromkeys(fields.filled)),
         stated_parameters_b=fields.stated("model", "params_b"),
     )
 
 
-def _apart(fields: Fields, run: PlannedRun) -> str:
-    """Why a case is reported apart from the totals, or nothing."""
-    if run.precision == "fp8":
-        return "float8"
-    if run.layout.cp > 1:
-        return "context parallel"
-    if fields.number("parallel", "ep", 1) > 1:
-        return "expert parallel"
-    return "one layer" if run.shape.layers == 1 else ""
+def _measurement(fields: Fields, run: PlannedRun, *, is_timed: bool) -> Measurement:
+    """A status is "ok" where a figure stands without one."""
+    tokens, samples = fields.figure("tokens_per_s_per_gpu"), fields.figure("samples_per_s_per_gpu")
+    mfu_pct, memory = fields.figure("mfu_pct"), fields.figure("peak_memory_gib")
+    figures = {
+        "step_time_s": fields.figure("step_time_s"),
+        "tokens_per_s_per_gpu": samples * run.seq_len if tokens is None and samples is not None else tokens,
+        "tflops_per_gpu": fields.figure("tflops_per_gpu"),
+        "mfu": None if mfu_pct is None else mfu_pct / 100,
+    }
+    has_figure = memory is not None or any(value is not None for value in figures.values())
+    status = str(fields.stated("measured", "status") or ("ok" if has_figure else "")).strip().lower()
+    metric = next((name for name, value in figures.items() if value is not None), None)
+    kind: MemoryKind = meaning("memory_kind", str(fields.stated("measured", "memory_note"))) or "reserved"
+    if kind == "allocated in the first step" and run.program.moments_at_start:
+        kind = "allocated"  # with the optimizer's states, which the program makes before its first step
+    return Measurement(
+        status=status,
+        metric=metric if status == "ok" and is_timed else None,
+        memory_gib=memory if status == "ok" else None,
+        memory_kind=None if memory is None else kind,
+        **figures,
+    )

@@ -11,15 +11,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-# The figures of `measured` that the planner's answers are compared with: each is positive, or not there.
-FIGURES = (
-    "step_time_s",
-    "tokens_per_s_per_gpu",
-    "samples_per_s_per_gpu",
-    "tflops_per_gpu",
-    "mfu_pct",
-    "peak_memory_gib",
-)
+from parallel3d.planner.published.words import meaning
+
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")  # "about 128,000"
 _UNTRUE = ("false", "no", "0", "off", "none", "")
 
@@ -45,6 +38,10 @@ class Fields:
     def text(self, key: str) -> str:
         """Returns a text of the case itself, such as its framework or its notes."""
         return str(self.tree.get(key) or "")
+
+    def option(self, name: str) -> bool:
+        """Whether a run had an option: what its case states, and else what its notes speak of."""
+        return bool(self.section("options").get(name, meaning(name, self.text("notes"))))
 
     def get(self, section: str, key: str, default: Any) -> Any:
         value = self.stated(section, key)
@@ -72,19 +69,14 @@ class Fields:
         value = self.get(section, key, default)
         return value.strip().lower() not in _UNTRUE if isinstance(value, str) else bool(value)
 
-    def measured(self) -> dict[str, Any]:
-        """The section `measured` with its status in lower case ("ok" where a figure stands without one) and the
-        figures that are numbers above 0; one that is not is left out, and noted."""
-        said = dict(self.section("measured"))
-        for key in FIGURES:
-            value = said.get(key)
-            said[key] = None if value is None else _number(value)
-            if value is not None and (said[key] is None or said[key] <= 0):
-                self.note("measured", key, f"no figure: {value}")
-                said[key] = None
-        has_figure = any(said[key] is not None for key in FIGURES)
-        said["status"] = str(said.get("status") or ("ok" if has_figure else "")).strip().lower()
-        return said
+    def figure(self, key: str) -> float | None:
+        """Returns a figure of the section `measured`; one that is no number above 0 is left out, and noted."""
+        value = self.stated("measured", key)
+        number = None if value is None else _number(value)
+        if value is not None and (number is None or number <= 0):
+            self.note("measured", key, f"no figure: {value}")
+            return None
+        return number
 
 
 def _number(value: object) -> float | None:

@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.flops import reported_flops_per_token
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.published.cases import CaseFile, PublishedCase
+from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
 
@@ -27,20 +27,6 @@ class Prediction:
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
     mfu: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What was measured, as the source states it. `metric`: which of the figures the throughput is compared by."""
-
-    status: str
-    metric: str | None
-    step_time_s: float | None
-    tokens_per_s_per_gpu: float | None
-    tflops_per_gpu: float | None
-    mfu: float | None
-    memory_gib: float | None
-    memory_kind: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +128,7 @@ def _answer(predicted: Prediction) -> Prediction:
 
 
 def score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
-    measured = _measured(case)
+    measured = case.measured
     errors: dict[str, float] = {}
     if measured.metric is not None:
         value, said = getattr(predicted, measured.metric), getattr(measured, measured.metric)
@@ -167,13 +153,13 @@ def predict_case(case: PublishedCase) -> Prediction:
     run = case.run
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
-    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[case.memory.rank]
-    has_memory = case.measured.get("peak_memory_gib") is not None
+    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[case.memory_rank]
+    kind = case.measured.memory_kind
     return prediction(
         case,
         parameters=total_parameters(run.shape),
         fits=worst.total <= run.cluster.device.memory_bytes,
-        memory_gib=(measured_rank.of_kind(case.memory.kind) if has_memory else worst.total) / GIB,
+        memory_gib=(worst.total if kind is None else measured_rank.of_kind(kind)) / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
 
@@ -193,31 +179,6 @@ def prediction(
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         tflops_per_gpu=flops / 1e12,
         mfu=flops / run.cluster.device.peak(run.precision),
-    )
-
-
-def _measured(case: PublishedCase) -> Measurement:
-    said, run = case.measured, case.run
-    tokens = said.get("tokens_per_s_per_gpu")
-    samples = said.get("samples_per_s_per_gpu")
-    if tokens is None and samples is not None:
-        tokens = samples * run.seq_len
-    mfu = None if said.get("mfu_pct") is None else said["mfu_pct"] / 100
-    memory = said.get("peak_memory_gib")
-    figures = {
-        "step_time_s": said.get("step_time_s"),
-        "tokens_per_s_per_gpu": tokens,
-        "tflops_per_gpu": said.get("tflops_per_gpu"),
-        "mfu": mfu,
-    }
-    is_timed = said["status"] == "ok" and "toy" not in case.tags and run.shape.layers > 1
-    metric = next((name for name, value in figures.items() if value is not None), None) if is_timed else None
-    return Measurement(
-        status=said["status"],
-        metric=metric,
-        memory_gib=memory if said["status"] == "ok" else None,
-        memory_kind=case.memory.kind if memory is not None else None,
-        **figures,
     )
 
 
