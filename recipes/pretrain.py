@@ -9,8 +9,6 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import parallel3d
 from parallel3d.config.load import load_recipe, to_yaml
@@ -20,8 +18,7 @@ from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
 from parallel3d.launch.failure import Failure, print_error
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import RunOutcome, prepare_run_dir, write_outcome
-from parallel3d.launch.toolchain import check_compiler
+from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.recipes.worker import work
@@ -55,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        command = _TrainCommand.parse(arguments)
+        options = _parse(arguments)
         rendezvous = Rendezvous.from_environment()
-        if command.print_config or rendezvous is None:
-            return _launch(command)
-        return _join(command, rendezvous)
+        if options.print_config or rendezvous is None:
+            return _launch(options)
+        return _join(options, rendezvous)
     except Parallel3dError as error:
         print_error(str(error))
         if {"-v", "--verbose"} & set(arguments):
@@ -69,54 +66,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TrainCommand:
-    recipe: str
-    overrides: tuple[str, ...]
-    print_config: bool
-    verbose: bool
-
-    @classmethod
-    def parse(cls, arguments: list[str]) -> _TrainCommand:
-        parser = Parser(
-            prog="parallel3d-train",
-            description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it "
-            "is one worker.",
-            epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add_recipe(parser, shipped_recipes())
-        parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
-        parser.add_argument(
-            "-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message"
-        )
-        parser.add_argument(
-            "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
-        )
-        options, unknown = parser.parse_known_intermixed_args(arguments)
-        if unknown:
-            parser.error(f"{unknown[0]}: no such option{_as_override(unknown[0])}")
-        if options.recipe is None:
-            parser.error(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or the path of a YAML file")
-        return cls(
-            recipe=options.recipe,
-            overrides=tuple(options.overrides),
-            print_config=options.print_config,
-            verbose=options.verbose,
-        )
-
-    def load(self) -> Recipe:
-        return load_recipe(find_recipe(self.recipe), self.overrides, cards=shape_cards())
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="parallel3d-train",
+        description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is "
+        "one worker.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_recipe(parser, shipped_recipes())
+    parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message")
+    version = f"parallel3d {parallel3d.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""
+        parser.error(f"{unknown[0]}: no such option{meant}")
+    if options.recipe is None:
+        parser.error(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or the path of a YAML file")
+    return options
 
 
-def _as_override(option: str) -> str:
-    return f"; write {option.lstrip('-')} to set a key of the recipe" if "=" in option else ""
+def _load(options: argparse.Namespace) -> Recipe:
+    return load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
 
 
-def _launch(command: _TrainCommand) -> int:
+def _launch(options: argparse.Namespace) -> int:
     """Starts the workers on this machine, even if it is only one. Returns the exit status."""
-    recipe = command.load()
-    if command.print_config:
+    recipe = _load(options)
+    if options.print_config:
         print(to_yaml(recipe), end="")
         return 0
     world_size = recipe.parallel.world_size
@@ -126,15 +105,15 @@ def _launch(command: _TrainCommand) -> int:
             "start them with torchrun on each machine, or shrink the layout"
         )
     _prepare(recipe)
-    return launch_local("parallel3d.recipes.worker:work", recipe, world_size, preload=_PRELOAD, verbose=command.verbose)
+    return launch_local("parallel3d.recipes.worker:work", recipe, world_size, preload=_PRELOAD, verbose=options.verbose)
 
 
-def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
+def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike, and only rank 0
     says so."""
     speaks = rendezvous.rank == 0
     try:
-        recipe = command.load()
+        recipe = _load(options)
         if recipe.parallel.world_size != rendezvous.world_size:
             raise ConfigError(
                 f"WORLD_SIZE = {rendezvous.world_size}: parallel needs {_product(recipe)} workers; "
@@ -146,27 +125,22 @@ def _join(command: _TrainCommand, rendezvous: Rendezvous) -> int:
         if speaks:
             raise
         return error.exit_status
+    outcome = RunOutcome()
     try:
         work(recipe, rendezvous)
     except PreemptedError as error:  # all ranks raise it
         if speaks:
             print_error(str(error))
-        outcome = RunOutcome(status="failed", exit_status=error.exit_status, reason=str(error))
+        outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
     except (Parallel3dError, Exception) as error:
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         # The traceback of a lost peer's neighbour would only bury that of the cause.
-        is_wanted = not (failure.foreseen or failure.secondary) or command.verbose
+        is_wanted = not (failure.foreseen or failure.secondary) or options.verbose
         print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
-        outcome = RunOutcome(
-            status="failed",
-            exit_status=failure.exit_status,
-            rank=failure.rank,
-            reason=failure.line().partition("\n")[0],
-        )
-    else:
-        outcome = RunOutcome(status="done", exit_status=0)
-    if speaks and recipe.run_dir is not None:
-        write_outcome(Path(recipe.run_dir), outcome)
+        reason = failure.line().partition("\n")[0]
+        outcome = RunOutcome(exit_status=failure.exit_status, rank=failure.rank, reason=reason)
+    if speaks:
+        outcome.write(recipe.run_dir)
     return outcome.exit_status
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
 from parallel3d.launch.local import Patience, Rendezvous, launch_local
-from parallel3d.launch.stop import catch_sigterm
+from parallel3d.launch.signals import catch_sigterm
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.errors import ConfigError, RendezvousError
-from parallel3d.launch.process_group import choose_device, process_group
-from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 
 
 def rendezvous(rank: int = 0, world_size: int = 1, store: str = "store") -> Rendezvous:

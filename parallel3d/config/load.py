@@ -7,6 +7,7 @@ field's type and builds the recipe. Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -22,6 +23,8 @@ from parallel3d.config.rules import refuse, validate
 from parallel3d.config.unsupported import hint_for_key, hint_for_value
 from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.errors import ConfigError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,18 @@ class Key:
     @property
     def wanted(self) -> str:
         """The type in words, with a value that would do."""
-        words = " or ".join(_describe(choice) for choice in self.choices)
+        words = []
+        for choice in self.choices:
+            if get_origin(choice) is Literal:
+                words.append("one of " + ", ".join(get_args(choice)))
+            elif get_origin(choice) is tuple:
+                is_open = ... in get_args(choice)
+                words.append("a list of whole numbers" if is_open else f"a list of {len(get_args(choice))} numbers")
+            else:
+                words.append(_WORDS[choice])
         is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
-        if is_listed or self.default in (MISSING, None):
-            return words
-        return f"{words}, such as {shown(self.default)}"
+        example = "" if is_listed or self.default in (MISSING, None) else f", such as {shown(self.default)}"
+        return " or ".join(words) + example
 
     def allows(self, value: object) -> bool:
         """False for a value that OmegaConf would convert although its writer has mistaken the key: anything for text,
@@ -51,6 +61,17 @@ class Key:
         if str in self.choices and not isinstance(value, str | None):
             return False
         return bool not in self.choices or isinstance(value, self.choices)
+
+    def yaml_trap(self, value: object) -> str:
+        """Returns the reason why YAML read a value other than its writer meant; empty where there is no such reason."""
+        if isinstance(value, bool) and self.hint is not bool:
+            words = "yes or on as true" if value else "no or off as false"
+            return f" (YAML reads a bare {words}: quote it if you mean the word)"
+        if isinstance(value, float) and value.is_integer() and self.hint is int:
+            return f"; write {int(value)}"
+        if not isinstance(value, str | list | None) and str in self.choices:
+            return f"; quote it: '{shown(value)}'"
+        return ""
 
 
 SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)}
@@ -70,13 +91,28 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem.
     """
     said = read_settings(path)
-    refuse(unknown_keys(said))
-    asked = [parse_override(text) for text in overrides]
-    settings = {setting.key: setting for setting in _with_card(said, asked, cards)}
-    some = " or ".join(sorted(cards, key=len)[:3])
-    recipe, errors = build_recipe(settings, hints={"model": f", or pick a shape card, such as model.name = {some}"})
+    # A section whose keys are all commented out is read as a key without a value.
+    unknown = [each for each in said if each.key not in KEYS and not (each.key in SECTIONS and each.value is None)]
+    refuse([_unknown_key(setting) for setting in unknown])
+    asked = [_parse_override(text) for text in overrides]
+    settings = {setting.key: setting for setting in _with_card(said, asked, cards) if setting.key in KEYS}
+
+    config = OmegaConf.merge(OmegaConf.structured(Recipe), {section: {} for section in SECTIONS})
+    assert isinstance(config, DictConfig)
+    for part in (config, *(config[section] for section in SECTIONS)):
+        OmegaConf.set_readonly(part, None)  # the dataclasses are frozen
+    refuse([error for setting in settings.values() if (error := _assign(config, setting)) is not None])
+    errors = []
+    for section in SECTIONS:
+        missing = [f"{section}.{name}" for name in config[section] if OmegaConf.is_missing(config[section], name)]
+        if missing:
+            some = " or ".join(sorted(cards, key=len)[:3])
+            card = f", or pick a shape card, such as model.name = {some}" if section == "model" else ""
+            them = "them" if missing[1:] else "it"
+            errors.append(f"{', '.join(missing)}: required and not given; set {them}{card}")
     refuse(errors)
-    assert recipe is not None
+
+    recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
     validate(recipe)
@@ -101,35 +137,7 @@ def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Pa
         yield from layer
 
 
-def build_recipe(settings: Mapping[str, Setting], *, hints: Mapping[str, str]) -> tuple[Recipe | None, list[str]]:
-    """Returns the recipe of these settings, by key, with the defaults of all other keys; or None and one error line for
-    each value of a wrong type, or else for each section whose required keys are not all given. `hints` says what else
-    would do, by section."""
-    config = OmegaConf.merge(OmegaConf.structured(Recipe), {section: {} for section in SECTIONS})
-    assert isinstance(config, DictConfig)
-    for part in (config, *(config[section] for section in SECTIONS)):
-        OmegaConf.set_readonly(part, None)  # the dataclasses are frozen
-    assigned = (_assign(config, setting) for setting in settings.values() if setting.key in KEYS)
-    if errors := [error for error in assigned if error is not None]:
-        return None, errors
-    for section in SECTIONS:
-        names = [f"{section}.{name}" for name in config[section] if OmegaConf.is_missing(config[section], name)]
-        if names:
-            them = f"set {'them' if names[1:] else 'it'}{hints.get(section, '')}"
-            errors.append(f"{', '.join(names)}: required and not given; {them}")
-    return (None, errors) if errors else (OmegaConf.to_object(config), [])  # type: ignore[return-value]
-
-
-def unknown_keys(settings: Iterable[Setting]) -> list[str]:
-    """Returns one error line for each setting whose key is not in the schema. A section without keys is known."""
-    return [
-        unknown_key(setting)
-        for setting in settings
-        if setting.key not in KEYS and not (setting.key in SECTIONS and setting.value is None)
-    ]
-
-
-def parse_override(text: str) -> Setting:
+def _parse_override(text: str) -> Setting:
     """Reads a `key=value` of the command line as a setting. Raises ConfigError where it has another form, or the key is
     not in the schema."""
     name, equals, value = text.partition("=")
@@ -137,13 +145,13 @@ def parse_override(text: str) -> Setting:
     if not equals or not name:
         raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
     if name not in KEYS:
-        raise ConfigError(unknown_key(Setting(key=name, value=value, origin=COMMAND_LINE)))
+        raise ConfigError(_unknown_key(Setting(key=name, value=value, origin=COMMAND_LINE)))
     # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
     is_verbatim = str in KEYS[name].choices and not value.startswith(("'", '"')) and value != "null"
     return Setting(key=name, value=value if is_verbatim else parse_value(value, name), origin=COMMAND_LINE)
 
 
-def unknown_key(setting: Setting) -> str:
+def _unknown_key(setting: Setting) -> str:
     """Returns the error line of a key that is not in the schema, with the nearest key that is."""
     if setting.key in SECTIONS:
         example = next(key for key in KEYS if key.startswith(setting.key + "."))
@@ -156,14 +164,9 @@ def unknown_key(setting: Setting) -> str:
         or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
         or get_close_matches(setting.key, KEYS, 1, cutoff=0.6)
     )
-    if (hint := hint_for_key(leaf)) is not None:
-        advice = hint
-    elif near:
-        advice = f"did you mean {near[0]}?"
-    else:
-        others = [name for name in KEYS if "." not in name]
-        advice = f"known are {', '.join(own or [*(f'{name}.*' for name in SECTIONS), *others])}"
-    return f"{setting.key} ({setting.origin}): unknown key; {advice}"
+    known = own or [*(f"{name}.*" for name in SECTIONS), *(name for name in KEYS if "." not in name)]
+    advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return f"{setting.key} ({setting.origin}): unknown key; {hint_for_key(leaf) or advice}"
 
 
 def _assign(config: DictConfig, setting: Setting) -> str | None:
@@ -171,8 +174,8 @@ def _assign(config: DictConfig, setting: Setting) -> str | None:
     key, value = KEYS[setting.key], setting.value
     if isinstance(value, str) and ("${" in value or value == "???"):
         return f"{setting}: a recipe does not read variables; write the value itself"
-    numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, float)]
-    if any(number != number or abs(number) == float("inf") for number in numbers):
+    numbers = value if isinstance(value, list) else [value]
+    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         return f"{setting}: must be {key.wanted}, and finite"
     try:
         if key.allows(value):
@@ -180,27 +183,4 @@ def _assign(config: DictConfig, setting: Setting) -> str | None:
             return None
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError, AttributeError):
         pass  # AttributeError: omegaconf 2.4's own, in making the message of a ValidationError
-    hint = hint_for_value(setting.key, value)
-    return f"{setting}: {hint or f'must be {key.wanted}{_yaml_trap(value, key.hint)}'}"
-
-
-def _describe(hint: Any) -> str:
-    """Returns one type in words."""
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) is tuple:
-        return "a list of whole numbers" if ... in get_args(hint) else f"a list of {len(get_args(hint))} numbers"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
-    return words[hint]
-
-
-def _yaml_trap(value: object, hint: Any) -> str:
-    """Returns the reason why YAML read a value other than its writer meant; empty where there is no such reason."""
-    if isinstance(value, bool) and hint is not bool:
-        words = "yes or on as true" if value else "no or off as false"
-        return f" (YAML reads a bare {words}: quote it if you mean the word)"
-    if isinstance(value, float) and value.is_integer() and hint is int:
-        return f"; write {int(value)}"
-    if not isinstance(value, str | list | None) and (hint is str or str in get_args(hint)):
-        return f"; quote it: '{shown(value)}'"
-    return ""
+    return f"{setting}: {hint_for_value(setting.key, value) or f'must be {key.wanted}{key.yaml_trap(value)}'}"

@@ -49,20 +49,26 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     """Returns the settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
-    text = _read_text(path)
     try:
-        loader = _Loader(text)
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE_BYTES + 1)
+        if len(content) > _LARGEST_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {_LARGEST_FILE_BYTES >> 20} MiB; a recipe is a short YAML file")
+        loader = _Loader(content.decode())
         root = loader.get_single_node()
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: must hold keys and values, such as `train:` and below it `  steps: 100`")
         settings = list(_flatten(loader, root, under, path.name))
-    except yaml.MarkedYAMLError as e:
-        line = "" if e.problem_mark is None else f":{e.problem_mark.line + 1}"
-        raise ConfigError(f"{path}{line}: not valid YAML: {e.problem}") from e
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 text; a recipe is a YAML file") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not valid YAML: {_first_line(e)}") from e
+        mark = e.problem_mark if isinstance(e, yaml.MarkedYAMLError) else None
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise ConfigError(f"{path}{line}: not valid YAML: {_problem(e)}") from e
     first: dict[str, Setting] = {}
     for setting in settings:
         if first.setdefault(setting.key, setting) is not setting:
@@ -77,7 +83,7 @@ def parse_value(text: str, key: str) -> object:
         node = loader.get_single_node()
         return None if node is None else _construct(loader, node, key, COMMAND_LINE)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_first_line(e)}") from e
+        raise ConfigError(f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_problem(e)}") from e
 
 
 def dump_yaml(tree: object) -> str:
@@ -91,19 +97,6 @@ def shown(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE_BYTES + 1)
-        if len(content) > _LARGEST_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_LARGEST_FILE_BYTES >> 20} MiB; a recipe is a short YAML file")
-        return content.decode()
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: not UTF-8 text; a recipe is a YAML file") from e
 
 
 def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Setting]:
@@ -127,7 +120,7 @@ def _construct(loader: _Loader, node: yaml.Node, key: str, origin: str) -> objec
     return loader.construct_object(node, deep=True)
 
 
-def _first_line(error: Exception) -> str:
+def _problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
         return str(error.problem)
     return str(error).partition("\n")[0] or type(error).__name__

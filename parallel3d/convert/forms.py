@@ -6,19 +6,17 @@ each class says what it sends. A weight is [O, I], or [I, O] in transformers' Co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
 from parallel3d.layers.embedding import look_up
+from parallel3d.layers.parameter import local_tensor
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -29,6 +27,7 @@ from parallel3d.layers.regions import (
 )
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
+from parallel3d.torch_private import functional_collectives
 
 
 class Form(nn.Module):
@@ -39,7 +38,7 @@ class Form(nn.Module):
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter of this module, for autograd; None where it has none."""
         parameter = self._parameters.get(name)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return None if parameter is None else local_tensor(parameter)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         weight = self.local("weight")
@@ -82,10 +81,13 @@ class ColumnForm(Form):
     def _own_columns(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.weight_and_bias()
         if self.packed > 1:
+            n, group = self.axis.size, self.axis.group
+            assert group is not None
             if bias is not None:
-                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(self.axis.size, 1)[self.axis.rank]
-                bias = bias.flatten()
-            weight = cast(Tensor, _ColumnsFromRows.apply(weight, self.axis, self.packed))
+                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(n, 1)[self.axis.rank].flatten()
+            rows = weight.unflatten(1, (self.packed, n, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
+            columns = functional_collectives.all_to_all_single_autograd(rows, None, None, group)
+            weight = columns.flatten(0, 1).flatten(1, 2)  # [I, P * O / n]
         elif self.shared_heads is not None:
             head = self.axis.rank * self.shared_heads // self.axis.size
             weight = copy_to_region(weight, self.axis).chunk(self.shared_heads, 1 if is_conv1d(self) else 0)[head]
@@ -119,12 +121,12 @@ class EmbeddingForm(Form):
     def forward(self, ids: Tensor) -> Tensor:
         rows, _ = self.weight_and_bias()
         first_row = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
-        if self.padding_idx is not None:  # its row is looked up, but learns nothing
-            rows = _hold_row(rows, self.padding_idx - first_row)
         if rows.shape[0] == 0:  # fewer ids than tp
             y = rows.new_zeros(*ids.shape, rows.shape[1]) + 0.0 * rows.sum()
         else:
             y, _, _ = look_up(ids, rows, first_row)
+        if self.padding_idx is not None:  # its row is looked up, but learns nothing
+            y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return reduce_from_region(y, self.axis)
 
 
@@ -138,19 +140,15 @@ class ReplicatedForm(Form):
     _computing: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._as_plain_tensors():
-            y = super().forward(*args, **kwargs)
-        return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
-
-    @contextmanager
-    def _as_plain_tensors(self) -> Iterator[None]:
         before, self._computing = self._computing, True  # before: recompute may run a forward within a forward
         try:
-            yield
+            y = super().forward(*args, **kwargs)
         finally:
             self._computing = before
+        return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
 
-    def _read(self, name: str) -> Tensor | None:
+    def read(self, name: str) -> Tensor | None:
+        """Returns a parameter, as a plain tensor for the module's own forward."""
         if not self._computing:
             return self._parameters[name]
         local = self.local(name)
@@ -185,10 +183,8 @@ class ScatterForm(EnterForm):
 
 def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) -> None:
     """Puts a form on top of the module's class. The object, its parameters and its hooks stay what they are."""
-    own = type(module)
-    members: dict[str, object] = {}
-    if form is ReplicatedForm:
-        members = {name: _property(name) for name in module._parameters}
+    own, read = type(module), module._parameters if form is ReplicatedForm else ()
+    members = {name: property(partial(ReplicatedForm.read, name=name)) for name in read}
     module.__class__ = type(f"TensorParallel{own.__name__}", (form, own), members)
     for name, value in {"axis": axis, **settings}.items():
         setattr(module, name, value)
@@ -200,39 +196,3 @@ def is_conv1d(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     is_named_so = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
     return is_named_so and hasattr(module, "nf") and weight is not None and weight.ndim == 2
-
-
-class _ColumnsFromRows(Function):
-    """[I / n, P * O], this rank's rows -> [I, P * O / n], its columns of each of the P matrices; backward: the way
-    back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, packed: int) -> Tensor:
-        ctx.axis, ctx.packed = axis, packed
-        blocks = rows.unflatten(1, (packed, axis.size, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
-        return _all_to_all(blocks, axis).flatten(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        n = ctx.axis.size
-        blocks = grad.unflatten(1, (ctx.packed, -1)).unflatten(0, (n, -1)).contiguous()  # [n, I / n, P, O / n]
-        return _all_to_all(blocks, ctx.axis).movedim(0, 2).flatten(1, 3), None, None
-
-
-def _all_to_all(blocks: Tensor, axis: Axis) -> Tensor:
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=axis.group)
-    return received
-
-
-def _hold_row(rows: Tensor, row: int) -> Tensor:
-    """The same rows, but no gradient for one of them, if it is among them."""
-    if not 0 <= row < rows.shape[0]:
-        return rows
-    held = torch.zeros(rows.shape[0], 1, dtype=torch.bool, device=rows.device)
-    held[row] = True
-    return torch.where(held, rows.detach(), rows)
-
-
-def _property(name: str) -> property:
-    return property(lambda self: self._read(name))

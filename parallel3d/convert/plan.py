@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
     return [
         _plan(Part(name, part, module.get_submodule(name.rpartition(".")[0]), tp), styles)
         for name, part in module.named_modules()
-        if not _is_parallel(part)
+        if not (isinstance(part, ParallelModule) or any(isinstance(p, DTensor) for p in part._parameters.values()))
     ]
 
 
@@ -81,7 +82,8 @@ def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
     for pattern, rule in rules.items():
         if isinstance(rule, str) and rule not in WORDS:
             raise ValueError(f"rule {pattern!r}: {rule!r} is no style; try one of {', '.join(WORDS)}")
-        found = [name for name in names if _expression(pattern).fullmatch(name)]
+        expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
+        found = [name for name in names if re.fullmatch(expression, name)]
         if not found:
             nearest = get_close_matches(pattern.replace("**.", ""), names, 1, cutoff=0.0)
             near = f"the nearest name is {nearest[0]!r}" if nearest else f"{type(module).__name__} has none inside"
@@ -91,15 +93,6 @@ def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
                 raise ValueError(f"{name}: matched by two rules, {by_pattern[name]!r} and {pattern!r}; keep one")
             styles[name], by_pattern[name] = WORDS[rule] if isinstance(rule, str) else rule, pattern
     return styles
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    text = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
-    return re.compile(text)
-
-
-def _is_parallel(module: nn.Module) -> bool:
-    return isinstance(module, ParallelModule) or any(isinstance(p, DTensor) for p in module._parameters.values())
 
 
 def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
@@ -114,34 +107,33 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
         style = Replicate()
     match style:
         case Column():
-            return _plan_column(part, style, _is_entered(part.name, styles))
+            # A module around this one may sum the gradient of its input.
+            around = itertools.accumulate(part.name.split("."), "{}.{}".format)
+            return _plan_column(part, style, any(isinstance(styles.get(name), Enter) for name in around))
         case Row():
             dim = 0 if _is_transposed(part) else 1
             if part.size_of_weight(dim) % part.tp:
                 raise part.uneven(part.size_of_weight(dim), "input features")
-            return ModulePlan(part, RowForm, {"sequence": style.sequence}, {**whole, "weight": dim})
+            return ModulePlan(part, RowForm, vars(style), {**whole, "weight": dim})
         case Vocab():
-            _refuse_odd_embedding(part)
+            module = part.module
+            if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+                raise ValueError(f"{part.name}: is a {type(module).__name__}; only nn.Embedding can be split by rows")
+            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+                advice = "max_norm, scale_grad_by_freq and sparse look at all rows; turn them off"
+                raise ValueError(f"{part.name}: {advice}")
             return ModulePlan(part, EmbeddingForm, dims={"weight": 0})
-        case Enter():
-            return ModulePlan(part, EnterForm, {"argument": style.argument, "sequence": style.sequence}, whole)
-        case Scatter():
-            return ModulePlan(part, ScatterForm, {"argument": style.argument}, whole)
+        case Enter() | Scatter():
+            return ModulePlan(part, EnterForm if isinstance(style, Enter) else ScatterForm, vars(style), whole)
         case Divide():
             counts = {(part.module, name): part.count(name, part.module) for name in style.attributes}
             for (_, name), count in counts.items():
                 if count % part.tp:
                     raise part.uneven(count, name)
-            return ModulePlan(
-                part, ReplicatedForm if whole else None, {}, whole, {k: v // part.tp for k, v in counts.items()}
-            )
+            shares = {owner_and_name: count // part.tp for owner_and_name, count in counts.items()}
+            return ModulePlan(part, ReplicatedForm if whole else None, {}, whole, shares)
         case Replicate():
-            return ModulePlan(
-                part,
-                ReplicatedForm if whole else None,
-                {"partial_gradient": style.partial_gradient, "gather_sequence": style.gather_sequence},
-                whole,
-            )
+            return ModulePlan(part, ReplicatedForm if whole else None, vars(style), whole)
 
 
 def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
@@ -158,14 +150,11 @@ def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
         raise ValueError(f"{part.name}: {features} output features are no multiple of {style.packed} x {unit}")
     whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
     if style.packed > 1:
-        if units % part.tp or part.size_of_weight(in_dim) % part.tp or not transposed:
-            raise (
-                part.uneven(units, what)
-                if transposed
-                else ValueError(
-                    f"{part.name}: packed matrices are known of Conv1D alone; give q, k and v a linear layer each"
-                )
-            )
+        if not transposed:
+            advice = "packed matrices are known of Conv1D alone; give q, k and v a linear layer each"
+            raise ValueError(f"{part.name}: {advice}")
+        if units % part.tp or part.size_of_weight(in_dim) % part.tp:
+            raise part.uneven(units, what)
         return ModulePlan(part, ColumnForm, {**settings, "packed": style.packed}, {**whole, "weight": in_dim})
     if style.shared and part.tp > units and part.tp % units == 0:
         group = part.count(style.shared, part.parent)
@@ -178,15 +167,6 @@ def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
     return ModulePlan(part, ColumnForm, settings, {name: out_dim if name == "weight" else 0 for name in whole})
 
 
-def _is_entered(name: str, styles: Mapping[str, Style]) -> bool:
-    """Whether a module around this one sums the gradient of its input."""
-    while name:
-        name = name.rpartition(".")[0]
-        if isinstance(styles.get(name), Enter):
-            return True
-    return False
-
-
 def _is_transposed(part: Part) -> bool:
     """Whether the weight is [in, out]. Raises ValueError for what is no plain linear layer."""
     if is_conv1d(part.module):
@@ -194,14 +174,6 @@ def _is_transposed(part: Part) -> bool:
     if type(part.module).forward is not nn.Linear.forward:
         raise ValueError(f"{part.name}: is a {type(part.module).__name__}; only nn.Linear and Conv1D can be split so")
     return False
-
-
-def _refuse_odd_embedding(part: Part) -> None:
-    module = part.module
-    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        raise ValueError(f"{part.name}: is a {type(module).__name__}; only nn.Embedding can be split by rows")
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise ValueError(f"{part.name}: max_norm, scale_grad_by_freq and sparse look at all rows; turn them off")
 
 
 def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:

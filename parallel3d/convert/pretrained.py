@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.parameter import like_parameter
+from parallel3d.layers.parameter import like_parameter, local_tensor
 from parallel3d.row_split import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -55,16 +55,29 @@ def load_safetensors(
     Call it after `tensor_parallelize` and before `fully_shard`. Raises CheckpointError where a tensor is missing, is of
     another shape, or belongs to another model; ValueError for a DTensor of more than one axis.
     """
+    parameters, persistent = module.named_parameters(remove_duplicate=False), module.state_dict(keep_vars=True)
+    tensors = {**dict(parameters), **{name: each for name, each in persistent.items() if isinstance(each, Tensor)}}
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    with_memory: dict[str, Tensor] = {}
     with ExitStack() as files:
         stored = _open(Path(path), files)
-        for names, tensor in _targets(module):
-            name = next((prefix + each for each in names if prefix + each in stored), None)
-            if name is None:
+        for names in names_of.values():
+            there = [prefix + name for name in names if prefix + name in stored]
+            if not there:
                 raise CheckpointError(f"{path}: has no {prefix}{names[0]}; it is of another model, or needs a prefix")
-            values = _own_slice(stored.pop(name), name, tensor, path)
-            for other in names:
-                stored.pop(prefix + other, None)
-            _put(module, names, tensor, values, device)
+            tensor, file = tensors[names[0]], stored[there[0]]
+            values = _own_slice(file, there[0], tensor, path)
+            for name in there:
+                del stored[name]
+            if not tensor.is_meta:
+                local_tensor(tensor).copy_(values)
+                continue
+            made = like_parameter(tensor, values.to(device or "cpu"))
+            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            with_memory |= dict.fromkeys(names, made)
+    module.load_state_dict(with_memory, strict=False, assign=True)
     extra = [name for name in stored if name.startswith(prefix)]
     if extra:
         raise CheckpointError(f"{path}: {extra[0]} is none of the module's; it is of another model")
@@ -91,16 +104,6 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
-def _targets(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Yields every parameter and persistent buffer once, with all of its names."""
-    by_id: dict[int, tuple[list[str], Tensor]] = {}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    persistent = module.state_dict(keep_vars=True)
-    for name, tensor in {**parameters, **{n: t for n, t in persistent.items() if isinstance(t, Tensor)}}.items():
-        by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
-    yield from by_id.values()
-
-
 def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(tensor.shape):
@@ -119,23 +122,3 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
     values: Tensor = stored[whole] if whole else file.get_tensor(name)
     # A copy: what safetensors gives is a view of the file's own pages, strided as the whole tensor is.
     return values.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _put(
-    module: nn.Module, names: list[str], tensor: Tensor, values: Tensor, device: torch.device | str | None
-) -> None:
-    """Writes values into the tensor's memory. A tensor on the meta device is replaced, under all of its names, by a new
-    one."""
-    if not tensor.is_meta:
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(values)
-        return
-    filled = like_parameter(tensor, values.to(device or "cpu"))
-    is_parameter = isinstance(tensor, nn.Parameter)
-    made = nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        part = module.get_submodule(owner)
-        if is_parameter:
-            part._parameters[attribute] = made  # type: ignore[assignment]
-        else:
-            part._buffers[attribute] = made

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError
 
@@ -27,36 +27,33 @@ class Failure:
     """The end of one rank, recorded by the rank itself where it could."""
 
     rank: int
-    host: str
     coordinates: str
-    exit_status: int
     message: str
+    host: str = field(default_factory=socket.gethostname)
+    exit_status: int = RankError.exit_status
     traceback: str = ""
-    died: bool = False  # the process ended without a report, and `message` says what happened to it
+    died: bool = False  # the process ended, or hangs, without a report, and `message` says what happened to it
     foreseen: bool = False  # the error is a Parallel3dError, whose message needs no traceback
     secondary: bool = False  # the failure is only the consequence of a lost peer
-    at: float  # time.monotonic(), which the processes of a host share
+    at: float = field(default_factory=time.monotonic)  # a clock that the processes of a host share
 
     @classmethod
     def of(cls, error: BaseException, rank: int, coordinates: str) -> Failure:
         """Makes the record of an exception, on the rank that it ended."""
-        foreseen = isinstance(error, Parallel3dError)
-        one_line = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+        message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
         if isinstance(error, Parallel3dError):
-            exit_status = error.exit_status
+            message, exit_status = str(error), error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             exit_status = error.code
         return cls(
             rank=rank,
-            host=socket.gethostname(),
             coordinates=coordinates,
+            message=message,
             exit_status=exit_status,
-            message=str(error) if foreseen else one_line,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
-            foreseen=foreseen,
+            foreseen=isinstance(error, Parallel3dError),
             secondary=is_lost_peer(error),
-            at=time.monotonic(),
         )
 
     @classmethod
@@ -69,21 +66,8 @@ class Failure:
         else:
             message = f"ended with status {exitcode} and without a word"
         # A communication library that loses a peer may abort its process.
-        return cls.of_silence(message, rank, coordinates, secondary=exitcode == -signal.SIGABRT)
-
-    @classmethod
-    def of_silence(cls, message: str, rank: int, coordinates: str, *, secondary: bool = False) -> Failure:
-        """Makes the record of a local process that cannot report, such as one that hangs."""
-        return cls(
-            rank=rank,
-            host=socket.gethostname(),
-            coordinates=coordinates,
-            exit_status=RankError.exit_status,
-            message=message,
-            died=True,
-            secondary=secondary,
-            at=time.monotonic(),
-        )
+        aborted = exitcode == -signal.SIGABRT
+        return cls(rank=rank, coordinates=coordinates, message=message, died=True, secondary=aborted)
 
     def line(self) -> str:
         """Returns the line that says which rank failed, and how."""
@@ -92,10 +76,8 @@ class Failure:
 
 def is_lost_peer(error: BaseException) -> bool:
     """True if an exception says that another rank has gone or stayed silent, and nothing about this rank."""
-    if isinstance(error, RankError | RendezvousError):
-        return True
     if isinstance(error, Parallel3dError):
-        return False
+        return isinstance(error, RankError | RendezvousError)
     if any(cls.__name__ in _LOST_PEER_CLASSES for cls in type(error).__mro__):
         return True
     if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
@@ -106,12 +88,6 @@ def is_lost_peer(error: BaseException) -> bool:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Returns the failure that caused the others: the earliest that is not about a lost peer."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
-
-
-def summary_line(cause: Failure, failures: Sequence[Failure], world_size: int) -> str:
-    """Returns the line for the user. It names no rank where all ranks failed alike, because that is about the run."""
-    all_alike = len(failures) == world_size and all(failure.message == cause.message for failure in failures)
-    return cause.message if all_alike and cause.foreseen else cause.line()
 
 
 def print_error(message: str) -> None:

@@ -10,21 +10,19 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import PreemptedError
-from parallel3d.launch.failure import Failure, print_error, root_cause, summary_line
+from parallel3d.launch.failure import Failure, print_error, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import RunOutcome, write_outcome
+from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.launch.signals import handled
 from parallel3d.launch.worker_process import WorkerJob, run_worker_process
 
 __all__ = ["Patience", "Rendezvous", "launch_local"]
@@ -54,12 +52,15 @@ def launch_local(
     `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers,
     which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM.
     """
-    patience = patience or Patience()
     workers: list[_Worker] = []
     relay = SignalRelay(workers)
-    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, relay.listening():
+    # What nohup or a shell's & has started ignores Ctrl-C on purpose.
+    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, handled(heard, relay):
         try:
-            _start_server([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
+            forkserver.set_forkserver_preload([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
+            with handled([signal.SIGINT], signal.SIG_IGN):  # the server that forks the workers inherits this
+                forkserver.ensure_running()
             for rank in range(world_size):
                 rendezvous = Rendezvous(
                     rank=rank,
@@ -71,19 +72,21 @@ def launch_local(
                 workers.append(_Worker(WorkerJob(target=target, recipe=recipe, rendezvous=rendezvous)))
                 workers[-1].start()
             relay.passes_on = True
-            failures = _watch(workers, patience)
+            failures = _watch(workers, patience or Patience())
             if relay.has_passed_on and failures and root_cause(failures).exit_status != PreemptedError.exit_status:
                 raise _Stopped(signal.SIGTERM)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
-            reason = f"stopped by {stop.signal.name}"
-            print_error(reason)
-            outcome = RunOutcome(status="failed", exit_status=128 + stop.signal, reason=reason)
+            outcome = RunOutcome(exit_status=128 + stop.signal, reason=f"stopped by {stop.signal.name}")
+            print_error(f"stopped by {stop.signal.name}")
         finally:
             relay.is_deaf = True
-            _take_down(workers)
-    if recipe.run_dir is not None:
-        write_outcome(Path(recipe.run_dir), outcome)
+            started = [worker.process for worker in workers if worker.process.pid is not None]
+            for process in started:
+                process.kill()  # not terminate: a worker may take SIGTERM for a request and go on
+            for process in started:
+                process.join()
+    outcome.write(recipe.run_dir)
     return outcome.exit_status
 
 
@@ -99,8 +102,7 @@ class _Worker:
     """A local worker process, with its report and the time of its end."""
 
     def __init__(self, job: WorkerJob) -> None:
-        self.rank = job.rendezvous.rank
-        self.coordinates = job.coordinates
+        self.rank, self.coordinates = job.rendezvous.rank, job.coordinates
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
@@ -124,18 +126,6 @@ class _Worker:
         if isinstance(report, Failure):
             return report
         return Failure.of_death(exitcode, self.rank, self.coordinates) if exitcode else None
-
-
-def _start_server(preload: list[str]) -> None:
-    """Starts the process that forks the workers. It ignores Ctrl-C, which the launcher handles, and ends with it."""
-    forkserver.set_forkserver_preload(preload)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-    try:
-        forkserver.ensure_running()
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
 
 
 def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
@@ -163,55 +153,33 @@ def _straggler(workers: Sequence[_Worker]) -> Failure:
     """Makes the failure of a worker that still runs long after another one was done."""
     running = next(worker for worker in workers if worker.ended_at is None)
     ended_at, first = min((worker.ended_at, worker.rank) for worker in workers if worker.ended_at is not None)
-    waited = time.monotonic() - ended_at
-    message = f"still runs {waited:.0f} s after rank {first} ({workers[first].coordinates}) was done; it hangs"
-    return Failure.of_silence(message, running.rank, running.coordinates)
+    waited = f"{time.monotonic() - ended_at:.0f} s after rank {first} ({workers[first].coordinates}) was done"
+    message = f"still runs {waited}; it hangs"
+    return Failure(rank=running.rank, coordinates=running.coordinates, message=message, died=True)
 
 
 def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
-    """Prints the failure that caused the others, if any rank failed."""
+    """Prints the failure that caused the others, if any rank failed, and returns how the run ended."""
     if not failures:
-        return RunOutcome(status="done", exit_status=0)
+        return RunOutcome()
     cause = root_cause(failures)
-    line = summary_line(cause, failures, world_size)
-    if cause.traceback and (verbose or not cause.foreseen):
-        line += "\n" + cause.traceback.rstrip()
-    print_error(line)
-    return RunOutcome(status="failed", exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
-
-
-def _take_down(workers: Sequence[_Worker]) -> None:
-    """Kills every worker that still runs, because a worker may take SIGTERM for a request and go on."""
-    started = [worker.process for worker in workers if worker.process.pid is not None]
-    for process in started:
-        process.kill()
-    for process in started:
-        process.join()
+    # What all ranks say alike is about the run: no rank is named.
+    all_alike = len(failures) == world_size and all(failure.message == cause.message for failure in failures)
+    line = cause.message if all_alike and cause.foreseen else cause.line()
+    is_wanted = cause.traceback and (verbose or not cause.foreseen)
+    print_error(line + ("\n" + cause.traceback.rstrip() if is_wanted else ""))
+    return RunOutcome(exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
 
 
 class SignalRelay:
-    """Raises `_Stopped` at SIGINT and SIGTERM. Once `passes_on` is set, the first SIGTERM is sent on to the workers
-    instead; once `is_deaf` is set, signals are ignored."""
+    """The launcher's handler of SIGINT and SIGTERM, which raises `_Stopped`. Once `passes_on` is set, the first SIGTERM
+    is sent on to the workers instead; once `is_deaf` is set, signals are ignored."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
         self.passes_on = self.has_passed_on = self.is_deaf = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handles the signals from here to the end of the block. Only the main thread receives signals."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and background jobs ignore Ctrl-C on purpose
-                    before[signum] = signal.signal(signum, self._hear)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _hear(self, signum: int, frame: FrameType | None) -> None:
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.is_deaf:
             return
         if signum != signal.SIGTERM or not self.passes_on or self.has_passed_on:

@@ -1,4 +1,5 @@
-"""The folder of a run, prepared before the first worker starts, and closed with an outcome after the last has ended.
+"""What is prepared before the first worker of a run starts (its compiler, its folder), and the outcome that closes the
+folder after the last has ended.
 
 Only one process does this: the launcher, or rank 0 where somebody else launched the workers.
 """
@@ -8,25 +9,43 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
-
-_TRACES_OF_A_RUN = ("metrics.jsonl", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
     """The end of a run, as `outcome.json` holds it."""
 
-    status: Literal["done", "failed"]
-    exit_status: int
+    exit_status: int = 0
     rank: int | None = None  # the rank that failed
     reason: str | None = None
+
+    def write(self, run_dir: str | None) -> None:
+        """Writes `outcome.json`, if the folder exists."""
+        outcome = {"status": "failed" if self.exit_status else "done", **asdict(self)}
+        try:
+            if run_dir is not None:
+                _write(Path(run_dir) / "outcome.json", json.dumps(outcome, indent=2) + "\n")
+        except OSError:
+            return  # the run is over, and its error (such as a full disk) has been reported
+
+
+def check_compiler() -> None:
+    """Raises ConfigError where there is no C++ compiler, which `torch.compile` needs for its kernels on a CPU and for
+    their launchers on a GPU."""
+    named = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(named) is None:
+        raise ConfigError(
+            f"train.compile = true: torch.compile needs a C++ compiler, and there is no {named} on PATH; install it, "
+            "name another in CXX, or try train.compile=false"
+        )
 
 
 def prepare_run_dir(recipe: Recipe) -> list[str]:
@@ -41,8 +60,10 @@ def prepare_run_dir(recipe: Recipe) -> list[str]:
         raise ConfigError(f"checkpoint.resume = {resume}: no such checkpoint; try auto, none or the path of one")
     notes = []
     try:
-        if resume == "none" and any((run_dir / trace).exists() for trace in _TRACES_OF_A_RUN):
-            earlier = _set_aside(run_dir)
+        if resume == "none" and any((run_dir / trace).exists() for trace in ("metrics.jsonl", "checkpoints")):
+            named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir
+            free = (named.with_name(f"{named.name}.{number}") for number in itertools.count(1))
+            earlier = named.rename(next(path for path in free if not path.exists()))
             notes.append(f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)")
         run_dir.mkdir(parents=True, exist_ok=True)
         _write(run_dir / "config.yaml", to_yaml(recipe))
@@ -51,22 +72,6 @@ def prepare_run_dir(recipe: Recipe) -> list[str]:
             f"run_dir = {run_dir}: cannot be written ({e.strerror or e}); try another, such as run_dir=/tmp/run"
         ) from e
     return notes
-
-
-def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
-    """Writes `outcome.json`, if the folder exists."""
-    try:
-        _write(run_dir / "outcome.json", json.dumps(asdict(outcome), indent=2) + "\n")
-    except OSError:
-        return  # the run is over, and its error (such as a full disk) has been reported
-
-
-def _set_aside(run_dir: Path) -> Path:
-    if run_dir.name in ("", ".."):
-        run_dir = run_dir.resolve()
-    free = (run_dir.with_name(f"{run_dir.name}.{number}") for number in itertools.count(1))
-    earlier = next(path for path in free if not path.exists())
-    return run_dir.rename(earlier)
 
 
 def _write(path: Path, text: str) -> None:

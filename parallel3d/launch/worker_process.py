@@ -35,17 +35,27 @@ class WorkerJob:
 
 
 def run_worker_process(job: WorkerJob, reports: Connection) -> None:
-    """The main function of a worker process: returns when the target has, and ends the process where it raises."""
+    """The main function of a worker process: returns when the target has, and ends the process where it raises. It sets
+    the variables that torchrun would have set, and defaults that suit several workers on one host."""
     _die_with_the_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
-    _set_environment(job.rendezvous)
+    rendezvous = job.rendezvous
+    for name in ("rank", "local_rank", "world_size", "local_world_size"):
+        os.environ[name.upper()] = str(getattr(rendezvous, name))
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores() // rendezvous.local_world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:  # imported by the fork server already, so it has read the variable before
+            sys.modules["torch"].set_num_threads(threads)
+    if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
     try:
         module, _, name = job.target.partition(":")
-        getattr(import_module(module), name)(job.recipe, job.rendezvous)
+        getattr(import_module(module), name)(job.recipe, rendezvous)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        failure = Failure.of(error, job.rendezvous.rank, job.coordinates)
+        failure = Failure.of(error, rendezvous.rank, job.coordinates)
         reports.send(failure)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,21 +77,6 @@ def _die_with_the_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="die-with-the-launcher", daemon=True).start()
-
-
-def _set_environment(rendezvous: Rendezvous) -> None:
-    """Sets the variables that torchrun would have set, and defaults that suit several workers on one host."""
-    os.environ["RANK"] = str(rendezvous.rank)
-    os.environ["LOCAL_RANK"] = str(rendezvous.local_rank)
-    os.environ["WORLD_SIZE"] = str(rendezvous.world_size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(rendezvous.local_world_size)
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, cores() // rendezvous.local_world_size)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        if "torch" in sys.modules:  # imported by the fork server already, so it has read the variable before
-            sys.modules["torch"].set_num_threads(threads)
-    if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
 
 
 def cores() -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from parallel3d.checkpoint.store import checkpoint_path, keep_newest
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import PreemptedError
-from parallel3d.launch.stop import StopRequest
+from parallel3d.launch.signals import StopRequest
 from parallel3d.training.metrics import (
     MetricsFile,
     StepMetrics,

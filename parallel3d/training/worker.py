@@ -12,9 +12,8 @@ from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import DamagedCheckpointError
-from parallel3d.launch.process_group import choose_device, process_group
-from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.stop import StopRequest, catch_sigterm
+from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
+from parallel3d.launch.signals import StopRequest, catch_sigterm
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.training.generation import generate

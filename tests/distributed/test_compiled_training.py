@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
-from parallel3d.launch.toolchain import check_compiler
+from parallel3d.launch.run_dir import check_compiler
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train

@@ -15,7 +15,7 @@ import yaml
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, RankError
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.report.text import layout_text
@@ -109,7 +109,6 @@ def _train(parallel: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) -> 
 
 def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Runs on every rank: times the recipe's steps. Rank 0 writes the result into `run_dir`."""
-    from parallel3d.launch.process_group import choose_device, process_group
     from parallel3d.tools.calibrate.probes import time_probes
 
     device = choose_device(recipe.train.device, rendezvous)

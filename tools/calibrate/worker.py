@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.launch.process_group import choose_device, process_group
-from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.worker_process import cores
 from parallel3d.tools.calibrate.hardware_file import host_memory_bytes
 from parallel3d.tools.calibrate.kernels import measure_kernels
