@@ -73,7 +73,7 @@ class RecomputedBlock(Block):
         return y
 
     def compute(self, x: Tensor, key: Tensor | None) -> Tensor:
-        """Computes what is recomputed. `compile.compile_blocks` compiles this part of the block alone."""
+        """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block alone."""
         return super().forward(x, key)
 
 

@@ -10,73 +10,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel3d.config.load import load_recipe
-    from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
-    from parallel3d.convert.apply import tensor_parallelize
-    from parallel3d.convert.pretrained import load_safetensors, parameters_on_meta
-    from parallel3d.layers.attention import ParallelAttention
-    from parallel3d.layers.embedding import VocabParallelEmbedding
-    from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
-    from parallel3d.layers.loss import vocab_parallel_cross_entropy
-    from parallel3d.layers.mlp import ParallelMLP
-    from parallel3d.layers.norm import RMSNorm
-    from parallel3d.mesh import build_mesh
-    from parallel3d.pipeline.runtime import PipelineRuntime
-    from parallel3d.schedules.schedule import Schedule
-    from parallel3d.training.trainer import Trainer
+    from parallel3d.config.load import load_recipe as load_recipe
+    from parallel3d.config.recipe import ModelConfig as ModelConfig
+    from parallel3d.config.recipe import ParallelConfig as ParallelConfig
+    from parallel3d.config.recipe import Recipe as Recipe
+    from parallel3d.convert.apply import tensor_parallelize as tensor_parallelize
+    from parallel3d.convert.pretrained import load_safetensors as load_safetensors
+    from parallel3d.convert.pretrained import parameters_on_meta as parameters_on_meta
+    from parallel3d.layers.attention import ParallelAttention as ParallelAttention
+    from parallel3d.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from parallel3d.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from parallel3d.layers.linear import RowParallelLinear as RowParallelLinear
+    from parallel3d.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from parallel3d.layers.mlp import ParallelMLP as ParallelMLP
+    from parallel3d.layers.norm import RMSNorm as RMSNorm
+    from parallel3d.mesh import build_mesh as build_mesh
+    from parallel3d.pipeline.runtime import PipelineRuntime as PipelineRuntime
+    from parallel3d.schedules.schedule import Schedule as Schedule
+    from parallel3d.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ModelConfig",
-    "ParallelAttention",
-    "ParallelConfig",
-    "ParallelMLP",
-    "PipelineRuntime",
-    "RMSNorm",
-    "Recipe",
-    "RowParallelLinear",
-    "Schedule",
-    "Trainer",
-    "VocabParallelEmbedding",
-    "build_mesh",
-    "load_recipe",
-    "load_safetensors",
-    "parameters_on_meta",
-    "tensor_parallelize",
-    "vocab_parallel_cross_entropy",
-]
-
 _HOMES = {
-    "ColumnParallelLinear": "parallel3d.layers.linear",
-    "ModelConfig": "parallel3d.config.recipe",
-    "ParallelAttention": "parallel3d.layers.attention",
-    "ParallelConfig": "parallel3d.config.recipe",
-    "ParallelMLP": "parallel3d.layers.mlp",
-    "PipelineRuntime": "parallel3d.pipeline.runtime",
-    "RMSNorm": "parallel3d.layers.norm",
-    "Recipe": "parallel3d.config.recipe",
-    "RowParallelLinear": "parallel3d.layers.linear",
-    "Schedule": "parallel3d.schedules.schedule",
-    "Trainer": "parallel3d.training.trainer",
-    "VocabParallelEmbedding": "parallel3d.layers.embedding",
-    "build_mesh": "parallel3d.mesh",
-    "load_recipe": "parallel3d.config.load",
-    "load_safetensors": "parallel3d.convert.pretrained",
-    "parameters_on_meta": "parallel3d.convert.pretrained",
-    "tensor_parallelize": "parallel3d.convert.apply",
-    "vocab_parallel_cross_entropy": "parallel3d.layers.loss",
+    "config.load": ("load_recipe",),
+    "config.recipe": ("ModelConfig", "ParallelConfig", "Recipe"),
+    "convert.apply": ("tensor_parallelize",),
+    "convert.pretrained": ("load_safetensors", "parameters_on_meta"),
+    "layers.attention": ("ParallelAttention",),
+    "layers.embedding": ("VocabParallelEmbedding",),
+    "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
+    "layers.loss": ("vocab_parallel_cross_entropy",),
+    "layers.mlp": ("ParallelMLP",),
+    "layers.norm": ("RMSNorm",),
+    "mesh": ("build_mesh",),
+    "pipeline.runtime": ("PipelineRuntime",),
+    "schedules.schedule": ("Schedule",),
+    "training.trainer": ("Trainer",),
 }
+_HOME_OF = {name: f"parallel3d.{module}" for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # the next use does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOME_OF])

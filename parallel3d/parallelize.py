@@ -1,7 +1,9 @@
-"""Turns a model and a layout into what this rank trains: its stages, sharded and initialised, and their pipeline."""
+"""Turns a model and a layout into what this rank trains: its stages, compiled, sharded and initialised, and their
+pipeline."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.compile import compile_blocks
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.layers.init import initial_tensor
@@ -19,7 +20,7 @@ from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.stage import LAST_PARTS, BlockRange, block_ranges, check_nothing_lost, cut, names_of
+from parallel3d.pipeline.stage import LAST_PARTS, block_ranges, check_nothing_lost, cut, names_of
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
@@ -68,7 +69,11 @@ def parallelize(
     them with weights that depend on the seed and their names alone. `connect`: how the pipeline's ranks reach each
     other."""
     parallel, model = recipe.parallel, recipe.model
-    ranges = stage_block_ranges(recipe, schedule.stages)
+    if parallel.stage_boundaries is not None:
+        sizes = sizes_between(parallel.stage_boundaries, model.layers)
+    else:
+        sizes = balanced_cut(model.layers, schedule.stages, model.part_costs(recipe.train.seq_len))
+    ranges = block_ranges(sizes)
 
     def whole() -> nn.Module:
         return model_class(
@@ -115,15 +120,9 @@ def parallelize(
 
 def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
     """Returns the types of a precision. Master weights are float32, and bf16 only in pure bf16."""
-    compute = {
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "bf16_pure": torch.bfloat16,
-        "fp16": torch.float16,
-    }[precision]
+    of = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
     master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
-    reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[parallel.reduce_dtype]
-    return Dtypes(compute=compute, master=master, reduce=reduce)
+    return Dtypes(compute=of[precision], master=master, reduce=of[parallel.reduce_dtype])
 
 
 def shard_stage(
@@ -161,14 +160,6 @@ def shard_stage(
     )
 
 
-def stage_block_ranges(recipe: Recipe, stages: int) -> list[BlockRange]:
-    """Returns the blocks of each stage, cut where the recipe says, or balanced by cost."""
-    model, boundaries = recipe.model, recipe.parallel.stage_boundaries
-    if boundaries is not None:
-        return block_ranges(sizes_between(boundaries, model.layers))
-    return block_ranges(balanced_cut(model.layers, stages, model.part_costs(recipe.train.seq_len)))
-
-
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Gives parameters on the meta device memory. Tied ones stay tied, which `to_empty` alone would undo."""
     tied = tied_names(module)
@@ -191,3 +182,24 @@ def initialize_parameters(parameters: list[LocalParameter], mesh: DeviceMesh, se
     tp = Axis.of(mesh["tp"])
     for own in parameters:
         own.part.initialize(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a block that is
+    recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of gradients) and activation recompute
+    stay outside of what is compiled, so that the order in which these are applied does not matter; collectives of tp
+    are in the graph.
+
+    A forward that `torch.compile` cannot trace whole is an error at its first use, not a slow graph in pieces.
+    """
+    for block in model.get_submodule("layers").children():
+        method = "compute" if hasattr(block, "compute") else "forward"
+        setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))  # this instance's own
+        block.is_compiled = True  # type: ignore[assignment]
+
+
+def inside_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a compiled block is made of. Their hooks are not called, or break its graph."""
+    for module in model.modules():
+        if "is_compiled" in vars(module):
+            yield from (part for part in module.modules() if part is not module)

@@ -200,10 +200,6 @@ class Floor:
     without_torch: bool
 
 
-# A file of a room without torch that imports torch all the same: only a worker, which is about to train, imports it.
-_TORCH_AT_IMPORT = {"parallel3d.launch.process_group"}
-
-
 @cache
 def floors() -> tuple[Floor, ...]:
     """Reads the table of rooms in CONTRIBUTING.md, ground first."""
@@ -250,7 +246,7 @@ def torch_at_import() -> Iterator[Finding]:
     free = {"__init__"} | {room for floor in floors() if floor.without_torch for room in floor.rooms}
     for module, cause in sorted(heavy.items()):
         source = _modules()[module]
-        if source.room in free and module not in _TORCH_AT_IMPORT:
+        if source.room in free:
             yield Finding(
                 source.name, 1, f"it imports torch by way of {cause}: import that inside the function that needs it"
             )

@@ -14,7 +14,6 @@ arXiv 2304.11277).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 ShardingName = Literal[
@@ -23,25 +22,10 @@ ShardingName = Literal[
 Cadence = Literal["step", "microbatch"]
 
 
-@dataclass(frozen=True)
-class ShardingTraits:
-    """The ZeRO stage of a strategy, and the strategy that does the same with replicas."""
-
-    zero_stage: int
-    hybrid: ShardingName | None = None  # its name if dp_replicate > 1; None: it allows replicas under its own name
-
-
-STRATEGIES: dict[ShardingName, ShardingTraits] = {
-    "NO_SHARD": ShardingTraits(0),
-    "SHARD_OPTIMIZER": ShardingTraits(1),
-    "SHARD_GRAD_OP": ShardingTraits(2, hybrid="_HYBRID_SHARD_ZERO2"),
-    "FULL_SHARD": ShardingTraits(3, hybrid="HYBRID_SHARD"),
-    "HYBRID_SHARD": ShardingTraits(3),
-    "_HYBRID_SHARD_ZERO2": ShardingTraits(2),
-}
-REPLICATED = tuple(name for name, each in STRATEGIES.items() if each.zero_stage < 2)  # whole parameters on each rank
-FREED_BETWEEN_USES = tuple(name for name, each in STRATEGIES.items() if each.zero_stage == 3)
-HYBRID_OF = {name: each.hybrid for name, each in STRATEGIES.items() if each.hybrid is not None}
+REPLICATED: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")  # whole parameters on each rank
+FREED_BETWEEN_USES: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")
+# The strategies that allow no replicas -> those that do the same with dp_replicate > 1.
+HYBRID_OF: dict[ShardingName, ShardingName] = {"SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2", "FULL_SHARD": "HYBRID_SHARD"}
 OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 USUAL_BUCKET_MIB = 25.0  # the size of DistributedDataParallel's buckets
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel3d.compile import inside_compiled
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.parameter import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
+from parallel3d.parallelize import inside_compiled
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.torch_private import is_in_backward
