@@ -27,27 +27,53 @@ from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import RotaryEmbedding
 
 
+@dataclass(frozen=True)
+class DecoderParts:
+    """What a decoder is made of, beside its head and the sizes that its config gives."""
+
+    embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
+    token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
+    norm: Callable[[], nn.Module]  # makes one of the norms: two in each block, one after the last block
+    attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
+    activation: Activation
+    rotary: RotaryEmbedding | None = None
+    mlp_bias: bool = False
+
+
 class Block(nn.Module):
-    """x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed from the norm of x and added to x
-    through a dropout, whose key [B] comes with x."""
+    """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed
+    from the norm of x and added to x through a dropout, whose key [B] comes with x."""
 
     def __init__(
-        self,
-        *,
-        attention_norm: nn.Module,
-        attention: nn.Module,
-        attention_dropout: Dropout,
-        mlp_norm: nn.Module,
-        mlp: nn.Module,
-        mlp_dropout: Dropout,
+        self, config: ModelConfig, placement: Placement, parts: DecoderParts, index: int, *, selective: bool
     ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.attention_dropout = attention_dropout
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.mlp_dropout = mlp_dropout
+        D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
+        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
+        output_init = normal(config.init_std / math.sqrt(2 * config.layers))
+        self.attention_norm = parts.norm()
+        self.attention = ParallelAttention(
+            D,
+            config.heads,
+            config.key_value_heads,
+            rotary=parts.rotary,
+            tp=placement,
+            options=replace(parts.attention, name=f"{name}.attention", recompute=selective),
+            init=init,
+            output_init=output_init,
+        )
+        self.attention_dropout = residual_dropout(config, f"{name}.attention.output", placement)
+        self.mlp_norm = parts.norm()
+        self.mlp = ParallelMLP(
+            D,
+            config.ffn_hidden,
+            activation=parts.activation,
+            bias=parts.mlp_bias,
+            tp=placement,
+            init=init,
+            output_init=output_init,
+        )
+        self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", placement)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
@@ -77,19 +103,6 @@ class RecomputedBlock(Block):
         return super().forward(x, key)
 
 
-@dataclass(frozen=True)
-class DecoderParts:
-    """What a decoder is made of, beside its head and the sizes that its config gives."""
-
-    embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
-    token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
-    norm: Callable[[], nn.Module]  # makes one of the norms: two in each block, one after the last block
-    attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
-    activation: Activation
-    rotary: RotaryEmbedding | None = None
-    mlp_bias: bool = False
-
-
 class Decoder(nn.Module):
     """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage without `head` gives them.
     `key` [B], of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). One block in
@@ -113,14 +126,11 @@ class Decoder(nn.Module):
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
         self.dropout = residual_dropout(config, "embed", placement)
-        self.layers = nn.ModuleDict(
-            {
-                str(index): make_block(
-                    config, placement, parts, index, recompute if index % recompute_every == 0 else "none"
-                )
-                for index in range(config.layers)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for index in range(config.layers):
+            own = recompute if index % recompute_every == 0 else "none"
+            block = RecomputedBlock if own == "full" else Block
+            self.layers[str(index)] = block(config, placement, parts, index, selective=own == "selective")
         self.norm: nn.Module | None = parts.norm()
         self.head: nn.Module | None = head
 
@@ -136,41 +146,6 @@ class Decoder(nn.Module):
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
-
-
-def make_block(
-    config: ModelConfig, placement: Placement, parts: DecoderParts, index: int, recompute: BlockRecompute
-) -> Block:
-    """Builds block `index` of the whole model."""
-    D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
-    # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
-    output_init = normal(config.init_std / math.sqrt(2 * config.layers))
-    block = RecomputedBlock if recompute == "full" else Block
-    return block(
-        attention_norm=parts.norm(),
-        attention=ParallelAttention(
-            D,
-            config.heads,
-            config.key_value_heads,
-            rotary=parts.rotary,
-            tp=placement,
-            options=replace(parts.attention, name=f"{name}.attention", recompute=recompute == "selective"),
-            init=init,
-            output_init=output_init,
-        ),
-        attention_dropout=residual_dropout(config, f"{name}.attention.output", placement),
-        mlp_norm=parts.norm(),
-        mlp=ParallelMLP(
-            D,
-            config.ffn_hidden,
-            activation=parts.activation,
-            bias=parts.mlp_bias,
-            tp=placement,
-            init=init,
-            output_init=output_init,
-        ),
-        mlp_dropout=residual_dropout(config, f"{name}.mlp.output", placement),
-    )
 
 
 def residual_dropout(config: ModelConfig, name: str, placement: Placement) -> Dropout:

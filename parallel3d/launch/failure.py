@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import sys
 import time
@@ -55,19 +54,6 @@ class Failure:
             foreseen=isinstance(error, Parallel3dError),
             secondary=is_lost_peer(error),
         )
-
-    @classmethod
-    def of_death(cls, exitcode: int, rank: int, coordinates: str) -> Failure:
-        """Makes the record of a local process that sent none. A negative `exitcode` is the number of a signal."""
-        if exitcode == -signal.SIGKILL:
-            message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
-        elif exitcode < 0:
-            message = f"was killed by {signal.Signals(-exitcode).name}"
-        else:
-            message = f"ended with status {exitcode} and without a word"
-        # A communication library that loses a peer may abort its process.
-        aborted = exitcode == -signal.SIGABRT
-        return cls(rank=rank, coordinates=coordinates, message=message, died=True, secondary=aborted)
 
     def line(self) -> str:
         """Returns the line that says which rank failed, and how."""

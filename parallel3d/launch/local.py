@@ -23,7 +23,7 @@ from parallel3d.launch.failure import Failure, print_error, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import handled
-from parallel3d.launch.worker_process import WorkerJob, run_worker_process
+from parallel3d.launch.worker_process import run_worker_process
 
 __all__ = ["Patience", "Rendezvous", "launch_local"]
 
@@ -69,7 +69,7 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{meeting_place}/store",
                 )
-                workers.append(_Worker(WorkerJob(target=target, recipe=recipe, rendezvous=rendezvous)))
+                workers.append(_Worker(target, recipe, rendezvous))
                 workers[-1].start()
             relay.passes_on = True
             failures = _watch(workers, patience or Patience())
@@ -101,13 +101,13 @@ class _Stopped(KeyboardInterrupt):
 class _Worker:
     """A local worker process, with its report and the time of its end."""
 
-    def __init__(self, job: WorkerJob) -> None:
-        self.rank, self.coordinates = job.rendezvous.rank, job.coordinates
+    def __init__(self, target: str, recipe: Recipe, rendezvous: Rendezvous) -> None:
+        self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
         self.process: BaseProcess = context.Process(
-            target=run_worker_process, args=(job, self._sender), name=f"rank-{self.rank}"
+            target=run_worker_process, args=(target, recipe, rendezvous, self._sender), name=f"rank-{self.rank}"
         )
 
     def start(self) -> None:
@@ -120,12 +120,20 @@ class _Worker:
         self.ended_at = time.monotonic()
         exitcode = self.process.exitcode
         try:
-            report = self._reports.recv() if self._reports.poll() else None
+            report: Failure | None = self._reports.recv() if self._reports.poll() else None
         except (EOFError, OSError):
             report = None
-        if isinstance(report, Failure):
+        if report is not None or not exitcode:
             return report
-        return Failure.of_death(exitcode, self.rank, self.coordinates) if exitcode else None
+        if exitcode == -signal.SIGKILL:
+            message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
+        elif exitcode < 0:
+            message = f"was killed by {signal.Signals(-exitcode).name}"
+        else:
+            message = f"ended with status {exitcode} and without a word"
+        # A communication library that loses a peer may abort its process.
+        aborted = exitcode == -signal.SIGABRT
+        return Failure(rank=self.rank, coordinates=self.coordinates, message=message, died=True, secondary=aborted)
 
 
 def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 
@@ -20,26 +19,12 @@ from parallel3d.launch.rendezvous import Rendezvous
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerJob:
-    """One worker's share of a run."""
-
-    target: str  # module:function, called with the recipe and the rendezvous
-    recipe: Recipe
-    rendezvous: Rendezvous
-
-    @property
-    def coordinates(self) -> str:
-        """The worker's place on the mesh, in words."""
-        return str(self.recipe.parallel.coordinates(self.rendezvous.rank))
-
-
-def run_worker_process(job: WorkerJob, reports: Connection) -> None:
-    """The main function of a worker process: returns when the target has, and ends the process where it raises. It sets
-    the variables that torchrun would have set, and defaults that suit several workers on one host."""
+def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, reports: Connection) -> None:
+    """The main function of a worker process: returns when the target ("module:function") has, and ends the process
+    where it raises. It sets the variables that torchrun would have set, and defaults that suit several workers on one
+    host."""
     _die_with_the_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
-    rendezvous = job.rendezvous
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -50,12 +35,12 @@ def run_worker_process(job: WorkerJob, reports: Connection) -> None:
     if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
     try:
-        module, _, name = job.target.partition(":")
-        getattr(import_module(module), name)(job.recipe, rendezvous)
+        module, _, name = target.partition(":")
+        getattr(import_module(module), name)(recipe, rendezvous)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        failure = Failure.of(error, rendezvous.rank, job.coordinates)
+        failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         reports.send(failure)
         sys.stdout.flush()
         sys.stderr.flush()
