@@ -16,15 +16,13 @@ weight that every rank keeps whole; each gives the gradient of its own queries, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d.convert.forms import EnterForm, ReplicatedForm, ScatterForm, reform
-from parallel3d.convert.plan import ModulePlan, plan_modules, split_dims
+from parallel3d.convert.plan import plan_modules, split_dims
 from parallel3d.convert.rules import Rules
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
@@ -48,8 +46,10 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
     if axis.size == 1:
         return module
     _refuse_different_weights(module, tp, axis)
-    _place(plans, dims, tp, axis)
+    placed = {parameter: _on_axis(parameter, dim, tp, axis) for parameter, dim in dims.items()}  # tied ones stay tied
     for plan in plans:
+        own = plan.part.module._parameters
+        own.update({name: placed[parameter] for name, parameter in own.items() if parameter is not None})
         if plan.form in (EnterForm, ScatterForm) and plan.part.module._parameters:
             reform(plan.part.module, ReplicatedForm, axis)
         if plan.form is not None:
@@ -76,20 +76,10 @@ def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> 
             )
 
 
-def _place(plans: Sequence[ModulePlan], dims: Mapping[nn.Parameter, int | None], tp: DeviceMesh, axis: Axis) -> None:
-    """Puts a DTensor in the place of every parameter; tied ones stay tied."""
-    placed = {parameter: _on_axis(parameter, dim, tp, axis) for parameter, dim in dims.items()}
-    for plan in plans:
-        for name, parameter in plan.part.module._parameters.items():
-            if parameter is not None:
-                plan.part.module._parameters[name] = placed[parameter]
-
-
 def _on_axis(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis) -> nn.Parameter:
     """Returns this rank's part of a parameter as a DTensor that is split in `dim`, or whole on every rank."""
-    full = parameter.detach()
+    full = local = parameter.detach()
     placement: Placement = Replicate() if dim is None else Shard(dim)
-    local: Tensor = full
     if dim is not None:
         rows = shard_rows(full.shape[dim], axis.rank, axis.size)
         local = full.narrow(dim, rows.start, len(rows)).clone()

@@ -41,9 +41,10 @@ class Form(nn.Module):
         return None if parameter is None else local_tensor(parameter)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the weight, [O, I] in Conv1D too, and of the bias."""
         weight = self.local("weight")
         assert weight is not None
-        return weight, self.local("bias")
+        return weight.t() if is_conv1d(self) else weight, self.local("bias")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, parameter in self._parameters.items():
@@ -71,28 +72,23 @@ class ColumnForm(Form):
     entered: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._own_columns()
+        (weight, bias), n = self.weight_and_bias(), self.axis.size
+        if self.packed > 1:
+            assert self.axis.group is not None
+            if bias is not None:
+                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(n, 1)[self.axis.rank].flatten()
+            rows = weight.t().unflatten(1, (self.packed, n, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
+            columns = functional_collectives.all_to_all_single_autograd(rows, None, None, self.axis.group)
+            weight = columns.flatten(0, 1).flatten(1, 2).t()  # [P * O / n, I]
+        elif self.shared_heads is not None:
+            head = self.axis.rank * self.shared_heads // n
+            weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
+            bias = None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
         y = F.linear(x if self.entered else copy_to_region(x, self.axis), weight, bias)
         if not self.gather_output:
             return y
-        each = largest_shard(self.features, self.axis.size)  # the last ranks may have fewer
+        each = largest_shard(self.features, n)  # the last ranks may have fewer
         return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
-
-    def _own_columns(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.weight_and_bias()
-        if self.packed > 1:
-            n, group = self.axis.size, self.axis.group
-            assert group is not None
-            if bias is not None:
-                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(n, 1)[self.axis.rank].flatten()
-            rows = weight.unflatten(1, (self.packed, n, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
-            columns = functional_collectives.all_to_all_single_autograd(rows, None, None, group)
-            weight = columns.flatten(0, 1).flatten(1, 2)  # [I, P * O / n]
-        elif self.shared_heads is not None:
-            head = self.axis.rank * self.shared_heads // self.axis.size
-            weight = copy_to_region(weight, self.axis).chunk(self.shared_heads, 1 if is_conv1d(self) else 0)[head]
-            bias = None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
-        return weight.t() if is_conv1d(self) else weight, bias
 
 
 class RowForm(Form):
@@ -104,7 +100,7 @@ class RowForm(Form):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight_and_bias()
-        y = F.linear(x, weight.t() if is_conv1d(self) else weight)
+        y = F.linear(x, weight)
         if not self.sequence:
             y = reduce_from_region(y, self.axis)
             return y if bias is None else y + bias
