@@ -1,4 +1,5 @@
-"""Recipes as YAML files, and `pretrain`, which runs one."""
+"""Recipes as YAML files, `pretrain`, which runs one, and the function that each of its local workers runs. That is not
+in `pretrain`, because a process that multiprocessing starts runs the main module once more under another name."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a sec
 from difflib import get_close_matches
 from pathlib import Path
 
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.models import model_class
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -30,3 +34,10 @@ def find_recipe(name_or_path: str) -> Path:
     near = get_close_matches(name_or_path, [*shipped, *there], 1)
     advice = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}; or give the path of a file"
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
+
+
+def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    """Runs one rank of the run to its end."""
+    from parallel3d.training.worker import run_worker  # this imports torch, which a wrong recipe need not wait for
+
+    run_worker(recipe, rendezvous, model_class(recipe.model.architecture))

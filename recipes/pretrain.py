@@ -20,8 +20,7 @@ from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.recipes.worker import work
+from parallel3d.recipes import find_recipe, shipped_recipes, work
 from parallel3d.tools.arguments import Parser, add_recipe
 
 _INTERRUPTED = 130
@@ -105,7 +104,7 @@ def _launch(options: argparse.Namespace) -> int:
             "start them with torchrun on each machine, or shrink the layout"
         )
     _prepare(recipe)
-    return launch_local("parallel3d.recipes.worker:work", recipe, world_size, preload=_PRELOAD, verbose=options.verbose)
+    return launch_local("parallel3d.recipes:work", recipe, world_size, preload=_PRELOAD, verbose=options.verbose)
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:

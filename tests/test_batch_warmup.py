@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config.batch_sizes import BatchSizes
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import BatchSizes, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import validate, warnings_for
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import ConfigError
@@ -42,8 +41,11 @@ ramps = st.builds(
 def test_the_batch_rises_evenly_to_its_full_size() -> None:
     sizes = RECIPE.batch_sizes
     assert [sizes.at(step) for step in range(12)] == [8] * 5 + [20] * 5 + [32] * 2
-    assert [BatchSizes.of(8, 2, None, 6).at(step) for step in range(8)] == [2, 2, 4, 4, 6, 6, 8, 8]
-    assert [BatchSizes.of(8, None, None, None).at(step) for step in range(3)] == [8, 8, 8]
+    short = replace(RECIPE.train, global_batch_size=8, batch_warmup_start=2, batch_warmup_steps=6)
+    sizes = replace(RECIPE, train=replace(short, batch_warmup_increment=None)).batch_sizes
+    assert [sizes.at(step) for step in range(8)] == [2, 2, 4, 4, 6, 6, 8, 8]
+    sizes = replace(RECIPE, train=replace(short, batch_warmup_start=None)).batch_sizes
+    assert [sizes.at(step) for step in range(3)] == [8, 8, 8]
 
 
 @given(ramps, st.integers(0, 60))

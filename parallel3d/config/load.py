@@ -20,10 +20,39 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
-from parallel3d.config.unsupported import hint_for_key, hint_for_value
 from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
 from parallel3d.errors import ConfigError
 
+# Values that people try and this version does not support -> the reason, and a value that would do.
+_UNSUPPORTED = {
+    ("train.precision", "fp8"): (
+        "float8 is not offered: only GPUs multiply in it (H100 and newer), and this version is tested on CPUs alone; "
+        "try bf16"
+    ),
+    ("optimizer.name", "adamw8bit"): (
+        "8-bit states are not offered: their blocks depend on the layout, and another could not resume them; "
+        "try adamw with optimizer.state_dtype=bf16, or adafactor"
+    ),
+}
+_ALIASES = {"float8": "fp8", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit"}
+
+# A key as other programs call it, or an axis that this version lacks -> the hint.
+_TWO_WAYS = "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try parallel.dp_shard=2"
+_ELSEWHERE = {
+    "dp": _TWO_WAYS,
+    "data_parallel_size": _TWO_WAYS,
+    "cp": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
+    "ep": "expert parallelism is not there yet, nor are models with experts; try parallel.dp_shard=2",
+    "tensor_parallel_size": "did you mean parallel.tp?",
+    "tensor_model_parallel_size": "did you mean parallel.tp?",
+    "pipeline_parallel_size": "did you mean parallel.pp?",
+    "pipeline_model_parallel_size": "did you mean parallel.pp?",
+    "micro_batch_size": "did you mean parallel.microbatch_size?",
+    "mbs": "did you mean parallel.microbatch_size?",
+    "offload": "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; split more over "
+    "parallel.dp_shard, or try parallel.recompute=full",
+    "gradient_accumulation_steps": "it follows from train.global_batch_size and parallel.microbatch_size; set those",
+}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 
 
@@ -166,7 +195,8 @@ def _unknown_key(setting: Setting) -> str:
     )
     known = own or [*(f"{name}.*" for name in SECTIONS), *(name for name in KEYS if "." not in name)]
     advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    return f"{setting.key} ({setting.origin}): unknown key; {hint_for_key(leaf) or advice}"
+    advice = _ELSEWHERE.get("offload" if "offload" in leaf else leaf, advice)
+    return f"{setting.key} ({setting.origin}): unknown key; {advice}"
 
 
 def _assign(config: DictConfig, setting: Setting) -> str | None:
@@ -183,4 +213,6 @@ def _assign(config: DictConfig, setting: Setting) -> str | None:
             return None
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError, AttributeError):
         pass  # AttributeError: omegaconf 2.4's own, in making the message of a ValidationError
-    return f"{setting}: {hint_for_value(setting.key, value) or f'must be {key.wanted}{key.yaml_trap(value)}'}"
+    name = str(value).lower()
+    hint = _UNSUPPORTED.get((setting.key, _ALIASES.get(name, name)))
+    return f"{setting}: {hint or f'must be {key.wanted}{key.yaml_trap(value)}'}"

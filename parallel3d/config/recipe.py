@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from parallel3d.config.batch_sizes import BatchSizes
 from parallel3d.config.flops_and_peaks import block_weights
 from parallel3d.config.ranges import within
 from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
@@ -280,6 +279,37 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The sequences in the batch of step 0, 1, ...: `start` at first, then `increment` more at a time, evenly over
+    `warmup_steps`, after which the batch is `full`. `increment` divides full - start. Early gradients agree with each
+    other, so that a large batch buys little (McCandlish et al. 2018, arXiv 1812.06162).
+
+    The size depends on the step and the recipe alone, never on the layout, so that every layout sees the same sequences
+    in the same steps, and a run resumes in the middle by arithmetic."""
+
+    full: int
+    start: int
+    increment: int = 1
+    warmup_steps: int = 0
+
+    @property
+    def rises(self) -> int:
+        """The number of times that the batch grows."""
+        return (self.full - self.start) // self.increment
+
+    def at(self, step: int) -> int:
+        """Returns the size of the batch of `step`, which counts from 0."""
+        if step >= self.warmup_steps:
+            return self.full
+        return self.start + self.increment * (self.rises * step // self.warmup_steps)
+
+    def before(self, step: int) -> int:
+        """Returns the sequences in all batches before `step`, which is the number of its first sample."""
+        grown = (max(0, step - -(-rise * self.warmup_steps // self.rises)) for rise in range(1, self.rises + 1))
+        return self.start * step + self.increment * sum(grown)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a run, as one YAML file says it."""
 
@@ -301,11 +331,13 @@ class Recipe:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batch of each step."""
-        train = self.train
-        return BatchSizes.of(
-            train.global_batch_size, train.batch_warmup_start, train.batch_warmup_increment, train.batch_warmup_steps
-        )
+        """The global batch of each step. Without a start of the warm-up the batch is always full."""
+        train, full = self.train, self.train.global_batch_size
+        start, steps = train.batch_warmup_start, train.batch_warmup_steps
+        if start is None or steps is None:
+            return BatchSizes(full=full, start=full)
+        increment = train.batch_warmup_increment or start
+        return BatchSizes(full=full, start=start, increment=increment, warmup_steps=steps)
 
     @property
     def of_one_replica(self) -> Recipe:

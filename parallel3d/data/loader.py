@@ -14,7 +14,7 @@ from einops import rearrange
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from parallel3d.config.batch_sizes import BatchSizes
+from parallel3d.config.recipe import BatchSizes
 from parallel3d.data.order import window_order
 from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ class BatchLoader:
     def batch(self, step: int) -> Batch:
         """Returns this rank's share of the global batch of `step`, which counts from 0. Raises DataError for an id
         beyond `vocab`."""
-        sizes = self.sizes or BatchSizes.of(self.global_batch_size, None, None, None)
+        sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         first = sizes.before(step)
         samples = np.arange(first, first + sizes.at(step), dtype=np.int64)
         every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
