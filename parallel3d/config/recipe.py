@@ -98,9 +98,7 @@ class ParallelConfig:
     reduce: Cadence = "step"  # whether gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: float = within(
-        "above 0 and finite", USUAL_BUCKET_MIB
-    )  # least size of the gradients that are reduced in one go
+    bucket_mib: float = within("above 0 and finite", USUAL_BUCKET_MIB)  # least gradients that are reduced in one go
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
@@ -149,9 +147,7 @@ class TrainConfig:
     seq_len: int  # tokens
     seed: int = within("at least 0", 0)
     precision: Precision = "fp32"
-    loss_chunk_tokens: int | None = (
-        None  # tokens whose logits exist at a time; None: all, unless their logits are large
-    )
+    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
     compile: bool = False  # torch.compile each block
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
@@ -210,17 +206,20 @@ class OptimizerConfig:
     @property
     def resolved(self) -> OptimizerConfig:
         """This section with the optimizer's own defaults in the place of None, where it has a default."""
-        defaults = _OPTIMIZER_DEFAULTS[self.name]
-        missing = {key: value for key, value in defaults.items() if getattr(self, key) is None}
+        missing = {key: value for key, value in OPTIMIZER_KEYS[self.name].items() if getattr(self, key) is None}
         return replace(self, **missing)
 
 
-_OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "sgd": {"momentum": 0.9, "nesterov": False},
+# The keys that not all optimizers read, by optimizer, with the defaults that None stands for.
+_ADAMW_KEYS = {"betas": (0.9, 0.95), "eps": 1e-8, "state_dtype": None}
+OPTIMIZER_KEYS: dict[OptimizerName, dict[str, Any]] = {
+    "adamw": _ADAMW_KEYS,
+    "sgd": {"momentum": 0.9, "nesterov": False, "state_dtype": None},
     "muon": {
+        **_ADAMW_KEYS,
         "momentum": 0.95,
         "nesterov": True,
+        "muon_lr": None,
         "lr_adjust": "match_rms_adamw",
         "ns_steps": 5,
         "ns_dtype": "bf16",

@@ -23,11 +23,12 @@ from parallel3d.config.rules_layout import (
     sharding_errors,
 )
 from parallel3d.config.rules_optimizer import optimizer_errors, step_in_backward_errors
+from parallel3d.config.sharding_strategies import HYBRID_OF
 from parallel3d.errors import ConfigError
 
 _MOST_PROBLEMS = 5  # lines of an error; further problems are counted
 _BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
-_INSIDE_A_REPLICA = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+_INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
 
 def validate(recipe: Recipe) -> None:

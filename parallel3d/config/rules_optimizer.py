@@ -6,26 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import rule
 from parallel3d.config.sharding_strategies import HYBRID_OF
 from parallel3d.config.yaml_text import shown
 from parallel3d.schedules.registry import SCHEDULES
 
-# The keys that not all optimizers read -> the optimizers that read them.
-_USED_BY: dict[str, tuple[str, ...]] = {
-    "betas": ("adamw", "muon"),
-    "eps": ("adamw", "muon"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd", "muon"),
-    "muon_lr": ("muon",),
-    "lr_adjust": ("muon",),
-    "ns_steps": ("muon",),
-    "ns_dtype": ("muon",),
-    "beta2_decay": ("adafactor",),
-    "update_clip": ("adafactor",),
-    "state_dtype": ("adamw", "sgd", "muon"),
-}
 _MOST_NS_STEPS = 99  # the limit of torch.optim.Muon
 # A step moves a running mean by 1 - beta of its distance from the new value, and bf16 rounds away a change below 1/512.
 _LARGEST_BF16_BETA = 0.99
@@ -36,8 +22,8 @@ def optimizer_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule that the section breaks; its numbers are in range."""
     config = recipe.optimizer
     for key in fields(config):
-        used_by = _USED_BY.get(key.name, (config.name,))
-        if config.name not in used_by and getattr(config, key.name) != key.default:
+        used_by = [name for name, keys in OPTIMIZER_KEYS.items() if key.name in keys]
+        if used_by and config.name not in used_by and getattr(config, key.name) != key.default:
             tries = f"optimizer.{key.name}={shown(key.default)}, or optimizer.name={' or '.join(used_by)}"
             yield f"<optimizer.{key.name}>: <optimizer.name> has no use for it; try {tries}"
     if config.name == "sgd" and config.momentum == 0 and config.nesterov:
@@ -51,7 +37,7 @@ def optimizer_errors(recipe: Recipe) -> Iterator[str]:
         words = (
             f"must be with <optimizer.state_dtype> at most {_LARGEST_BF16_BETA}, or what a step adds is rounded away"
         )
-        if config.name in _USED_BY["betas"] and max(config.betas) > _LARGEST_BF16_BETA:
+        if "betas" in OPTIMIZER_KEYS[config.name] and max(config.betas) > _LARGEST_BF16_BETA:
             yield f"<optimizer.betas>: {words}; try [0.9, 0.95]"
         if config.momentum is not None and config.momentum > _LARGEST_BF16_BETA:
             yield f"<optimizer.momentum>: {words}; try 0.95"

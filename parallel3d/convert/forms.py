@@ -41,7 +41,7 @@ class Form(nn.Module):
         return None if parameter is None else local_tensor(parameter)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's part of the weight, [O, I] in Conv1D too, and of the bias."""
+        """Returns this rank's part of the weight, [O, I] in Conv1D too, and of the bias."""
         weight = self.local("weight")
         assert weight is not None
         return weight.t() if is_conv1d(self) else weight, self.local("bias")
