@@ -164,12 +164,8 @@ class LossScaleConfig:
     """The factor on the loss with train.precision = fp16, which keeps small gradients from vanishing."""
 
     initial: float = within("above 0 and finite", 65536.0)
-    growth: float = within(
-        "above 1 and finite", 2.0
-    )  # the scale's factor after `interval` steps in a row with finite gradients
-    backoff: float = within(
-        "above 0 and below 1", 0.5
-    )  # the scale's factor after a step whose gradients are not finite
+    growth: float = within("above 1 and finite", 2.0)  # the factor after `interval` steps with finite gradients
+    backoff: float = within("above 0 and below 1", 0.5)  # the factor after a step whose gradients are not finite
     interval: int = 2000
 
 
