@@ -90,7 +90,7 @@ def parallelize(
     check_nothing_lost(names, ranges)
     aliases = tied_names(reference)
 
-    stages, data, parameters = [], [], []
+    stages, data, parameters, tp = [], [], [], Axis.of(mesh["tp"])
     dtypes = dtypes_of(recipe.train.precision, parallel)
     for index in schedule.stages_of(mesh["pp"].get_local_rank()):
         module = cut(whole(), ranges[index])
@@ -98,13 +98,14 @@ def parallelize(
         set_fused_gradients(module, not recipe.optimizer.step_in_backward)
         if recipe.train.compile:
             compile_blocks(module)
-        sharded = shard_stage(
-            module, mesh, parallel, dtypes, recipe.microbatches, step_in_backward=recipe.optimizer.step_in_backward
-        )
+        sharded = shard_stage(module, mesh, recipe, dtypes)
         materialize(module, device)
         sharded.allocate()
         owned = local_parameters(module, aliases, sharded)
-        initialize_parameters(owned, mesh, recipe.train.seed)
+        with torch.no_grad():  # each global tensor is drawn, and this rank's part of it is kept
+            for own in owned:
+                full = initial_tensor(own.spec, own.name, recipe.train.seed)
+                own.part.initialize(own.spec.local_part(full, tp))
         stages.append(Stage(module, sharded.before_backward, sharded.after_weights))
         data.append(sharded)
         parameters += owned
@@ -125,20 +126,12 @@ def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
     return Dtypes(compute=of[precision], master=master, reduce=of[parallel.reduce_dtype])
 
 
-def shard_stage(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    parallel: ParallelConfig,
-    dtypes: Dtypes,
-    microbatches: int,
-    *,
-    step_in_backward: bool,
-) -> ShardedData:
+def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
     """Lays a stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the
     tokens of the global batch. Each block is gathered by itself; where only gradients are sent, the head's leave by
     themselves, too."""
-    strategy = parallel.strategy
-    layers = module.layers
+    parallel, microbatches = recipe.parallel, recipe.microbatches
+    strategy, layers = parallel.strategy, module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
     ends = [name for name in LAST_PARTS if strategy in REPLICATED and getattr(module, name) is not None]
@@ -155,7 +148,7 @@ def shard_stage(
             microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
             prefetch=parallel.prefetch,
             bucket_mib=parallel.bucket_mib,
-            step_in_backward=step_in_backward,
+            step_in_backward=recipe.optimizer.step_in_backward,
         ),
     )
 
@@ -174,14 +167,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     pairs = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
     return {name: original for name, original in pairs if name != original}
-
-
-@torch.no_grad()
-def initialize_parameters(parameters: list[LocalParameter], mesh: DeviceMesh, seed: int) -> None:
-    """Draws each parameter's global tensor, and keeps the part of it that tp and the data ranks leave this rank."""
-    tp = Axis.of(mesh["tp"])
-    for own in parameters:
-        own.part.initialize(own.spec.local_part(initial_tensor(own.spec, own.name, seed), tp))
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor as FakeTensor,  # shapes without memory, for `parallel3d-plan verify`
-)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # shapes without memory, for the dry run
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives  # what `torch.compile` can trace
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -77,8 +77,10 @@ def launch_local(
                 raise _Stopped(signal.SIGTERM)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
-            outcome = RunOutcome(exit_status=128 + stop.signal, reason=f"stopped by {stop.signal.name}")
-            print_error(f"stopped by {stop.signal.name}")
+            (signum,) = stop.args
+            reason = f"stopped by {signal.Signals(signum).name}"
+            print_error(reason)
+            outcome = RunOutcome(exit_status=128 + signum, reason=reason)
         finally:
             relay.is_deaf = True
             started = [worker.process for worker in workers if worker.process.pid is not None]
@@ -91,11 +93,7 @@ def launch_local(
 
 
 class _Stopped(KeyboardInterrupt):
-    """Raised in the launcher by Ctrl-C or SIGTERM."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signal = signal.Signals(signum)
+    """Raised in the launcher by Ctrl-C or SIGTERM, with the number of the signal."""
 
 
 class _Worker:
