@@ -62,7 +62,7 @@ def test_an_unset_run_dir_is_named_after_the_recipe(load: Load) -> None:
 @pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid_and_survive_being_written(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path, cards=shape_cards())
-    assert warnings_for(recipe) == []
+    assert list(warnings_for(recipe)) == []
     (tmp_path / "config.yaml").write_text(to_yaml(recipe))
     assert load_recipe(tmp_path / "config.yaml", cards=shape_cards()) == recipe
 
@@ -399,7 +399,7 @@ def test_masks_and_a_warm_up_survive_being_written(load: Load) -> None:
 def test_a_loss_scale_without_float16_is_told(load: Load) -> None:
     (line,) = warnings_for(load("loss_scale.interval=500"))
     assert line.startswith("loss_scale: not used, because train.precision = fp32")
-    assert warnings_for(load("loss_scale.interval=500", "train.precision=fp16")) == []
+    assert list(warnings_for(load("loss_scale.interval=500", "train.precision=fp16"))) == []
 
 
 def test_a_decay_that_ends_before_the_run_is_allowed_with_a_warning(load: Load) -> None:

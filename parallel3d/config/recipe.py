@@ -173,7 +173,7 @@ class LossScaleConfig:
 class OptimizerConfig:
     """The optimizer, and its rate: a linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
 
-    A key that the optimizer does not read is refused unless it is left at its default (`rules_optimizer`). None stands
+    A key that the optimizer does not read is refused unless it is left at its default (`rules`). None stands
     for the optimizer's own default, which docs/optimizers.md gives."""
 
     name: OptimizerName = "adamw"

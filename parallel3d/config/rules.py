@@ -2,8 +2,8 @@
 `shard()` and the layers read.
 
 Each rule is a pure function that yields one line for each value that breaks it: the key, its value, the rule, and a
-value that would do. `ranges` checks each number alone; the `rules_` files check what must fit together in a layout and
-in an optimizer, this file what a run reads, rounds, records and writes.
+value that would do. `ranges` checks each number alone, `rules_layout` what must fit together in a model and its layout,
+this file what an optimizer reads, which layouts can step in the backward, and what a run reads, records and writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from parallel3d.config.ranges import multiple_from, range_errors
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import (
     at_most,
     batch_errors,
@@ -22,11 +22,15 @@ from parallel3d.config.rules_layout import (
     schedule_errors,
     sharding_errors,
 )
-from parallel3d.config.rules_optimizer import optimizer_errors, step_in_backward_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF
+from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
+from parallel3d.schedules.registry import SCHEDULES
 
 _MOST_PROBLEMS = 5  # lines of an error; further problems are counted
+_MOST_NS_STEPS = 99  # the limit of torch.optim.Muon
+# A step moves a running mean by 1 - beta of its distance from the new value, and bf16 rounds away a change below 1/512.
+_LARGEST_BF16_BETA = 0.99
 _BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
 _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
@@ -36,12 +40,9 @@ def validate(recipe: Recipe) -> None:
 
     The ranges come first, because what must divide what is only asked of numbers that are in range."""
     refuse([*range_errors(recipe)])
-    layout = [line for check in (model_errors, parallel_errors) for line in check(recipe)]
-    layout += sharding_errors(recipe.of_one_replica.parallel)
-    refuse(
-        layout
-        + [line for check in (schedule_errors, batch_errors, local_sgd_errors, run_errors) for line in check(recipe)]
-    )
+    checks = (model_errors, parallel_errors, schedule_errors, batch_errors, local_sgd_errors, run_errors)
+    lines = [line for check in checks for line in check(recipe)]
+    refuse([*lines, *sharding_errors(recipe.of_one_replica.parallel)])
     refuse([*optimizer_errors(recipe), *step_in_backward_errors(recipe)])
 
 
@@ -117,13 +118,81 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield "run_dir = '': must be a folder; try run_dir=runs/mine"
 
 
-def warnings_for(recipe: Recipe) -> list[str]:
-    """One line for each setting that is allowed and seldom meant."""
-    return list(_warnings(recipe))
+@rule
+def optimizer_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each rule that the section breaks; its numbers are in range."""
+    config = recipe.optimizer
+    for key in fields(config):
+        used_by = [name for name, keys in OPTIMIZER_KEYS.items() if key.name in keys]
+        if used_by and config.name not in used_by and getattr(config, key.name) != key.default:
+            tries = f"optimizer.{key.name}={shown(key.default)}, or optimizer.name={' or '.join(used_by)}"
+            yield f"<optimizer.{key.name}>: <optimizer.name> has no use for it; try {tries}"
+    if config.name == "sgd" and config.momentum == 0 and config.nesterov:
+        yield "<optimizer.nesterov>: needs momentum, and <optimizer.momentum>; try optimizer.momentum=0.9"
+    if config.name == "sgd" and config.momentum == 0 and config.state_dtype is not None:
+        tries = "optimizer.state_dtype=null, or optimizer.momentum=0.9"
+        yield f"<optimizer.state_dtype>: sgd without momentum has no states; try {tries}"
+    if config.ns_steps is not None and config.ns_steps > _MOST_NS_STEPS:
+        yield f"<optimizer.ns_steps>: must be at most {_MOST_NS_STEPS}; try 5"
+    if config.state_dtype == "bf16":
+        words = (
+            f"must be with <optimizer.state_dtype> at most {_LARGEST_BF16_BETA}, or what a step adds is rounded away"
+        )
+        if "betas" in OPTIMIZER_KEYS[config.name] and max(config.betas) > _LARGEST_BF16_BETA:
+            yield f"<optimizer.betas>: {words}; try [0.9, 0.95]"
+        if config.momentum is not None and config.momentum > _LARGEST_BF16_BETA:
+            yield f"<optimizer.momentum>: {words}; try 0.95"
 
 
 @rule
-def _warnings(recipe: Recipe) -> Iterator[str]:
+def step_in_backward_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each setting with which parameters cannot be stepped in the backward, or nothing is saved by it."""
+    if not recipe.optimizer.step_in_backward:
+        return
+    train, layout = recipe.train, recipe.of_one_replica
+    if train.grad_clip is not None:
+        words = "needs the norm of the whole gradient before the first parameter is stepped"
+        yield f"<optimizer.step_in_backward>: <train.grad_clip> {words}; try train.grad_clip=null"
+    if train.precision == "fp16":
+        words = "skips a step in which any gradient overflows, which is known when all are there"
+        yield f"<optimizer.step_in_backward>: <train.precision> {words}; try train.precision=bf16"
+    if recipe.optimizer.name not in ("adamw", "sgd"):
+        words = "exchanges something of many parameters at once in its step, and each would come alone"
+        yield f"<optimizer.step_in_backward>: <optimizer.name> {words}; try optimizer.name=adamw"
+    batch, tied = layout.train.global_batch_size, recipe.model.tied_embeddings
+    for reason in _reasons_to_wait(layout.parallel, batch, tied):
+        yield f"<optimizer.step_in_backward>: {reason}"
+
+
+def can_step_in_backward(parallel: ParallelConfig, global_batch_size: int, *, tied_embeddings: bool) -> bool:
+    """True if optimizer.step_in_backward works, and saves memory, in this layout."""
+    return next(_reasons_to_wait(parallel, global_batch_size, tied_embeddings), None) is None
+
+
+def _reasons_to_wait(parallel: ParallelConfig, global_batch_size: int, tied_embeddings: bool) -> Iterator[str]:
+    """Yields why parameters cannot be stepped in the backward of a layout, each with a value that would do."""
+    share, schedule = global_batch_size // parallel.dp, SCHEDULES[parallel.schedule]
+    if parallel.strategy in HYBRID_OF.values() and parallel.dp_replicate > 1:
+        yield (
+            f"parallel.sharding = {parallel.strategy} is torch's fully_shard, which holds all reduced gradients until "
+            "its backward ends, so that nothing is saved; try parallel.sharding=SHARD_OPTIMIZER"
+        )
+    if (microbatches := share // parallel.microbatch_size) > 1:
+        yield (
+            f"the gradients of {microbatches} microbatches are added up, so all of them are there until the last, and "
+            f"nothing is saved; try parallel.microbatch_size={share}"
+        )
+    if tied_embeddings and parallel.pp > 1:
+        words = "sums a gradient over the first and the last stage when both are done"
+        yield f"model.tied_embeddings = true with <parallel.pp> {words}; try parallel.pp=1"
+    if schedule.splits_backward:
+        tries = f"parallel.schedule={schedule.whole_backward}"
+        yield f"<parallel.schedule> puts off the gradients of weights beyond the backward; try {tries}"
+
+
+@rule
+def warnings_for(recipe: Recipe) -> Iterator[str]:
+    """One line for each setting that is allowed and seldom meant."""
     train, optimizer, data = recipe.train, recipe.optimizer, recipe.data
     if optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
         lowest = f"{optimizer.lr * optimizer.min_lr_ratio:g}"

@@ -14,8 +14,7 @@ from typing import Any
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
-from parallel3d.config.rules import validate
-from parallel3d.config.rules_optimizer import can_step_in_backward
+from parallel3d.config.rules import can_step_in_backward, validate
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.rules_optimizer import can_step_in_backward
+from parallel3d.config.rules import can_step_in_backward
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
