@@ -82,8 +82,7 @@ class Block(nn.Module):
 
 class RecomputedBlock(Block):
     """A block that keeps x alone for the backward, which computes the block's activations a second time (Chen et al.
-    2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s, the reduction of gradients) stay outside and run once.
-    """
+    2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s, gradient reduction) stay outside and run once."""
 
     @cached_property
     def has_dropout(self) -> bool:

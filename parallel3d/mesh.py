@@ -26,8 +26,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
-        """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises TypeError for anything
-        else."""
+        """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises TypeError for all else."""
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or None")
         if mesh is not None and mesh.ndim != 1:

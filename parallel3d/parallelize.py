@@ -1,5 +1,4 @@
-"""Turns a model and a layout into what this rank trains: its stages, compiled, sharded and initialised, and their
-pipeline."""
+"""Turns a model and a layout into what this rank trains: stages, sharded and initialised, and their pipeline."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ def parallelize(
     connect: Connect = Links,
 ) -> Parallelized:
     """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
-    them with weights that depend on the seed and their names alone. `connect`: how the pipeline's ranks reach each
-    other."""
+    them with weights that depend on the seed and their names alone. The pipeline's ranks reach each other by `connect`.
+    """
     parallel, model = recipe.parallel, recipe.model
     if parallel.stage_boundaries is not None:
         sizes = sizes_between(parallel.stage_boundaries, model.layers)
@@ -127,9 +126,8 @@ def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
-    """Lays a stage over the data ranks. Gradients are summed, because a microbatch's loss is already divided by the
-    tokens of the global batch. Each block is gathered by itself; where only gradients are sent, the head's leave by
-    themselves, too."""
+    """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the tokens of the
+    global batch. Each block is gathered by itself; where only gradients are sent, the head's leave alone."""
     parallel, microbatches = recipe.parallel, recipe.microbatches
     strategy, layers = parallel.strategy, module.layers
     assert isinstance(layers, nn.ModuleDict)
@@ -171,12 +169,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a block that is
-    recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of gradients) and activation recompute
-    stay outside of what is compiled, so that the order in which these are applied does not matter; collectives of tp
-    are in the graph.
-
-    A forward that `torch.compile` cannot trace whole is an error at its first use, not a slow graph in pieces.
-    """
+    recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of gradients) and recompute stay
+    outside, in any order; collectives of tp are in the graph. A forward that `torch.compile` cannot trace whole is an
+    error at its first use, not a slow graph in pieces."""
     for block in model.get_submodule("layers").children():
         method = "compute" if hasattr(block, "compute") else "forward"
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))  # this instance's own

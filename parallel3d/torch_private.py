@@ -41,8 +41,7 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def is_in_backward() -> bool:
-    """Returns whether autograd is at work in this thread. A forward that activation recompute runs again is told apart
-    by this."""
+    """Returns whether autograd is at work in this thread, as it is when recompute runs a forward again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -55,8 +54,7 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns this rank's part without the operator that `to_local` would be, which a `TorchDispatchMode` must not call
-    from within itself."""
+    """Returns this rank's part without `to_local`, an operator that a `TorchDispatchMode` must not call from itself."""
     return tensor._local_tensor
 
 
@@ -103,9 +101,8 @@ def keep_delayed_gradients(root: FSDPModule) -> None:
 
 
 def reduce_delayed_gradients(root: FSDPModule) -> None:
-    """Does what `fully_shard` does at the end of a backward: sums gradients over the data ranks and frees the gathered
-    parameters. `fully_shard` does it at the end of the first half of a split backward, without the gradients of the
-    second."""
+    """Does what `fully_shard` does at the end of a backward, but of a split one after its first half: sums gradients
+    over the data ranks and frees the gathered parameters."""
     for group in reversed(_groups(root)):
         group.post_backward()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]

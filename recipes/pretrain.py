@@ -108,8 +108,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
-    """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike, and only rank 0
-    says so."""
+    """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike: rank 0 says so."""
     speaks = rendezvous.rank == 0
     try:
         recipe = _load(options)
@@ -144,8 +143,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
 
 
 def _prepare(recipe: Recipe) -> None:
-    """Checks the data and the compiler, and makes the folder of the run: one process does so for all, before they
-    meet."""
+    """Checks the data and the compiler and makes the folder of the run: one process for all, before they meet."""
     from parallel3d.data import check_data  # this imports numpy, which --help and a wrong key need not wait for
 
     if recipe.train.compile:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
-from parallel3d.launch.local import Patience, Rendezvous, launch_local
+from parallel3d.launch.local import Patience, launch_local
+from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.signals import catch_sigterm
 
 

@@ -89,7 +89,7 @@ def test_a_transposed_pack_is_kept_split_by_its_inputs() -> None:
         ({"norm": "colum"}, 2, r"rule 'norm': 'colum' is no style; try one of column, row, vocab, replicate"),
         ({"norm": "column"}, 2, r"norm: is a LayerNorm; only nn.Linear and Conv1D can be split so"),
         ({"norm": "vocab"}, 2, r"norm: is a LayerNorm; only nn.Embedding can be split by rows"),
-        ({}, 3, r"blocks.0.attn.q: 4 heads \(.*head_dim\) cannot be split over tp = 3; try tp = 1 or 2 or 4"),
+        ({}, 3, r"blocks.0.attn.q: 4 heads \(.*head_dim\) cannot be split over tp = 3; try tp = 1, 2 or 4"),
         ({"blocks.*": Divide(("heads",))}, 2, r"blocks.0: its rule needs ModuleDict.heads, and that is None"),
     ],
 )  # fmt: skip

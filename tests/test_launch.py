@@ -17,7 +17,7 @@ import pytest
 
 from parallel3d.errors import ConfigError, NonFiniteError, RankError, RendezvousError
 from parallel3d.launch.failure import Failure, is_lost_peer, root_cause
-from parallel3d.launch.local import Rendezvous
+from parallel3d.launch.rendezvous import Rendezvous
 
 PROGRAM = launch_targets.__file__
 

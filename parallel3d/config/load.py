@@ -167,8 +167,7 @@ def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Pa
 
 
 def _parse_override(text: str) -> Setting:
-    """Reads a `key=value` of the command line as a setting. Raises ConfigError where it has another form, or the key is
-    not in the schema."""
+    """Reads a `key=value` of the command line. Raises ConfigError for another form, or a key not in the schema."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:

@@ -21,8 +21,7 @@ Transport = Literal["fp32", "fp16", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a transformer. `name` picks a shape card of `models/`; numbers that stand beside it replace the
-    card's."""
+    """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace the card's."""
 
     name: str | None = None
     architecture: Literal["llama", "gpt"] = "llama"

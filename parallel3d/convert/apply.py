@@ -61,8 +61,7 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
 
 
 def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> None:
-    """Raises ValueError where the ranks start from different weights: without a common seed their parts would be parts
-    of several models."""
+    """Raises ValueError where the ranks start from different weights: their parts would be of several models."""
     named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor) and not p.is_meta]
     if not named:
         return

@@ -170,8 +170,7 @@ class EnterForm(Form):
 
 
 class ScatterForm(EnterForm):
-    """A module whose input [B, S, D] is whole and that works on [B, S / n, D]. Sends nothing forward; all-gathers dx
-    backward."""
+    """A module that works on [B, S / n, D] of its input [B, S, D]. Sends nothing forward; all-gathers dx backward."""
 
     def _taken(self, x: Tensor) -> Tensor:
         return scatter_to_region(x, self.axis, SEQUENCE_DIM)

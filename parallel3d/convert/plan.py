@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.convert.forms import (
     ColumnForm,
     EmbeddingForm,
@@ -56,10 +57,8 @@ class Part:
         return value
 
     def uneven(self, size: int, what: str) -> ValueError:
-        would_do = [str(d) for d in range(1, min(size, 64) + 1) if size % d == 0]
-        return ValueError(
-            f"{self.name}: {size} {what} cannot be split over tp = {self.tp}; try tp = {' or '.join(would_do)}"
-        )
+        tries = any_of(divisors_near(size, self.tp))
+        return ValueError(f"{self.name}: {size} {what} cannot be split over tp = {self.tp}; try tp = {tries}")
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,7 @@ def _is_transposed(part: Part) -> bool:
 
 
 def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:
-    """Returns the dim that every parameter is split in. Raises ValueError where the two names of a tied one
-    disagree."""
+    """Returns the dim that every parameter is split in. Raises ValueError where two names of a tied one disagree."""
     dims: dict[nn.Parameter, int | None] = {}
     for plan in plans:
         for name, dim in plan.dims.items():

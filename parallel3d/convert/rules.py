@@ -93,11 +93,7 @@ LLAMA_BLOCKS: dict[str, Style | Word] = {
     "**.layers.*.mlp.up_proj": Column(),
     "**.layers.*.mlp.down_proj": Row(),
 }
-LLAMA: dict[str, Style | Word] = {
-    "model.embed_tokens": Vocab(),
-    **LLAMA_BLOCKS,
-    "lm_head": Column(gather_output=True),
-}
+LLAMA: dict[str, Style | Word] = {"model.embed_tokens": Vocab(), **LLAMA_BLOCKS, "lm_head": Column(gather_output=True)}
 MISTRAL = LLAMA
 QWEN2 = LLAMA  # with biases of q, k and v, which go with their weights
 QWEN3: dict[str, Style | Word] = {

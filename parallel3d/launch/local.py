@@ -25,8 +25,6 @@ from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import handled
 from parallel3d.launch.worker_process import run_worker_process
 
-__all__ = ["Patience", "Rendezvous", "launch_local"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
@@ -141,8 +139,14 @@ def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
     while running := {worker.process.sentinel: worker for worker in workers if worker.ended_at is None}:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = connection.wait(list(running), timeout=left)
+        if not ended and not failures:
+            ended_at, first = min((worker.ended_at, worker.rank) for worker in workers if worker.ended_at is not None)
+            waited = f"{time.monotonic() - ended_at:.0f} s after rank {first} ({workers[first].coordinates}) was done"
+            left_over = next(iter(running.values()))
+            message = f"still runs {waited}; it hangs"
+            failures = [Failure(rank=left_over.rank, coordinates=left_over.coordinates, message=message, died=True)]
         if not ended:
-            return failures or [_straggler(workers)]
+            return failures
         for sentinel in ended:
             assert isinstance(sentinel, int)
             failure = running[sentinel].collect()
@@ -153,15 +157,6 @@ def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
         if deadline is None:
             deadline = time.monotonic() + patience.stragglers_s
     return failures
-
-
-def _straggler(workers: Sequence[_Worker]) -> Failure:
-    """Makes the failure of a worker that still runs long after another one was done."""
-    running = next(worker for worker in workers if worker.ended_at is None)
-    ended_at, first = min((worker.ended_at, worker.rank) for worker in workers if worker.ended_at is not None)
-    waited = f"{time.monotonic() - ended_at:.0f} s after rank {first} ({workers[first].coordinates}) was done"
-    message = f"still runs {waited}; it hangs"
-    return Failure(rank=running.rank, coordinates=running.coordinates, message=message, died=True)
 
 
 def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:

@@ -28,8 +28,7 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-        """Reads what torchrun (or srun, or an MPI) has set. Returns None where no launcher started this process as one
-        of several."""
+        """Reads what torchrun (or srun, or an MPI) has set. Returns None for a process that no launcher started."""
         if "RANK" in environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "MASTER_ADDR" in environ and environ.get("SLURM_NTASKS", "1") != "1":

@@ -1,8 +1,5 @@
-"""What is prepared before the first worker of a run starts (its compiler, its folder), and the outcome that closes the
-folder after the last has ended.
-
-Only one process does this: the launcher, or rank 0 where somebody else launched the workers.
-"""
+"""What one process (the launcher, or rank 0 where somebody else launched the workers) prepares before the first worker
+of a run starts, its compiler and its folder, and the outcome that closes the folder after the last has ended."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, reports: Connection) -> None:
     """The main function of a worker process: returns when the target ("module:function") has, and ends the process
-    where it raises. It sets the variables that torchrun would have set, and defaults that suit several workers on one
-    host."""
+    where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host."""
     _die_with_the_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
