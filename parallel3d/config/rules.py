@@ -173,15 +173,11 @@ def _reasons_to_wait(parallel: ParallelConfig, global_batch_size: int, tied_embe
     """Yields why parameters cannot be stepped in the backward of a layout, each with a value that would do."""
     share, schedule = global_batch_size // parallel.dp, SCHEDULES[parallel.schedule]
     if parallel.strategy in HYBRID_OF.values() and parallel.dp_replicate > 1:
-        yield (
-            f"parallel.sharding = {parallel.strategy} is torch's fully_shard, which holds all reduced gradients until "
-            "its backward ends, so that nothing is saved; try parallel.sharding=SHARD_OPTIMIZER"
-        )
+        words = "is torch's fully_shard, which holds all reduced gradients until its backward ends: nothing is saved"
+        yield f"parallel.sharding = {parallel.strategy} {words}; try parallel.sharding=SHARD_OPTIMIZER"
     if (microbatches := share // parallel.microbatch_size) > 1:
-        yield (
-            f"the gradients of {microbatches} microbatches are added up, so all of them are there until the last, and "
-            f"nothing is saved; try parallel.microbatch_size={share}"
-        )
+        words = "microbatches are added up, so all of them are there until the last, and nothing is saved"
+        yield f"the gradients of {microbatches} {words}; try parallel.microbatch_size={share}"
     if tied_embeddings and parallel.pp > 1:
         words = "sums a gradient over the first and the last stage when both are done"
         yield f"model.tied_embeddings = true with <parallel.pp> {words}; try parallel.pp=1"

@@ -81,10 +81,8 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
         tries = any_of(divisors_near(model.hidden // 2, model.heads) or [1])
         yield f"<model.heads>: must divide <model.hidden>; try {tries}"
     elif model.head_dim % 2 and model.architecture == "llama":
-        yield (
-            f"<model.heads>: makes heads of {model.head_dim} numbers, which rotary positions need in pairs; "
-            f"try model.hidden={model.hidden + model.heads}"
-        )
+        words = f"makes heads of {model.head_dim} numbers, which rotary positions need in pairs"
+        yield f"<model.heads>: {words}; try model.hidden={model.hidden + model.heads}"
     if model.heads % model.key_value_heads:
         tries = any_of(divisors_near(model.heads, model.key_value_heads))
         yield f"<model.kv_heads>: must divide <model.heads>; try {tries}"
@@ -121,10 +119,8 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
             yield "<parallel.recompute_every>: <parallel.recompute> needs it; try 2, every other block"
         yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
     elif parallel.recompute_every is not None:
-        yield (
-            f"<parallel.recompute_every>: is for parallel.recompute = every_n, and it is {parallel.recompute}; "
-            f"try parallel.recompute=every_n, or drop it"
-        )
+        words = f"is for parallel.recompute = every_n, and it is {parallel.recompute}"
+        yield f"<parallel.recompute_every>: {words}; try parallel.recompute=every_n, or drop it"
 
 
 @rule
@@ -136,10 +132,8 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
         return
     strategy, meant = parallel.strategy, strategy_of(None, stage, replicas)
     if stage is not None and sharding not in (None, meant):
-        yield (
-            f"<parallel.zero_stage>: is another name for parallel.sharding = {meant}, and that is {sharding}; "
-            f"try parallel.zero_stage=null"
-        )
+        words = f"is another name for parallel.sharding = {meant}, and that is {sharding}"
+        yield f"<parallel.zero_stage>: {words}; try parallel.zero_stage=null"
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
     name = f"parallel.sharding = {strategy}"
@@ -178,10 +172,8 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
     virtual, schedule = parallel.virtual_stages, SCHEDULES[parallel.schedule]
     if parallel.stages > layers:
         product = "" if virtual == 1 else f" x parallel.virtual_stages {virtual}"
-        yield (
-            f"<parallel.pp>{product}: {layers} layers cannot fill {parallel.stages} stages; "
-            f"try parallel.pp={max(1, layers // virtual)} or model.layers={parallel.stages}"
-        )
+        tries = f"parallel.pp={max(1, layers // virtual)} or model.layers={parallel.stages}"
+        yield f"<parallel.pp>{product}: {layers} layers cannot fill {parallel.stages} stages; try {tries}"
     elif parallel.stage_boundaries is not None:
         fault = faults_of_boundaries(parallel.stage_boundaries, layers, parallel.stages)
         if fault is not None:
@@ -191,15 +183,11 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
     usual = schedule.stages.usual
     if schedule.stages.most == 1 and virtual > 1:
         many = [other.name for other in SCHEDULES.values() if other.stages.usual > 1 and other.stages.allow(virtual)]
-        yield (
-            f"<parallel.virtual_stages>: needs parallel.schedule = {any_of(many)}, and it is {schedule.name}; "
-            f"try parallel.schedule={many[0]} or parallel.virtual_stages=1"
-        )
+        words = f"needs parallel.schedule = {any_of(many)}, and it is {schedule.name}"
+        yield f"<parallel.virtual_stages>: {words}; try parallel.schedule={many[0]} or parallel.virtual_stages=1"
     elif not schedule.stages.allow(virtual):
-        yield (
-            f"<parallel.virtual_stages>: must be {usual} with <parallel.schedule>, whose ranks hold a stage on the way "
-            f"down and one on the way up; try parallel.virtual_stages={usual}"
-        )
+        words = "<parallel.schedule>, whose ranks hold a stage on the way down and one on the way up"
+        yield f"<parallel.virtual_stages>: must be {usual} with {words}; try parallel.virtual_stages={usual}"
     elif usual > 1 and virtual == 1:
         tries = f"parallel.schedule={schedule.single_stage} or parallel.virtual_stages=2"
         yield f"<parallel.schedule>: has nothing to interleave with <parallel.virtual_stages>; try {tries}"
@@ -231,10 +219,9 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
         sizes |= {"batch_warmup_start": start, "batch_warmup_increment": train.batch_warmup_increment or start}
     for key, size in sizes.items():
         if size % slice_:
-            yield (
-                f"train.{key} = {size}: must be a multiple of data ranks {parallel.dp} x parallel.microbatch_size "
-                f"{parallel.microbatch_size} = {slice_}; try {any_of(multiples_near(size, slice_))}"
-            )
+            product = f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = {slice_}"
+            tries = any_of(multiples_near(size, slice_))
+            yield f"train.{key} = {size}: must be a multiple of {product}; try {tries}"
     if start is None:
         for key in ("batch_warmup_steps", "batch_warmup_increment"):
             if getattr(train, key) is not None:
@@ -247,7 +234,6 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
     increment = sizes["batch_warmup_increment"]
     if start < full and (full - start) % increment:
         steps_up = [d for d in divisors_near(full - start, increment) if full % slice_ == d % slice_ == 0]
-        yield (
-            f"train.batch_warmup_increment = {increment}: must divide train.global_batch_size - "
-            f"train.batch_warmup_start = {full - start}; try {any_of(steps_up or [slice_])}"
-        )
+        rise = f"train.global_batch_size - train.batch_warmup_start = {full - start}"
+        tries = any_of(steps_up or [slice_])
+        yield f"train.batch_warmup_increment = {increment}: must divide {rise}; try {tries}"

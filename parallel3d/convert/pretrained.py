@@ -110,15 +110,15 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
         raise CheckpointError(
             f"{path}: {name} is {list(stored.get_shape())} there and {list(tensor.shape)} here; it is of another model"
         )
-    whole = tuple(slice(0, size) for size in tensor.shape)
+    index = [slice(None)] * tensor.ndim
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.ndim != 1:
             raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
         (placement,) = tensor.placements
         if isinstance(placement, Shard):
-            dim, tp = placement.dim, tensor.device_mesh
-            rows = shard_rows(tensor.shape[dim], tp.get_local_rank(), tp.size())
-            whole = (*whole[:dim], slice(rows.start, rows.stop), *whole[dim + 1 :])
-    values: Tensor = stored[whole] if whole else file.get_tensor(name)
+            tp = tensor.device_mesh
+            rows = shard_rows(tensor.shape[placement.dim], tp.get_local_rank(), tp.size())
+            index[placement.dim] = slice(rows.start, rows.stop)
+    values: Tensor = stored[tuple(index)] if index else file.get_tensor(name)
     # A copy: what safetensors gives is a view of the file's own pages, strided as the whole tensor is.
     return values.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
