@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d.convert.apply import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.forms import ColumnForm, EmbeddingForm, EnterForm, ReplicatedForm, RowForm
-from parallel3d.convert.plan import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.rules import GPT2, LLAMA, QWEN3, Column, Divide, Enter, Replicate, Row, Rules, Vocab
 
 

@@ -101,8 +101,7 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield f"<optimizer.stochastic_rounding>: <train.precision> {words}; try train.precision=bf16_pure"
     for token in data.ignore_token_ids:
         if not 0 <= token < vocab:
-            tries = f"ids from 0 to {vocab - 1}"
-            yield f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try {tries}"
+            yield f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try ids from 0 to {vocab - 1}"
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)

@@ -220,8 +220,7 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
     for key, size in sizes.items():
         if size % slice_:
             product = f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = {slice_}"
-            tries = any_of(multiples_near(size, slice_))
-            yield f"train.{key} = {size}: must be a multiple of {product}; try {tries}"
+            yield f"train.{key} = {size}: must be a multiple of {product}; try {any_of(multiples_near(size, slice_))}"
     if start is None:
         for key in ("batch_warmup_steps", "batch_warmup_increment"):
             if getattr(train, key) is not None:
@@ -235,5 +234,4 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
     if start < full and (full - start) % increment:
         steps_up = [d for d in divisors_near(full - start, increment) if full % slice_ == d % slice_ == 0]
         rise = f"train.global_batch_size - train.batch_warmup_start = {full - start}"
-        tries = any_of(steps_up or [slice_])
-        yield f"train.batch_warmup_increment = {increment}: must divide {rise}; try {tries}"
+        yield f"train.batch_warmup_increment = {increment}: must divide {rise}; try {any_of(steps_up or [slice_])}"

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
@@ -117,10 +118,9 @@ class EmbeddingForm(Form):
     def forward(self, ids: Tensor) -> Tensor:
         rows, _ = self.weight_and_bias()
         first_row = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
-        if rows.shape[0] == 0:  # fewer ids than tp
-            y = rows.new_zeros(*ids.shape, rows.shape[1]) + 0.0 * rows.sum()
-        else:
-            y, _, _ = look_up(ids, rows, first_row)
+        if rows.shape[0] == 0:  # fewer ids than tp: this rank gets a row that no id looks up
+            rows = F.pad(rows, (0, 0, 0, 1))
+        y, _, _ = look_up(ids, rows, first_row)
         if self.padding_idx is not None:  # its row is looked up, but learns nothing
             y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return reduce_from_region(y, self.axis)
@@ -183,6 +183,17 @@ def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) 
     module.__class__ = type(f"TensorParallel{own.__name__}", (form, own), members)
     for name, value in {"axis": axis, **settings}.items():
         setattr(module, name, value)
+
+
+def on_axis(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis) -> nn.Parameter:
+    """Returns this rank's part of a parameter as a DTensor that is split in `dim`, or whole on every rank."""
+    full = local = parameter.detach()
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    if dim is not None:
+        rows = shard_rows(full.shape[dim], axis.rank, axis.size)
+        local = full.narrow(dim, rows.start, len(rows)).clone()
+    laid = DTensor.from_local(local, tp, [placement], run_check=False, shape=full.shape, stride=full.stride())
+    return nn.Parameter(laid, requires_grad=parameter.requires_grad)
 
 
 def is_conv1d(module: nn.Module) -> bool:
