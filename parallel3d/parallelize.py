@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import BlockRecompute, ModelConfig, ParallelConfig, Precision, Recipe
+from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.layers.init import initial_tensor
 from parallel3d.layers.parameter import set_fused_gradients
@@ -90,7 +90,10 @@ def parallelize(
     aliases = tied_names(reference)
 
     stages, data, parameters, tp = [], [], [], Axis.of(mesh["tp"])
-    dtypes = dtypes_of(recipe.train.precision, parallel)
+    precision = recipe.train.precision
+    of = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
+    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
+    dtypes = Dtypes(compute=of[precision], master=master, reduce=of[parallel.reduce_dtype])
     for index in schedule.stages_of(mesh["pp"].get_local_rank()):
         module = cut(whole(), ranges[index])
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(ranges[index], names)
@@ -116,13 +119,6 @@ def parallelize(
     )
     count = sum(parameter.numel() for parameter in reference.parameters())
     return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()))
-
-
-def dtypes_of(precision: Precision, parallel: ParallelConfig) -> Dtypes:
-    """Returns the types of a precision. Master weights are float32, and bf16 only in pure bf16."""
-    of = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
-    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
-    return Dtypes(compute=of[precision], master=master, reduce=of[parallel.reduce_dtype])
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:

@@ -23,7 +23,6 @@ from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes, work
 from parallel3d.tools.arguments import Parser, add_recipe
 
-_INTERRUPTED = 130
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
 # These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return error.exit_status
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

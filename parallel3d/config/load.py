@@ -84,13 +84,6 @@ class Key:
         example = "" if is_listed or self.default in (MISSING, None) else f", such as {shown(self.default)}"
         return " or ".join(words) + example
 
-    def allows(self, value: object) -> bool:
-        """False for a value that OmegaConf would convert although its writer has mistaken the key: anything for text,
-        and a number for true or false."""
-        if str in self.choices and not isinstance(value, str | None):
-            return False
-        return bool not in self.choices or isinstance(value, self.choices)
-
     def yaml_trap(self, value: object) -> str:
         """Returns the reason why YAML read a value other than its writer meant; empty where there is no such reason."""
         if isinstance(value, bool) and self.hint is not bool:
@@ -206,8 +199,12 @@ def _assign(config: DictConfig, setting: Setting) -> str | None:
     numbers = value if isinstance(value, list) else [value]
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         return f"{setting}: must be {key.wanted}, and finite"
+    # OmegaConf would convert anything to text, and a number to true or false: their writer has mistaken the key.
+    is_mistaken = (str in key.choices and not isinstance(value, str | None)) or (
+        bool in key.choices and not isinstance(value, key.choices)
+    )
     try:
-        if key.allows(value):
+        if not is_mistaken:
             OmegaConf.update(config, setting.key, value, merge=False)
             return None
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError, AttributeError):

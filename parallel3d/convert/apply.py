@@ -116,16 +116,6 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
 
 def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
     """A plan for each module that is not tensor-parallel already. Raises ValueError."""
-    styles = _match(module, rules)
-    return [
-        _plan(Part(name, part, module.get_submodule(name.rpartition(".")[0]), tp), styles)
-        for name, part in module.named_modules()
-        if not (isinstance(part, ParallelModule) or any(isinstance(p, DTensor) for p in part._parameters.values()))
-    ]
-
-
-def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
-    """Returns the style of each module that a pattern matches."""
     names = [name for name, _ in module.named_modules() if name]
     styles: dict[str, Style] = {}
     by_pattern: dict[str, str] = {}
@@ -142,7 +132,11 @@ def _match(module: nn.Module, rules: Rules) -> dict[str, Style]:
             if name in styles:
                 raise ValueError(f"{name}: matched by two rules, {by_pattern[name]!r} and {pattern!r}; keep one")
             styles[name], by_pattern[name] = WORDS[rule] if isinstance(rule, str) else rule, pattern
-    return styles
+    return [
+        _plan(Part(name, part, module.get_submodule(name.rpartition(".")[0]), tp), styles)
+        for name, part in module.named_modules()
+        if not (isinstance(part, ParallelModule) or any(isinstance(p, DTensor) for p in part._parameters.values()))
+    ]
 
 
 def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
