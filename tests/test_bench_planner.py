@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import RunLayout
-from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
+from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, predict_case, prediction, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench import command as bench
@@ -52,9 +52,12 @@ def published() -> CaseFile:
 
 def measured(case: PublishedCase, *, step: float, memory: float, status: str = "ok") -> PublishedCase:
     """Returns the case with measured figures that are so many times those that we predict."""
-    ours = predict_case(replace(case, measured={"status": "ok", "peak_memory_gib": 1.0}))
-    figures = {"step_time_s": step * ours.step_time_s, "peak_memory_gib": memory * ours.memory_gib}
-    return replace(case, measured={"status": status, **(figures if status == "ok" else {})})
+    nothing = {name: None for name in ("metric", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")}
+    none = Measurement(status=status, **nothing, memory_gib=None, memory_kind="reserved")
+    ours = predict_case(replace(case, measured=none))
+    seconds, gib = step * ours.step_time_s, memory * ours.memory_gib
+    timed = replace(none, metric="step_time_s", step_time_s=seconds, memory_gib=gib)
+    return replace(case, measured=timed if status == "ok" else none)
 
 
 def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseFile) -> None:

@@ -87,7 +87,7 @@ def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> No
     wanted = {
         f"parallel3d/{path.relative_to(top)}" if top.name == "parallel3d" else f"parallel3d/{path.relative_to(ROOT)}"
         for top in (ROOT / "parallel3d", *(ROOT / name for name in MAPPED))
-        for pattern in ("**/*.py", "**/*.yaml", "**/*.json", "**/*.toml", "**/launchers/*", "**/py.typed")
+        for pattern in ("**/*.py", "**/*.css", "**/*.yaml", "**/*.json", "**/*.toml", "**/launchers/*", "**/py.typed")
         for path in top.glob(pattern)
         if not path.is_relative_to(PEERS)
     }

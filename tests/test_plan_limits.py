@@ -41,7 +41,7 @@ def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Ques
 def held(found: Strategy | None) -> Question:
     """The question at its limit, whose layout really fits."""
     assert found is not None
-    assert found.strategy.memory.total <= found.question.usable_bytes
+    assert found.memory.total <= found.question.usable_bytes
     assert found.parallel.world_size == found.question.gpus
     return found.question
 

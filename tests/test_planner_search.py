@@ -19,7 +19,7 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.published.cases import read_cases
-from parallel3d.planner.report.reasons import reasons
+from parallel3d.planner.report.page import reasons
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Fixed, Question, Strategy

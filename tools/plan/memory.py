@@ -15,7 +15,7 @@ from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
-from parallel3d.planner.report.reasons import limits
+from parallel3d.planner.report.page import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
 from parallel3d.planner.search.constraints import layout_errors
 from parallel3d.planner.search.question import Question, Strategy

@@ -14,11 +14,12 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.programs import in_precision, program_of, programs
-from parallel3d.planner.published.words import meaning, network_gb_per_s, node_gb_per_s, year_of
+from parallel3d.planner.published.words import meaning, network_gb_per_s
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
+_NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
 _NEW_DEVICES = ("H100", "H200", "H800", "B200")
 
 
@@ -54,11 +55,12 @@ def _program(f: Fields, gpu: str, precision: str) -> TrainingProgram:
     is_core = f.option("names_transformer_impl") or "core" in framework.lower()
     is_new_device = any(name in gpu.upper() for name in _NEW_DEVICES)
     is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
+    years = re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))
     program = program_of(
         framework,
         compiled=bool(f.stated("train", "compile")),
         early=not is_new_device and not is_core,
-        year=year_of(f.text("source")),
+        year=max(map(int, years), default=0),
         fsdp=is_sharded and f.number("parallel", "pp", 1) == 1,
     )
     if f.option("deterministic"):
@@ -102,7 +104,16 @@ def _shape(f: Fields) -> ModelShape:
 
 
 def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
-    tp, pp, cp, dp = _axes(f, shape)
+    tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
+    if pp > shape.layers:
+        raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
+    stated = f.stated("parallel", "dp")
+    gpus = f.number("hardware", "gpus", tp * pp * cp * f.number("parallel", "dp", 1) if stated is not None else None)
+    dp, rest = divmod(gpus, tp * pp * cp)
+    if rest:
+        raise ValueError(f"hardware.gpus = {gpus}: must be a multiple of tp x pp x cp = {tp * pp * cp}")
+    if f.number("parallel", "dp", dp) != dp:
+        f.note("parallel", "dp", f"{stated} said, {dp} left by {gpus} GPUs")
     microbatch = f.number("train", "micro_batch", 1)
     batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
     shards = f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
@@ -139,22 +150,6 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     )
 
 
-def _axes(f: Fields, shape: ModelShape) -> tuple[int, int, int, int]:
-    """The sizes tp, pp, cp and dp, whose product is the number of GPUs. A case's dp that differs from what the other
-    axes leave of the GPUs is replaced by that, and noted."""
-    tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
-    if pp > shape.layers:
-        raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
-    stated = f.stated("parallel", "dp")
-    gpus = f.number("hardware", "gpus", tp * pp * cp * f.number("parallel", "dp", 1) if stated is not None else None)
-    if gpus % (tp * pp * cp):
-        raise ValueError(f"hardware.gpus = {gpus}: must be a multiple of tp x pp x cp = {tp * pp * cp}")
-    left = gpus // (tp * pp * cp)
-    if f.number("parallel", "dp", left) != left:
-        f.note("parallel", "dp", f"{stated} said, {left} left by {gpus} GPUs")
-    return tp, pp, cp, left
-
-
 def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
     gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
     known = meaning("device", gpu)
@@ -163,10 +158,11 @@ def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> C
     name = known or gpu
     if name not in clusters:
         clusters[name] = load_cluster(name, hardware)
+    nvlinks = re.search(r"(\d+) inter-gpu connects", str(f.stated("hardware", "intra_bw")).lower())
     per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
     return with_links(
         clusters[name],
         network_gb_per_s=network_gb_per_s(str(f.stated("hardware", "inter_bw") or ""), per_node),
-        node_gb_per_s=node_gb_per_s(str(f.stated("hardware", "intra_bw") or "")),
+        node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
         gpus_per_node=per_node,
     )

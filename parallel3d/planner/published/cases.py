@@ -45,7 +45,6 @@ class PublishedCase:
     source: str
     run: PlannedRun
     measured: Measurement
-    tier: str
     tags: tuple[str, ...]
     apart: str
     definition: FlopsDefinition  # what its TFLOP/s and MFU count
@@ -120,7 +119,6 @@ def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: di
         source=fields.text("source_key") or "unknown",
         run=run,
         measured=_measurement(fields, run, is_timed="toy" not in tags and run.shape.layers > 1),
-        tier=fields.text("tier") or "A",
         tags=tags,
         memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note"))) or "worst",
         definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,11 +54,8 @@ def program_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: 
 
 def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
     """The program with what it does otherwise in fp16."""
-    if precision != "fp16":
-        return program
-    gradient, reduced = program.fp16_gradient_bytes, program.fp16_reduce_bytes
-    return replace(
-        program,
-        gradient_bytes=program.gradient_bytes if gradient is None else gradient,
-        reduce_bytes=program.reduce_bytes if reduced is None else reduced,
-    )
+    in_fp16 = {"gradient_bytes": program.fp16_gradient_bytes, "reduce_bytes": program.fp16_reduce_bytes}
+    changes: dict[str, Any] = {
+        key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None and precision == "fp16"
+    }
+    return replace(program, **changes)

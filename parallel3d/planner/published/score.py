@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from statistics import median
+from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -76,9 +77,9 @@ class Score:
     by_source: dict[str, dict[str, Errors]]
     apart: dict[str, dict[str, Errors]]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Any:
         """Returns plain data with rounded floats."""
-        return {key: rounded(value) for key, value in asdict(self).items()}
+        return rounded(asdict(self))
 
 
 def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None = None) -> Score:
@@ -86,48 +87,39 @@ def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None 
     reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's."""
     scored: list[ScoredCase] = []
     skipped = list(file.skipped)
-    duplicates: set[int] = set()  # by place, because nothing says that ids differ
-    for case in file.cases:
-        try:
-            predicted = _answer((predict or predict_case)(case))
-        except (ArithmeticError, LookupError, ValueError) as problem:
-            skipped.append((case.id, f"cannot be priced ({problem})"))
-            continue
-        if "duplicate" in case.tags:
-            duplicates.add(len(scored))
-        scored.append(score_case(case, predicted))
     counted: list[ScoredCase] = []
     of_source: dict[str, list[ScoredCase]] = defaultdict(list)
     of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
-    for place, s in enumerate(scored):
-        if s.apart:
-            of_reason[s.apart].append(s)
-        elif place not in duplicates:
-            counted.append(s)
-            of_source[s.source].append(s)
-    every = _errors([s.error_pct for s in counted])
+    for case in file.cases:
+        try:
+            one = _score_case(case, (predict or predict_case)(case))
+        except (ArithmeticError, LookupError, ValueError) as problem:
+            skipped.append((case.id, f"cannot be priced ({problem})"))
+            continue
+        scored.append(one)
+        if one.apart:
+            of_reason[one.apart].append(one)
+        elif "duplicate" not in case.tags:
+            counted.append(one)
+            of_source[one.source].append(one)
+    every = _errors(one.error_pct for one in counted)
     return Score(
         cases=tuple(scored),
         skipped=tuple(skipped),
         median_abs_error_pct=every.median,
         worst_abs_error_pct=every.worst,
-        throughput=_errors_of(counted, "throughput"),
-        memory=_errors_of(counted, "memory"),
+        **_both(counted),
         fit=_fit(counted),
         by_source={name: _both(group) for name, group in of_source.items()},
         apart={name: _both(group) for name, group in of_reason.items()},
     )
 
 
-def _answer(predicted: Prediction) -> Prediction:
-    """Returns a prediction. Raises ValueError where its memory or its time is no positive number."""
+def _score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
+    """Raises ValueError where the predicted memory or time is no positive number."""
     for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
         if not (isfinite(value) and value > 0):
             raise ValueError(f"{name} = {value}")
-    return predicted
-
-
-def score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
     measured = case.measured
     errors: dict[str, float] = {}
     if measured.metric is not None:
@@ -183,14 +175,10 @@ def prediction(
 
 
 def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
-    return {name: _errors_of(group, name) for name in ("throughput", "memory")}
+    return {name: _errors(one.errors_pct.get(name) for one in group) for name in ("throughput", "memory")}
 
 
-def _errors_of(group: Sequence[ScoredCase], name: str) -> Errors:
-    return _errors([s.errors_pct.get(name) for s in group])
-
-
-def _errors(signed: Sequence[float | None]) -> Errors:
+def _errors(signed: Iterable[float | None]) -> Errors:
     sizes = sorted(abs(error) for error in signed if error is not None)
     if not sizes:
         return Errors(cases=0, median=None, p90=None, worst=None)
@@ -198,13 +186,8 @@ def _errors(signed: Sequence[float | None]) -> Errors:
 
 
 def _fit(group: Sequence[ScoredCase]) -> Fit:
-    ran = [s.predicted.fits for s in group if s.measured.status == "ok"]
-    failed = [not s.predicted.fits for s in group if s.measured.status == "oom"]
-    if not ran and not failed:
-        return Fit(cases=0, accuracy=None, balanced_accuracy=None)
-    shares = [sum(told) / len(told) for told in (ran, failed) if told]
-    return Fit(
-        cases=len(ran) + len(failed),
-        accuracy=100 * (sum(ran) + sum(failed)) / (len(ran) + len(failed)),
-        balanced_accuracy=100 * sum(shares) / len(shares),
-    )
+    ran = [one.predicted.fits for one in group if one.measured.status == "ok"]
+    failed = [not one.predicted.fits for one in group if one.measured.status == "oom"]
+    told, shares = [*ran, *failed], [sum(told) / len(told) for told in (ran, failed) if told]
+    accuracy = 100 * sum(told) / len(told) if told else None
+    return Fit(cases=len(told), accuracy=accuracy, balanced_accuracy=100 * sum(shares) / len(shares) if told else None)

@@ -14,7 +14,6 @@ _COUNT = r"\d+|eight|four"
 _OMNI_PATH = rf"({_COUNT})\s*(?:x\s*)?opa links"
 _NETWORK = rf"(?:\b({_COUNT})(?:\s*x\s*|\s+)(?:[a-z]+\s+)?)?\b(\d{{2,4}})\s*(?:gbps|gb/s|gb\b|gbit)"
 _OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
-_NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
 
 
 @cache
@@ -29,11 +28,6 @@ def meaning(table: str, text: str) -> Any:
     return next((value for pattern, value in patterns if re.search(pattern, text.lower(), re.DOTALL)), None)
 
 
-def year_of(source: str) -> int:
-    """The latest year in the words of a source, 0 where it has no year."""
-    return max((int(found) for found in re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", source)), default=0)
-
-
 def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
     """Reads GB/s per device and direction from a source's own words, None where they state no figure."""
     words = text.lower()
@@ -44,9 +38,3 @@ def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
     else:
         return None
     return (_COUNTS[count] if count in _COUNTS else int(count)) * gbit / 8 / devices
-
-
-def node_gb_per_s(text: str) -> float | None:
-    """GB/s per device and direction within a node by the number of NVLinks, None where it is not stated."""
-    links = re.search(r"(\d+) inter-gpu connects", text.lower())
-    return int(links.group(1)) * _NVLINK_GB_PER_S if links else None

@@ -11,19 +11,15 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.report.page import Plan
-from parallel3d.planner.report.reasons import limits, reasons
+from parallel3d.planner.report.page import Plan, limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
-from parallel3d.planner.search.ranking import WhyNot
-
-SCHEMA = "parallel3d.plan/1"
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    best = plan.best
+    best, why = plan.best, plan.why
     tree = {
-        "schema": SCHEMA,
+        "schema": "parallel3d.plan/1",
         "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
         "strategies": [strategy_tree(each, plan.length(each)) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
@@ -40,7 +36,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "remedies": list(plan.remedies),
         },
         "notes": list(plan.notes),
-        "why": _why(plan, plan.why) if plan.why else None,
+        "why": why
+        and {
+            "asked": why.asked,
+            "strategy": strategy_tree(why.found, plan.length(why.found)) if why.found else None,
+            "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
+            "refused": why.refused or None,
+            "layout": layout_text(why.found.parallel) if why.found else None,
+        },
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
     if plan.verified:
@@ -136,14 +139,4 @@ def strategy_tree(found: Strategy, length: RunLength | None) -> dict[str, Any]:
         "mfu": cost.mfu,
         "hfu": cost.hfu,
         "run": asdict(length) if length else None,
-    }
-
-
-def _why(plan: Plan, why: WhyNot) -> dict[str, Any]:
-    return {
-        "asked": why.asked,
-        "strategy": strategy_tree(why.found, plan.length(why.found)) if why.found else None,
-        "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
-        "refused": why.refused or None,
-        "layout": layout_text(why.found.parallel) if why.found else None,
     }

@@ -7,13 +7,13 @@ a `Plan`, so the page is tested as text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.report.reasons import limits, reasons
 from parallel3d.planner.report.text import (
+    TIME_KINDS,
     bar,
     days_column,
     gib,
@@ -27,7 +27,7 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy
-from parallel3d.planner.search.ranking import Objective, WhyNot, slower_by
+from parallel3d.planner.search.ranking import Objective, WhyNot
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
@@ -116,15 +116,23 @@ def header(q: Question) -> Iterator[str]:
 def advice(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields what every page says beside its tables: a label, empty where a row goes on with the last one, and a
     text."""
-    best = plan.best
+    best, answer = plan.best, plan.answer
     if best is None:
-        for label, each in zip(("nearest", "then", "then"), plan.answer.rejected, strict=False):
+        for label, each in zip(("nearest", "then", "then"), answer.rejected, strict=False):
             yield label, f"{layout_text(each.parallel)}: {each.reason}"
         yield from _one_label("would do", plan.remedies or ("nothing that was tried: more devices, shorter sequences",))
         yield from _verified(plan)
     else:
         q, parallel, memory = best.question, best.parallel, best.memory
-        yield "searched", _searched(plan)
+        slower = sum(each.reason.startswith("slower") for each in answer.left_out)
+        counts = {
+            "tp x pp have no layout that fits": len(answer.rejected) - _MOST_REJECTED,
+            "are slower": slower,
+            "break a rule (--json says which)": len(answer.left_out) - slower,
+        }
+        rest = "".join(f"; {count} more {what}" for what, count in counts.items() if count > 0)
+        looked = f"{answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them"
+        yield "searched", f"{looked}; {_RANKED[plan.objective]}{rest}"
         microbatches = q.global_batch_size // (parallel.dp * parallel.microbatch_size)
         yield "layout 1", f"{layout_text(parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
         vocab = q.planned_shape(parallel.tp).vocab
@@ -150,6 +158,42 @@ def missing_memory(plan: Plan) -> str:
     share, usable = plan.answer.rejected[0].short_bytes / plan.question.usable_bytes, plan.question.usable_bytes / GIB
     needs = f"{share:.0%} more memory than" if share < 10 else f"{1 + share:,.0f} times"
     return f"needs {needs} the {usable:.1f} GiB that a device may use"
+
+
+def reasons(best: Strategy) -> Iterator[str]:
+    """Why the best layout is the best: the field's rules of thumb, each from this plan's own numbers."""
+    question, parallel, parts, step = best.question, best.parallel, best.cost.parts, best.cost.step_time_s
+    if parallel.tp == parallel.pp == 1:
+        yield f"data parallel alone: the model fits at {gib(best.memory.total)} GiB a device without tp or pp"
+    if parallel.tp > 1:
+        where = "within a node" if parallel.tp <= question.cluster.gpus_per_node else "across nodes"
+        yield f"tp {parallel.tp} {where}: its traffic takes {parts.tp / step:.0%} of the step"
+    if parallel.pp > 1:
+        bubble, transfers = parts.pp_bubble / step, parts.pp_p2p / step
+        yield f"pp {parallel.pp}: its bubble takes {bubble:.0%} of the step and its transfers {transfers:.0%}"
+    if parallel.dp > 1:
+        yield f"data parallel over {parallel.dp}: {parts.dp / step:.0%} of the step is traffic that nothing hides"
+    if parallel.recompute != "none":
+        without = replace(best, parallel=replace(parallel, recompute="none")).memory.total - question.usable_bytes
+        why = f"without it {without / GIB:.1f} GiB are missing" if without > 0 else "it would fit without, and faster"
+        yield f"recompute {parallel.recompute}: {parts.recompute / step:.0%} of the step; {why}"
+
+
+def limits(best: Strategy) -> Iterator[str]:
+    """What breaks first: how much memory is left, and what twice as long or as many sequences would need."""
+    question = best.question
+    left = question.usable_bytes - best.memory.total
+    yield f"{left / GIB:.1f} GiB are left under --mem-fraction {question.memory_fraction:g}"
+    longer = Strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
+    yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
+    twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
+    if question.global_batch_size % (twice.dp * twice.microbatch_size) == 0:
+        more = Strategy(question, twice).memory.total
+        yield f"microbatches of {twice.microbatch_size} {_fits(more - question.usable_bytes)}"
+
+
+def _fits(short: float) -> str:
+    return f"need {short / GIB:.1f} GiB more" if short > 0 else "fit too"
 
 
 def _one_label(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -179,19 +223,6 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     for each in answer.rejected[:_MOST_REJECTED]:
         reason = each.reason.replace("pipeline rank", "rank").replace("most of all for", "most for")
         yield f"  -{' ' * 5 * sizes}{layout_columns(each.parallel)}  {reason}"
-
-
-def _searched(plan: Plan) -> str:
-    answer = plan.answer
-    slower = sum(each.reason.startswith("slower") for each in answer.left_out)
-    counts = {
-        "tp x pp have no layout that fits": len(answer.rejected) - _MOST_REJECTED,
-        "are slower": slower,
-        "break a rule (--json says which)": len(answer.left_out) - slower,
-    }
-    rest = "".join(f"; {count} more {what}" for what, count in counts.items() if count > 0)
-    looked = f"{answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them"
-    return f"{looked}; {_RANKED[plan.objective]}{rest}"
 
 
 def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -226,7 +257,9 @@ def _why_not(why: WhyNot, best: Strategy | None) -> str:
     if found.parallel == best.parallel:
         return "it is layout 1"
     ratio = found.cost.tokens_per_s_per_gpu / best.cost.tokens_per_s_per_gpu - 1
-    parts = [f"{name} {seconds:+.2g} s" for name, seconds in slower_by(best, found)[:3] if abs(seconds) > 5e-3]
+    more = [(kind, getattr(found.cost.parts, kind) - getattr(best.cost.parts, kind)) for kind in TIME_KINDS]
+    more.sort(key=lambda each: -abs(each[1]))
+    parts = [f"{kind} {seconds:+.2g} s" for kind, seconds in more[:3] if abs(seconds) > 5e-3]
     causes = f" ({', '.join(parts)} a step)" if parts else ""
     speed = f"{-ratio:.1%} fewer" if ratio < 0 else f"{ratio:.1%} more"
     text = f"at its best {layout_text(found.parallel)}: {speed} tokens/s than layout 1{causes}"

@@ -6,7 +6,7 @@ each mark carries its figure as a tooltip, and a figure's title says what it sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from parallel3d.planner.hardware.units import GIB
@@ -23,26 +23,24 @@ _SPAN = _WIDTH - _LEFT - _RIGHT
 
 def memory_figure(ranks: Sequence[RankMemory], usable: float, device: float) -> str:
     """A bar for each of these pipeline ranks, stacked by kind, with lines at what may be used and at what there is."""
-    most = max(device, *(memory.total for memory in ranks))
-    scale = _SPAN / most
-    parts: list[str] = []
+    scale = _SPAN / max(device, *(memory.total for memory in ranks))
+    drawn: list[str] = []
     for row, memory in enumerate(ranks):
-        y, x = row * _ROW, float(_LEFT)
-        parts.append(_text(4, y + 13, f"rank {memory.rank}"))
+        x = float(_LEFT)
+        drawn.append(_text(4, row * _ROW + 13, f"rank {memory.rank}"))
         for kind in MEMORY_KINDS:
-            bytes_ = getattr(memory, kind)
-            if bytes_:
+            if bytes_ := getattr(memory, kind):
                 told = f"rank {memory.rank}, {kind}: {bytes_ / GIB:.2f} GiB"
-                parts.append(_bar(x, y, bytes_ * scale, COLORS[kind], told))
+                drawn.append(_bar(x, row, bytes_ * scale, COLORS[kind], told))
                 x += bytes_ * scale
-        parts.append(_text(_WIDTH - 4, y + 13, f"{memory.total / GIB:.1f} GiB", anchor="end"))
+        drawn.append(_text(_WIDTH - 4, row * _ROW + 13, f"{memory.total / GIB:.1f} GiB", anchor="end"))
     height = len(ranks) * _ROW
-    for bytes_, name in ((usable, f"usable {usable / GIB:.1f} GiB"), (device, "")):
-        x = _LEFT + bytes_ * scale
-        parts.append(f'<path class="limit" d="M{x:.1f} 0v{height}"/>')
-        parts.append(_text(x - 4, height + 14, name, anchor="end") if name else "")
-    parts += _legend(height + 26)
-    return _svg(height + 60, "Memory of each pipeline rank by kind, against what a device may use", parts)
+    drawn += [f'<path class="limit" d="M{_LEFT + bytes_ * scale:.1f} 0v{height}"/>' for bytes_ in (usable, device)]
+    drawn.append(_text(_LEFT + usable * scale - 4, height + 14, f"usable {usable / GIB:.1f} GiB", anchor="end"))
+    for at, (kind, color) in enumerate(COLORS.items()):
+        x, y = _LEFT + at % 6 * 130, height + 26 + at // 6 * 18
+        drawn.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>' + _text(x + 17, y + 10, kind))
+    return _svg(height + 60, "Memory of each pipeline rank by kind, against what a device may use", drawn)
 
 
 def time_figure(parts: TimeParts) -> str:
@@ -50,12 +48,13 @@ def time_figure(parts: TimeParts) -> str:
     kinds = [kind for kind in TIME_KINDS if getattr(parts, kind) > 0]
     scale, x, drawn = _SPAN / parts.total, float(_LEFT), []
     for row, kind in enumerate(kinds):
-        seconds, y = getattr(parts, kind), row * _ROW
-        told = f"{kind}: {seconds:.3g} s, {seconds / parts.total:.1%}"
-        drawn.append(_text(4, y + 13, kind))
-        drawn.append(_bar(x, y, max(seconds * scale, 1.0), _PALETTE[row % len(_PALETTE)], told))
+        seconds = getattr(parts, kind)
+        share = f"{seconds / parts.total:.1%}"
+        color = _PALETTE[row % len(_PALETTE)]
+        drawn.append(_text(4, row * _ROW + 13, kind))
+        drawn.append(_bar(x, row, max(seconds * scale, 1.0), color, f"{kind}: {seconds:.3g} s, {share}"))
         x += seconds * scale
-        drawn.append(_text(x + 6, y + 13, f"{seconds / parts.total:.1%}"))
+        drawn.append(_text(x + 6, row * _ROW + 13, share))
     return _svg(len(kinds) * _ROW, f"A step of {parts.total:.3g} s by cause, on the busiest rank", drawn)
 
 
@@ -95,16 +94,9 @@ def scatter_figure(strategies: Sequence[Strategy], usable: float) -> str:
     return _svg(height, "Memory of the fullest device against tokens per second and device", drawn)
 
 
-def _legend(top: int) -> Iterator[str]:
-    for at, kind in enumerate(MEMORY_KINDS):
-        x = _LEFT + at % 6 * 130
-        y = top + at // 6 * 18
-        yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>' + _text(x + 17, y + 10, kind)
-
-
-def _bar(x: float, y: float, wide: float, color: str, told: str) -> str:
+def _bar(x: float, row: int, wide: float, color: str, told: str) -> str:
     title = f"<title>{escape(told)}</title>"
-    return f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR}" fill="{color}">{title}</rect>'
+    return f'<rect x="{x:.1f}" y="{row * _ROW}" width="{wide:.1f}" height="{_BAR}" fill="{color}">{title}</rect>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:

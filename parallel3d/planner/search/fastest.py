@@ -40,10 +40,9 @@ def search(question: Question, *, top: int = 10) -> Answer:
     )
 
 
-def fastest(question: Question, *, top: int = 1, blocks: BlockTimeCache | None = None) -> list[Strategy]:
-    """Returns the strategies of `search` alone, sooner. `blocks` has what searches of the same model on other numbers
-    of devices have computed. Raises ConfigError as `search` does."""
-    return _fastest(question, _searches(question, blocks), top, everywhere=False)[0]
+def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
+    """Returns the strategies of `search` alone, sooner. Raises ConfigError as `search` does."""
+    return _fastest(question, _searches(question), top, everywhere=False)[0]
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
@@ -66,11 +65,11 @@ def one_that_fits(question: Question) -> Strategy | None:
     return None
 
 
-def _searches(question: Question, blocks: BlockTimeCache | None = None) -> list[TpPpSearch]:
+def _searches(question: Question) -> list[TpPpSearch]:
     if question.gpus < 1:
         raise ConfigError(f"gpus = {question.gpus}: must be at least 1; try --gpus 1")
-    shared: BlockTimeCache = {} if blocks is None else blocks
-    searches = (TpPpSearch(question, tp, pp, own, shared) for (tp, pp), own in families(question).items())
+    blocks: BlockTimeCache = {}
+    searches = (TpPpSearch(question, tp, pp, own, blocks) for (tp, pp), own in families(question).items())
     found = [each for each in searches if each.size]
     if not found:
         shape = question.shape

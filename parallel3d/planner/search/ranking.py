@@ -4,7 +4,7 @@ same run on clusters of several sizes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from parallel3d.errors import ConfigError
@@ -12,8 +12,6 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, leanest, search
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, RunLength, Strategy
-from parallel3d.planner.time.parts import TimeParts
-from parallel3d.planner.time.step import BlockTimeCache
 
 Objective = Literal["throughput", "memory", "cost"]
 _FROM_THE_WHOLE = 2
@@ -65,23 +63,16 @@ def compare(question: Question, wanted: Fixed, asked: str) -> WhyNot:
     return WhyNot(asked=asked, rejected=answer.rejected[0])
 
 
-def slower_by(best: Strategy, other: Strategy) -> list[tuple[str, float]]:
-    """By cause, the seconds that a step of `other` takes more (or less), the largest difference first."""
-    parts = ((f.name, getattr(other.cost.parts, f.name) - getattr(best.cost.parts, f.name)) for f in fields(TimeParts))
-    return sorted(parts, key=lambda part: -abs(part[1]))
-
-
 def sweep(question: Question, sizes: Iterable[int], tokens: float | None = None) -> list[ClusterSize]:
-    """Answers the question at each size, smallest first; block times are computed once for all of them. Raises
-    ConfigError where the question allows no layout at any size, whatever the memory."""
-    blocks: BlockTimeCache = {}
+    """Answers the question at each size, smallest first. Raises ConfigError where the question allows no layout at any
+    size, whatever the memory."""
     found: list[ClusterSize] = []
     refused: list[ConfigError] = []
     for gpus in sorted(set(sizes)):
         asked = replace(question, gpus=gpus)
         try:
             check_fixed(asked)
-            best = next(iter(fastest(asked, blocks=blocks)), None)
+            best = next(iter(fastest(asked)), None)
         except ConfigError as error:
             refused.append(error)
             found.append(ClusterSize(gpus=gpus, none=str(error)))
@@ -107,22 +98,20 @@ def cheapest(sizes: Iterable[ClusterSize], *, most_days: float) -> ClusterSize |
 def _cheapest_token(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
     """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
     devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
+
+    def efficiency(strategies: Sequence[Strategy]) -> float:
+        return strategies[0].cost.tokens_per_s_per_gpu if strategies else 0.0
+
     found = list(whole.strategies[:_FROM_THE_WHOLE])
-    gpus, best = question.gpus, _efficiency(whole.strategies)
-    blocks: BlockTimeCache = {}
+    gpus, best = question.gpus, efficiency(whole.strategies)
     while gpus % 2 == 0:
         gpus //= 2
         try:
-            smaller = fastest(replace(question, gpus=gpus), top=1, blocks=blocks)
+            smaller = fastest(replace(question, gpus=gpus))
         except ConfigError:  # what is fixed, or the batch, does not divide so few
             continue
         found.extend(smaller)
-        if _efficiency(smaller) < best:
+        if efficiency(smaller) < best:
             break
-        best = _efficiency(smaller)
+        best = efficiency(smaller)
     return tuple(sorted(found, key=lambda each: -each.cost.tokens_per_s_per_gpu)[:top])
-
-
-def _efficiency(strategies: Sequence[Strategy]) -> float:
-    """Tokens per second and device of the best; 0 where nothing fits."""
-    return strategies[0].cost.tokens_per_s_per_gpu if strategies else 0.0
