@@ -11,8 +11,8 @@ import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import PublishedCase, read_cases
+from parallel3d.planner.published.fields import meaning, network_gb_per_s
 from parallel3d.planner.published.score import Prediction, Score, predict_case, score
-from parallel3d.planner.published.words import meaning, network_gb_per_s
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score

@@ -25,7 +25,6 @@ from parallel3d.planner.report.text import (
     si,
     wrapped,
 )
-from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest
 from parallel3d.planner.search.limits import (
     largest_batch,
@@ -36,6 +35,7 @@ from parallel3d.planner.search.limits import (
 )
 from parallel3d.planner.search.question import Question, RunLength, Strategy
 from parallel3d.planner.search.ranking import ClusterSize, cheapest, sweep
+from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.reply import NOTHING_FITS, Reply

@@ -17,8 +17,8 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.page import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
-from parallel3d.planner.search.constraints import layout_errors
 from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.plan.inputs import read_parallel, read_question
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 

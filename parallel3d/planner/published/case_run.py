@@ -12,9 +12,8 @@ from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_link
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
-from parallel3d.planner.published.fields import Fields
+from parallel3d.planner.published.fields import Fields, meaning, network_gb_per_s
 from parallel3d.planner.published.programs import in_precision, program_of, programs
-from parallel3d.planner.published.words import meaning, network_gb_per_s
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"

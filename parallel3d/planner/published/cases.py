@@ -19,8 +19,7 @@ from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.flops import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
-from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.words import meaning
+from parallel3d.planner.published.fields import Fields, meaning
 
 
 @dataclass(frozen=True, kw_only=True)

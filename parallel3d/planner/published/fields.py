@@ -1,4 +1,5 @@
-"""The fields of a published case: what it states, what its source lets one infer, defaults, and what was made of each.
+"""The fields of a published case: what it states, in figures or in words, what its source lets one infer, defaults, and
+what was made of each.
 
 A row may miss sections, have null anywhere, or words where a number is meant. What stands for a missing field is noted
 in `filled`; a field that must be there, or says what cannot be, is a ValueError that names key, value and rule.
@@ -8,13 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
-from parallel3d.planner.published.words import meaning
+import yaml
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")  # "about 128,000"
 _UNTRUE = ("false", "no", "0", "off", "none", "")
+_COUNTS = {None: 1, "four": 4, "eight": 8}
+_COUNT = r"\d+|eight|four"
+_OMNI_PATH = rf"({_COUNT})\s*(?:x\s*)?opa links"
+_NETWORK = rf"(?:\b({_COUNT})(?:\s*x\s*|\s+)(?:[a-z]+\s+)?)?\b(\d{{2,4}})\s*(?:gbps|gb/s|gb\b|gbit)"
+_OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
 
 
 class Fields:
@@ -87,3 +95,27 @@ def _number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         return None
     return float(value)
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
+    return tables
+
+
+def meaning(table: str, text: str) -> Any:
+    """Returns what a text means by a table of words.yaml; None where none of the table's patterns is in the text."""
+    patterns = _tables()[table].items()
+    return next((value for pattern, value in patterns if re.search(pattern, text.lower(), re.DOTALL)), None)
+
+
+def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
+    """Reads GB/s per device and direction from a source's own words, None where they state no figure."""
+    words = text.lower()
+    if omni := re.search(_OMNI_PATH, words):
+        count, gbit, devices = omni.group(1), _OMNI_PATH_GBIT, gpus_per_node
+    elif found := re.search(_NETWORK, words):
+        count, gbit, devices = found.group(1), float(found.group(2)), 1 if "per gpu" in words else gpus_per_node
+    else:
+        return None
+    return (_COUNTS[count] if count in _COUNTS else int(count)) * gbit / 8 / devices

@@ -12,7 +12,7 @@ import yaml
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
-from parallel3d.planner.published.words import meaning
+from parallel3d.planner.published.fields import meaning
 
 
 @cache

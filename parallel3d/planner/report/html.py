@@ -81,7 +81,6 @@ def _figures(plan: Plan, best: Strategy) -> Iterator[str]:
 
 def _tables(plan: Plan) -> Iterator[str]:
     question, answer = plan.question, plan.answer
-    yield _tag("h2", "Strategies")
     rows: list[Mapping[str, object]] = []
     for number, each in enumerate(answer.strategies[:_MOST_ROWS], 1):
         total, length = each.memory.total, plan.length(each)
@@ -98,7 +97,9 @@ def _tables(plan: Plan) -> Iterator[str]:
             **({"days": f"{length.days:,.3g}", "price": money(length.price)} if length is not None else {}),
             "layout": layout_text(each.parallel),
         })  # fmt: skip
-    yield _table(rows, best=True)
+    if rows:
+        yield _tag("h2", "Strategies")
+        yield _table(rows, best=True)
     if answer.rejected:
         yield _tag("h2", "Rejected")
         yield _table([
@@ -133,11 +134,7 @@ def _planned_timeline(run: PlannedRun) -> tuple[Timeline, int] | None:
     if drawn is None:
         return None
     schedule = build_schedule(
-        layout.schedule,
-        pp=layout.pp,
-        microbatches=drawn,
-        virtual_stages=layout.virtual_stages,
-        check=False,
+        layout.schedule, pp=layout.pp, microbatches=drawn, virtual_stages=layout.virtual_stages, check=False
     )
     times, send_s = stage_times(run)
     return simulate(schedule, ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))), drawn

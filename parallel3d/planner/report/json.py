@@ -49,9 +49,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if plan.verified:
         tree["verified"] = [
             {
-                "parallel": parallel_tree(each.parallel),
-                "pipeline_rank": each.rank,
-                "estimated_gib": each.estimated_bytes / GIB,
+                "parallel": parallel_tree(each.strategy.parallel),
+                "pipeline_rank": each.strategy.memory.rank,
+                "estimated_gib": each.strategy.memory.total / GIB,
                 "dry_run_gib": each.bytes / GIB,
                 "fits": each.fits,
             }

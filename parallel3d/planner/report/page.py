@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.text import (
@@ -55,14 +54,14 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class VerifiedLayout:
-    """A layout whose fullest pipeline rank was run dry, and the device's bytes in use: the estimate's, and those with
-    the dry run's tensors."""
+    """A layout whose fullest pipeline rank was run dry, and the device's bytes in use with the dry run's tensors."""
 
-    parallel: ParallelConfig
-    rank: int
-    estimated_bytes: float
+    strategy: Strategy
     bytes: float
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.strategy.question.usable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +226,13 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
 
 def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
     for each in plan.verified:
-        found = f"{each.bytes / GIB:.1f} GiB by a dry run of the real code, {each.estimated_bytes / GIB:.1f} estimated"
+        memory = each.strategy.memory
+        found = f"{each.bytes / GIB:.1f} GiB by a dry run of the real code, {memory.total / GIB:.1f} estimated"
         if each.fits:
-            yield "verified", f"layout 1 holds {found}, on pipeline rank {each.rank}"
+            yield "verified", f"layout 1 holds {found}, on pipeline rank {memory.rank}"
         else:
-            yield "refused", f"{layout_text(each.parallel)}: {found}: it does not fit, the next is taken"
+            refused = f"{layout_text(each.strategy.parallel)}: {found}"
+            yield "refused", f"{refused}: it does not fit, the next is taken"
 
 
 def _run(plan: Plan, best: Strategy) -> str:

@@ -10,9 +10,9 @@ from math import inf
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.search.constraints import size_error
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import families
+from parallel3d.planner.search.space import families, size_error
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 from parallel3d.row_split import divisors
@@ -55,6 +55,11 @@ def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
 
 def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
+    if question.program.is_parallel3d:  # which has each parameter's master and its states somewhere
+        master = 2.0 if question.precision == "bf16_pure" else 4.0
+        states = 0.0 if question.training.is_adafactor else question.training.state_bytes
+        if (master + states) * total_parameters(question.shape) > question.gpus * question.usable_bytes:
+            return None
     by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
     for few in (True, False):

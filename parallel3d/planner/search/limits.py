@@ -28,10 +28,10 @@ _ROUND_HEADS, _ROUND_LAYERS = 8, 4
 def smallest_cluster(question: Question) -> Strategy | None:
     """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a
     32nd to a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
-    node, least = question.cluster.gpus_per_node, _least_devices(question)
+    node = question.cluster.gpus_per_node
 
     def tried(gpus: int) -> Strategy | None:
-        return one_that_fits(replace(question, gpus=gpus)) if gpus >= least else None
+        return one_that_fits(replace(question, gpus=gpus))
 
     sizes = [*divisors(node), *(2**doublings * node for doublings in range(1, _MOST_DOUBLINGS + 1))]
     found = next((each for gpus in sizes if (each := tried(gpus)) is not None), None)
@@ -90,8 +90,7 @@ def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy 
     """Finds the largest of these models that fits and has the positions for the sequence."""
     enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
     for shape in sorted(enough, key=total_parameters, reverse=True):
-        asked = replace(question, shape=shape)
-        if _least_devices(asked) <= asked.gpus and (found := one_that_fits(asked)) is not None:
+        if (found := one_that_fits(replace(question, shape=shape))) is not None:
             return found
     return None
 
@@ -127,16 +126,6 @@ def remedies(question: Question) -> Iterator[str]:
     free = replace(question, fixed=type(question.fixed)())
     if free != question and one_that_fits(free) is not None:
         yield "leaving free what is fixed"
-
-
-def _least_devices(question: Question) -> float:
-    """A lower bound: what must be somewhere, over what a device may use. In this project's program that is each
-    parameter's master and its states."""
-    if not question.program.is_parallel3d:
-        return 0.0
-    master, training = 2.0 if question.precision == "bf16_pure" else 4.0, question.training
-    least = master + (0.0 if training.is_adafactor else training.state_bytes)
-    return least * total_parameters(question.shape) / question.usable_bytes
 
 
 def _largest(tried: Callable[[int], Strategy | None], first: int) -> Strategy | None:

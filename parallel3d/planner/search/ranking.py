@@ -9,9 +9,9 @@ from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.search.constraints import check_fixed
 from parallel3d.planner.search.fastest import fastest, leanest, search
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.space import check_fixed
 
 Objective = Literal["throughput", "memory", "cost"]
 _FROM_THE_WHOLE = 2
