@@ -110,8 +110,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <- `key=value` overrides.
 
     `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
-    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem.
-    """
+    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem."""
     said = read_settings(path)
     # A section whose keys are all commented out is read as a key without a value.
     unknown = [each for each in said if each.key not in KEYS and not (each.key in SECTIONS and each.value is None)]

@@ -91,8 +91,7 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
     state on all tp ranks. Modules that are tensor-parallel already stay as they are.
 
     Raises ValueError, with the module as it was: a pattern that matches nothing, a module that two rules match, a
-    linear or an embedding that none does, a size that tp does not divide, weights that differ between the ranks.
-    """
+    linear or an embedding that none does, a size that tp does not divide, weights that differ between the ranks."""
     tp = mesh if mesh.ndim == 1 else mesh["tp"]
     axis = Axis.of(tp)
     plans = plan_modules(module, rules, axis.size)

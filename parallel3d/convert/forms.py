@@ -63,8 +63,7 @@ class ColumnForm(Form):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
 
     Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
-    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`.
-    """
+    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
 
     features: int  # output features of all ranks
     packed: int = 1

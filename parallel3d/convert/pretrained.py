@@ -53,8 +53,7 @@ def load_safetensors(
     `prefix` and the module's; of tied ones either name will do. Values are cast to the parameter's dtype.
 
     Call it after `tensor_parallelize` and before `fully_shard`. Raises CheckpointError where a tensor is missing, is of
-    another shape, or belongs to another model; ValueError for a DTensor of more than one axis.
-    """
+    another shape, or belongs to another model; ValueError for a DTensor of more than one axis."""
     parameters, persistent = module.named_parameters(remove_duplicate=False), module.state_dict(keep_vars=True)
     tensors = {**dict(parameters), **{name: each for name, each in persistent.items() if isinstance(each, Tensor)}}
     names_of: dict[int, list[str]] = {}

@@ -19,8 +19,7 @@ class Column:
     `unit` names an attribute of the parent module: how many features stay together (`head_dim`: whole heads).
     `shared` names one that counts the heads that read one of these (`num_key_value_groups`): where tp is a multiple of
     the heads, each is computed by several ranks from a weight that all keep, and that count shrinks on each.
-    `packed` matrices of equal size lie side by side in the output features (q, k and v as one).
-    """
+    `packed` matrices of equal size lie side by side in the output features (q, k and v as one)."""
 
     unit: str | None = None
     shared: str | None = None

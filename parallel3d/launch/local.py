@@ -48,8 +48,7 @@ def launch_local(
     The function is called with the recipe and its `Rendezvous`. `preload` names modules that are imported once for all
     workers. A failure is reported on stderr in one line, with a traceback where the error is not the user's (or with
     `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers,
-    which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM.
-    """
+    which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM."""
     workers: list[_Worker] = []
     relay = SignalRelay(workers)
     # What nohup or a shell's & has started ignores Ctrl-C on purpose.

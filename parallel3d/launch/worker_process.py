@@ -49,8 +49,7 @@ def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, repo
 def _die_with_the_launcher() -> None:
     """Makes this worker end with its launcher, even if that is killed: a thread waits for the launcher's end.
 
-    The kernel does the same for the end of the fork server, which is this process's parent.
-    """
+    The kernel does the same for the end of the fork server, which is this process's parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
