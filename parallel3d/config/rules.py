@@ -69,18 +69,13 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
         tries = "parallel.dp_replicate=2, or local_sgd.sync_every=null"
         yield f"<local_sgd.sync_every>: needs replicas that train apart, and <parallel.dp_replicate>; try {tries}"
     if recipe.parallel.sharding in _INSIDE_A_REPLICA:
-        words = (
-            "sums gradients over parallel.dp_replicate in every step, which <local_sgd.sync_every> is there to avoid"
-        )
+        words = "sums gradients over parallel.dp_replicate in every step, which <local_sgd.sync_every> is to avoid"
         yield f"<parallel.sharding>: {words}; try {_INSIDE_A_REPLICA[recipe.parallel.sharding]}"
-    at_the_end = ", or replicas meet but at the end"
+    at_the_end = "replicas would meet but at the end"
     yield from at_most(recipe, "local_sgd.sync_every", "train.steps", max(1, steps // 10), because=at_the_end)
-    for limit, because in {
-        "model.layers": ", because fragments are made of blocks",
-        "local_sgd.sync_every": ", because each has a step of its own",
-    }.items():
-        tries = str(min(recipe.model.layers, every))
-        yield from at_most(recipe, "local_sgd.fragments", limit, tries, because=because)
+    most = min(recipe.model.layers, every)
+    yield from at_most(recipe, "local_sgd.fragments", "model.layers", most, because="fragments are made of blocks")
+    yield from at_most(recipe, "local_sgd.fragments", "local_sgd.sync_every", most, because="each has its own step")
     if local.overlap_steps >= every:
         words = "must be below <local_sgd.sync_every>, or a fragment leaves again before it has arrived"
         yield f"<local_sgd.overlap_steps>: {words}; try {every // 2}"
@@ -134,13 +129,11 @@ def optimizer_errors(recipe: Recipe) -> Iterator[str]:
     if config.ns_steps is not None and config.ns_steps > _MOST_NS_STEPS:
         yield f"<optimizer.ns_steps>: must be at most {_MOST_NS_STEPS}; try 5"
     if config.state_dtype == "bf16":
-        words = (
-            f"must be with <optimizer.state_dtype> at most {_LARGEST_BF16_BETA}, or what a step adds is rounded away"
-        )
+        limit = f"with <optimizer.state_dtype> at most {_LARGEST_BF16_BETA}, or what a step adds is rounded away"
         if "betas" in OPTIMIZER_KEYS[config.name] and max(config.betas) > _LARGEST_BF16_BETA:
-            yield f"<optimizer.betas>: {words}; try [0.9, 0.95]"
+            yield f"<optimizer.betas>: must be {limit}; try [0.9, 0.95]"
         if config.momentum is not None and config.momentum > _LARGEST_BF16_BETA:
-            yield f"<optimizer.momentum>: {words}; try 0.95"
+            yield f"<optimizer.momentum>: must be {limit}; try 0.95"
 
 
 @rule

@@ -46,7 +46,8 @@ def at_most(recipe: Recipe, key: str, limit: str, tries: object, *, because: str
     """One line, for a `rule` to yield, if the number at `key` is larger than the one at the key `limit`."""
     value, most = attrgetter(key, limit)(recipe)
     if value is not None and value > most:
-        yield f"<{key}>: must be at most <{limit}>{because}; try {tries}"
+        reason = f", because {because}" if because else ""
+        yield f"<{key}>: must be at most <{limit}>{reason}; try {tries}"
 
 
 def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
