@@ -20,11 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
-from parallel3d.layers.head import VocabParallelHead
-from parallel3d.layers.init import normal
 from parallel3d.layers.mlp import Activation, ParallelMLP
-from parallel3d.layers.placement import Placement
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.parameter import Placement, normal
+from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.vocabulary import VocabParallelHead
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from functools import partial
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import AttentionOptions
-from parallel3d.layers.embedding import VocabParallelEmbedding
-from parallel3d.layers.init import normal
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.placement import Placement
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.parameter import Placement, normal
+from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.models.decoder import Decoder, DecoderParts
 
 

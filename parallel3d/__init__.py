@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from parallel3d.convert.pretrained import load_safetensors as load_safetensors
     from parallel3d.convert.pretrained import parameters_on_meta as parameters_on_meta
     from parallel3d.layers.attention import ParallelAttention as ParallelAttention
-    from parallel3d.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from parallel3d.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from parallel3d.layers.linear import RowParallelLinear as RowParallelLinear
     from parallel3d.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from parallel3d.layers.mlp import ParallelMLP as ParallelMLP
     from parallel3d.layers.norm import RMSNorm as RMSNorm
+    from parallel3d.layers.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
     from parallel3d.mesh import build_mesh as build_mesh
     from parallel3d.pipeline.runtime import PipelineRuntime as PipelineRuntime
     from parallel3d.schedules.schedule import Schedule as Schedule
@@ -37,11 +37,11 @@ _HOMES = {
     "convert.apply": ("tensor_parallelize",),
     "convert.pretrained": ("load_safetensors", "parameters_on_meta"),
     "layers.attention": ("ParallelAttention",),
-    "layers.embedding": ("VocabParallelEmbedding",),
     "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
     "layers.loss": ("vocab_parallel_cross_entropy",),
     "layers.mlp": ("ParallelMLP",),
     "layers.norm": ("RMSNorm",),
+    "layers.vocabulary": ("VocabParallelEmbedding",),
     "mesh": ("build_mesh",),
     "pipeline.runtime": ("PipelineRuntime",),
     "schedules.schedule": ("Schedule",),

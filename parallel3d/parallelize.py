@@ -12,8 +12,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.layers.init import initial_tensor
-from parallel3d.layers.parameter import set_fused_gradients
+from parallel3d.layers.parameter import initial_tensor, set_fused_gradients
 from parallel3d.mesh import Axis
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage

@@ -8,11 +8,9 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import ParallelAttention
-from parallel3d.layers.init import initial_weights
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import set_fused_gradients
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.parameter import Placement, initial_weights, set_fused_gradients
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_llama import PlainLlama
 

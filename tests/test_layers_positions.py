@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel3d.layers import attention, scores
-from parallel3d.layers.mask import documents_from_cu_seqlens, own_mask, same_document
-from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers import attention
+from parallel3d.layers.attention import own_mask, same_document
+from parallel3d.layers.positions import Llama3Scaling, RotaryEmbedding, YarnScaling, positions_in_documents
 
 KINDS = {
     "llama3": (
@@ -48,14 +47,11 @@ def test_scaled_frequencies_are_transformers(kind: str, head_dim: int) -> None:
     assert rotary(x).norm().item() == pytest.approx(x.norm().item() * magnitude, rel=1e-5)
 
 
-def test_documents_by_cumulative_lengths_and_their_positions() -> None:
-    documents = documents_from_cu_seqlens(torch.tensor([0, 2, 5, 8, 12]), 6)
-    assert documents.tolist() == [[0, 0, 1, 1, 1, 2], [2, 2, 3, 3, 3, 3]]
+def test_a_document_has_positions_and_a_mask_of_its_own() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [2, 2, 3, 3, 3, 3]])
     assert positions_in_documents(documents).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3]]
     mask = same_document(documents)
     assert mask.shape == (2, 1, 6, 6) and mask[0, 0, 2].tolist() == [False, False, True, True, True, False]
-    with pytest.raises(ValueError, match="no multiple of seq_len = 5"):
-        documents_from_cu_seqlens(torch.tensor([0, 12]), 5)
 
 
 def test_a_window_counts_the_query_itself() -> None:
@@ -68,10 +64,11 @@ def test_a_window_counts_the_query_itself() -> None:
 
 def test_a_window_that_hides_nothing_takes_the_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[torch.Tensor | None] = []
+    attend = attention.attend
 
     def recorded(q: torch.Tensor, *rest: torch.Tensor | None, **how: object) -> torch.Tensor:
         masks.append(rest[-1])
-        return scores.attend(q, *rest, **how)  # type: ignore[arg-type]
+        return attend(q, *rest, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "attend", recorded)
     x = torch.randn(2, 6, 8)

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.layers.init import initialize
+from parallel3d.layers.parameter import initialize
 from parallel3d.models import model_class
 
 B, S = 2, 12

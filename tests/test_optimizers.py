@@ -12,11 +12,9 @@ from torch import nn
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.optimizers.assignment import assign_by_cost
-from parallel3d.optimizers.low_precision_state import LowPrecisionAdamW, LowPrecisionSGD
-from parallel3d.optimizers.matrices import nearest_holders
-from parallel3d.optimizers.muon import adjustment, orthogonalize
-from parallel3d.optimizers.parameter_sharding import RankOf, SubMatrix, sub_matrix_of
+from parallel3d.optimizers.muon import SubMatrix, adjustment, nearest_holders, orthogonalize, parts_of_ranks
+from parallel3d.optimizers.rounding import LowPrecisionAdamW, LowPrecisionSGD
+from parallel3d.optimizers.step_bytes import assign_by_cost
 from parallel3d.recipes import find_recipe
 
 SHAPES = [(24, 40), (40, 24), (7,)]
@@ -95,16 +93,14 @@ def test_matrices_are_divided_by_cost() -> None:
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
     matrix = torch.arange(10 * 6).view(10, 6)
-    held = []
+    boxes = parts_of_ranks((10, 6), dim, ranks=8, tp=2, shards=4)
     for tp in range(2):
         of_tp = matrix if dim is None else matrix.chunk(2, dim)[tp]
         for shard in range(4):  # 10 rows are cut into 3, 3, 3 and 1, and 5 rows into 2, 2, 1 and 0
             parts = of_tp.chunk(4)
-            box = sub_matrix_of((10, 6), dim, RankOf(tp, 2), RankOf(shard, 4))
             expected = parts[shard] if shard < len(parts) else of_tp[:0]
-            assert torch.equal(box.of(matrix), expected)
-            held.append(box.elements)
-    assert sum(held) == 60 * (2 if dim is None else 1)
+            assert torch.equal(boxes[2 * shard + tp].of(matrix), expected)
+    assert sum(box.elements for box in boxes) == 60 * (2 if dim is None else 1)
 
 
 def test_a_matrix_comes_from_the_nearest_replica() -> None:

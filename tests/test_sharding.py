@@ -11,9 +11,10 @@ from torch import nn
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_layout import sharding_errors
+from parallel3d.mesh import Axis
 from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
 from parallel3d.sharding.exchange import Packing
-from parallel3d.sharding.optimizer_parts import own_rows
+from parallel3d.sharding.settings import own_rows
 from parallel3d.sharding.units import units_of
 
 
@@ -139,9 +140,10 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
     packing = Packing([tensor.shape for tensor in tensors], ranks)
     packed = packing.pack(tensors, torch.float32)
     for rank in range(ranks):
-        own = [torch.zeros_like(own_rows(tensor, rank, ranks)) for tensor in tensors]
+        axis = Axis(ranks, rank, None)
+        own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]
         packing.unpack_own(packed[rank], own)
-        assert all(torch.equal(part, own_rows(t, rank, ranks)) for part, t in zip(own, tensors, strict=True))
+        assert all(torch.equal(part, own_rows(t, axis)) for part, t in zip(own, tensors, strict=True))
     back = [torch.zeros_like(tensor) for tensor in tensors]
     packing.unpack(packed, back)
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))

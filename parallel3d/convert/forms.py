@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
-from parallel3d.layers.embedding import look_up
-from parallel3d.layers.parameter import local_tensor
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -26,6 +25,7 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
+from parallel3d.layers.vocabulary import look_up
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
 from parallel3d.torch_private import functional_collectives

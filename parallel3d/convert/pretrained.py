@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.parameter import like_parameter, local_tensor
+from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.row_split import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -45,13 +45,11 @@ def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
 
 
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    exchange, rank, size = None, dist.get_rank(group), dist.get_world_size(group)
     with own_folder("cpu") as folder:
         mine: Path | None = None  # stays None where something fails, and then all ranks agree on no exchange
-        own: Segment | None = None
-        hears: dict[int, int] = {}
+        others = [other for other in range(size) if other != rank]
         if can_share("cpu"):
-            others = [other for other in range(size) if other != rank]
             with suppress(OSError):
                 reserve(folder / "slots", SLOTS * SLOT_BYTES, map(str, others))
                 own = Segment(folder / "slots")
@@ -60,8 +58,7 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
         offers: list[tuple[str, Path | None]] = [("", None)] * size
         dist.all_gather_object(offers, (socket.gethostname(), mine), group=group)
         folders = [path for host, path in offers if path is not None and host == offers[0][0]]
-        exchange = None
-        if own is not None and len(folders) == size:
+        if len(folders) == size:
             segments = [own if r == rank else Segment(path) for r, path in enumerate(folders)]
             exchange = SharedExchange(segments, rank, hears, timeout_ms(group, torch.device("cpu")))
         dist.barrier(group)  # all have opened what is now removed

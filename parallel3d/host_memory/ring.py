@@ -14,6 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,7 +99,13 @@ class Outgoing(Segment):
     def _place(self, size: int) -> int | None:
         """Returns where a message is to lie, in one piece, so that the end of the ring may stay empty. None means that
         there is no room yet."""
-        self._collect_credits()
+        if self._in_ring:
+            with suppress(BlockingIOError):
+                returned = os.read(self.credits, _MOST_IN_RING)
+                if not returned:
+                    raise PeerLostError(f"pipeline rank {self.peer} has gone")
+                for _ in returned:
+                    self._in_ring.popleft()
         if not self._in_ring:
             self._next = 0  # the same memory again and again, which the caches then hold
         start, taken = (self._next, size) if self._next + size <= RING_BYTES else (0, size + RING_BYTES - self._next)
@@ -107,18 +114,6 @@ class Outgoing(Segment):
         self._in_ring.append(taken)
         self._next = start + size
         return start
-
-    def _collect_credits(self) -> None:
-        if not self._in_ring:
-            return
-        try:
-            returned = os.read(self.credits, _MOST_IN_RING)
-        except BlockingIOError:
-            return
-        if not returned:
-            raise PeerLostError(f"pipeline rank {self.peer} has gone")
-        for _ in returned:
-            self._in_ring.popleft()
 
 
 class Incoming(Segment):

@@ -24,9 +24,8 @@ where ranks outnumber key-value heads, G = n. What is one for all blocks is not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-BlockRecompute = Literal["none", "selective", "full"]
+from parallel3d.config.recipe import BlockRecompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +50,18 @@ class BlockActivations:
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes that one block keeps."""
+        tokens, e, wide = self.batch * self.seq, self.item_bytes, max(self.item_bytes, 4)
+        outside = tokens // self.tp if self.sequence_parallel else tokens  # of attention and MLP
         if recompute == "full":
-            return self._tokens_outside * self.hidden * self.item_bytes
-        outside = 2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0)
-        mlp = (4 if self.gated else 2) * self.ffn_hidden // self.tp * self.item_bytes
-        return self._tokens_outside * outside + self._tokens * mlp + self._attention_bytes(recompute)
+            return outside * self.hidden * e
+        between = outside * (2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0))
+        mlp = tokens * ((4 if self.gated else 2) * self.ffn_hidden // self.tp * e)
+        dim, heads, kv_heads = self.head_dim or self.hidden // self.heads, self.heads // self.tp, self.kv_heads
+        if self.attention_dropout and recompute == "none":
+            scores = heads * self.seq * (wide + 1 + e)
+            return between + mlp + tokens * (4 * heads * dim * e + scores) + self.seq**2
+        softmax = heads * wide if recompute == "none" else 0
+        return between + mlp + tokens * ((2 * heads + 2 * max(kv_heads // self.tp, 1)) * dim * e + softmax)
 
     def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
         """Returns the bytes that the blocks of one stage keep, given by their indices in the whole model. One block in
@@ -63,31 +69,9 @@ class BlockActivations:
         return sum(self.bytes(recompute if index % every == 0 else "none") for index in blocks)
 
     @property
-    def _tokens(self) -> int:
-        return self.batch * self.seq
-
-    @property
-    def _tokens_outside(self) -> int:
-        return self._tokens // self.tp if self.sequence_parallel else self._tokens
-
-    @property
-    def _wide_bytes(self) -> int:
-        return max(self.item_bytes, 4)
-
-    @property
     def norm_bytes(self) -> int:
         """The bytes that a norm keeps of one token, its output included."""
+        kept, wide = 2 * self.hidden * self.item_bytes, max(self.item_bytes, 4)
         if self.layer_norm:
-            return 2 * self.hidden * self.item_bytes + 2 * (self._wide_bytes if self.fused_norm else self.item_bytes)
-        if self.fused_norm:
-            return 2 * self.hidden * self.item_bytes + self._wide_bytes
-        return self.hidden * (2 * self._wide_bytes + self.item_bytes) + self._wide_bytes
-
-    def _attention_bytes(self, recompute: BlockRecompute) -> int:
-        dim, e = self.head_dim or self.hidden // self.heads, self.item_bytes
-        heads, kv_heads = self.heads // self.tp, max(self.kv_heads // self.tp, 1)
-        if self.attention_dropout and recompute == "none":
-            scores = heads * self.seq * (self._wide_bytes + 1 + e)
-            return self._tokens * (4 * heads * dim * e + scores) + self.seq**2
-        softmax = heads * self._wide_bytes if recompute == "none" else 0
-        return self._tokens * ((2 * heads + 2 * kv_heads) * dim * e + softmax)
+            return kept + 2 * (wide if self.fused_norm else self.item_bytes)
+        return kept + wide if self.fused_norm else self.hidden * (2 * wide + self.item_bytes) + wide

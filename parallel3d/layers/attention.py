@@ -1,30 +1,33 @@
-"""Attention, its heads split over tp.
+"""Attention, its heads split over tp, and the masks that say which keys a query may see.
 
 Shapes: B batch, S sequence, T the context's sequence (S in self-attention), D hidden, H query heads, G key-value heads,
 K head dim, n = tp.
+
+[Note: masks] A mask is bool [B or 1, 1, S, T], True where a query may see a key, and the same for every head, so that
+every tp rank uses the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead train on
+GPUs alone and are not used: flex_attention has no backward on a CPU (2.13), and varlen is CUDA's. For packed documents
+`ParallelAttention.forward(lengths=...)` needs no mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules_layout import divides_key_value_heads
 from parallel3d.layers.dropout import Dropout, DropoutMode
-from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from parallel3d.layers.mask import own_mask
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.parameter import Initializer, ParallelModule
-from parallel3d.layers.placement import LayerTp
-from parallel3d.layers.rotary import RotaryEmbedding
-from parallel3d.layers.scores import attend, attend_with_dropout
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, normal, zeros
+from parallel3d.layers.positions import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class AttentionOptions:
     qk_norm: bool = False  # an RMSNorm of each head's queries and keys, before rotary (Qwen 3)
     norm_eps: float = 1e-5
     causal: bool = True
-    window: int | None = None  # keys that a query sees at most (`mask.own_mask`)
+    window: int | None = None  # keys that a query sees at most (`own_mask`)
     scale: float | None = None  # of the scores; 1 / sqrt(K) where it is None
     dropout: float = 0.0  # of the probabilities
     dropout_mode: DropoutMode = "exact"
@@ -81,26 +84,20 @@ class ParallelAttention(ParallelModule):
         self.options = options
         self.head_dim = options.head_dim or hidden // heads
         self.rotary = rotary
-        self._check_heads(heads, kv_heads)
-
-        def column(in_features: int, heads: int, copies: int) -> ColumnParallelLinear:
-            bias, start, features = options.bias, options.bias_init, heads * self.head_dim
-            return ColumnParallelLinear(
-                in_features, features, tp=tp, init=init, bias=bias, bias_init=start, copies=copies
+        n = self.axis.size
+        if heads % kv_heads or heads % n or not divides_key_value_heads(kv_heads, n):
+            raise ValueError(
+                f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads must divide heads, "
+                f"tp must divide heads, and of tp and kv_heads one the other"
             )
 
-        copies = max(self.axis.size // kv_heads, 1)
-        self.q = column(hidden, heads, 1)
-        self.k = column(options.context_hidden or hidden, kv_heads, copies)
-        self.v = column(options.context_hidden or hidden, kv_heads, copies)
-        self.o = RowParallelLinear(
-            heads * self.head_dim,
-            hidden,
-            tp=tp,
-            init=output_init or init,
-            bias=options.output_bias,
-            bias_init=options.bias_init,
-        )
+        copies, context_hidden, K = max(n // kv_heads, 1), options.context_hidden or hidden, self.head_dim
+        column = partial(ColumnParallelLinear, tp=tp, init=init, bias=options.bias, bias_init=options.bias_init)
+        self.q = column(hidden, heads * K)
+        self.k = column(context_hidden, kv_heads * K, copies=copies)
+        self.v = column(context_hidden, kv_heads * K, copies=copies)
+        init, bias = output_init or init, options.output_bias
+        self.o = RowParallelLinear(heads * K, hidden, tp=tp, init=init, bias=bias, bias_init=options.bias_init)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if options.qk_norm:
@@ -124,11 +121,22 @@ class ParallelAttention(ParallelModule):
         """Returns the attention's output for x. Keys and values come from `context` [batch, T, context_hidden] (T / tp
         of it under sequence parallelism), or from x without one. `mask` [batch or 1, 1, S, T], bool, True where a query
         may see a key: holds beside the attention's own causality and window; for packed documents
-        `mask.same_document(ids)`, or instead of a mask their `lengths`, in order and S in sum for each sequence: then
+        `same_document(ids)`, or instead of a mask their `lengths`, in order and S in sum for each sequence: then
         each is attended to alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation. `key` [batch]: of
         dropout. Raises ValueError where lengths do not add up, or come with a mask, a context or dropout."""
+        dropping = self.dropout is not None and self.training
         if lengths is not None:
-            self._check_lengths(lengths, x_BSD, mask, context)
+            if mask is not None or context is not None or dropping:
+                raise ValueError(
+                    "ParallelAttention: lengths go with no mask, context or dropout; try a mask of same_document"
+                )
+            batch, seq = x_BSD.shape[0], x_BSD.shape[1] * (self.axis.size if self.sequence_parallel else 1)
+            ends = set(accumulate(lengths))
+            if not {seq * (i + 1) for i in range(batch)} <= ends or max(ends) != seq * batch:
+                raise ValueError(
+                    f"ParallelAttention: lengths of {sum(lengths)} tokens in all, and there are {batch} sequences "
+                    f"of {seq}; a document must end with its sequence"
+                )
         if context is None:
             q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         else:
@@ -142,64 +150,79 @@ class ParallelAttention(ParallelModule):
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             keep_generator = self.dropout is not None and key is None
             y = checkpoint(
-                self._attend_all, q, k, v, mask, lengths, key, use_reentrant=False, preserve_rng_state=keep_generator
+                self._attend, q, k, v, mask, lengths, key, use_reentrant=False, preserve_rng_state=keep_generator
             )
         else:
-            y = self._attend_all(q, k, v, mask, lengths, key)
+            y = self._attend(q, k, v, mask, lengths, key)
         return self.o(y.flatten(-2))
 
-    def _attend_all(
-        self,
-        q_BSHK: Tensor,
-        k_BTGK: Tensor,
-        v_BTGK: Tensor,
-        mask: Tensor | None,
-        lengths: Sequence[int] | None,
-        key: Tensor | None,
-    ) -> Tensor:
-        if lengths is None:
-            return self._attend(q_BSHK, k_BTGK, v_BTGK, mask, key)
-        documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q_BSHK, k_BTGK, v_BTGK))
-        parts = [self._attend(q, k, v, None, None) for q, k, v in zip(*documents, strict=True)]
-        return torch.cat(parts, dim=1).view(*q_BSHK.shape[:3], -1)
-
     def _attend(
-        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, key: Tensor | None
-    ) -> Tensor:
-        queries, keys = q_BSHK.shape[1], k_BTGK.shape[1]
-        q, k, v = (part.transpose(1, 2) for part in (q_BSHK, k_BTGK, v_BTGK))
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Sequence[int] | None, key: Tensor | None
+    ) -> Tensor:  # q [B, S, H / n, K], k and v [B, T, G / n, K]
+        if lengths is not None:  # each document by itself
+            documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q, k, v))
+            parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*documents, strict=True)]
+            return torch.cat(parts, dim=1).view(*q.shape[:3], -1)
+        queries, keys = q.shape[1], k.shape[1]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         causal, window, scale = self.options.causal, self.options.window, self.options.scale
-        dropping = self.dropout is not None and self.training
+        dropout = self.dropout if self.training else None
         sees_all = window is None or window >= keys  # a window that hides nothing costs no mask
-        if mask is None and sees_all and not dropping and (queries == keys or not causal):
+        if mask is None and sees_all and dropout is None and (queries == keys or not causal):
             return attend(q, k, v, None, causal=causal, scale=scale).transpose(1, 2)
         own = own_mask(queries, keys, causal=causal, window=window, device=q.device)
         if own is not None:
             mask = own if mask is None else mask & own
-        if dropping:
-            assert self.dropout is not None
-            y_BHSK = attend_with_dropout(q, k, v, mask, scale=scale, dropout=self.dropout, key=key)
-        else:
-            y_BHSK = attend(q, k, v, mask, causal=False, scale=scale)
-        return y_BHSK.transpose(1, 2)
+        if dropout is None:
+            return attend(q, k, v, mask, causal=False, scale=scale).transpose(1, 2)
+        # The probabilities [B, H, S, T] are written out: torch's kernels draw their dropout from one generator, which
+        # on tp ranks of equal seeds would drop the same elements of different heads.
+        if q.shape[1] != k.shape[1]:
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        return (dropout(scores.softmax(dim=-1, dtype=wide).to(v.dtype), key) @ v).transpose(1, 2)
 
-    def _check_lengths(
-        self, lengths: Sequence[int], x_BSD: Tensor, mask: Tensor | None, context: Tensor | None
-    ) -> None:
-        if mask is not None or context is not None or (self.dropout is not None and self.training):
-            raise ValueError("ParallelAttention: lengths go with no mask, context or dropout; try mask.same_document")
-        seq = x_BSD.shape[1] * (self.axis.size if self.sequence_parallel else 1)
-        ends = set(accumulate(lengths))
-        if not {seq * (i + 1) for i in range(x_BSD.shape[0])} <= ends or max(ends) != seq * x_BSD.shape[0]:
-            raise ValueError(
-                f"ParallelAttention: lengths of {sum(lengths)} tokens in all, and there are {x_BSD.shape[0]} sequences "
-                f"of {seq}; a document must end with its sequence"
-            )
 
-    def _check_heads(self, heads: int, kv_heads: int) -> None:
-        n = self.axis.size
-        if heads % kv_heads or heads % n or not divides_key_value_heads(kv_heads, n):
-            raise ValueError(
-                f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads must divide heads, "
-                f"tp must divide heads, and of tp and kv_heads one the other"
-            )
+def attend(
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+) -> Tensor:
+    """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes without a mask."""
+    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def same_document(documents: Tensor) -> Tensor:
+    """Makes the mask of packed sequences: document ids [B, S] -> [B, 1, S, S], True within a document. Make it once a
+    batch, not once a layer. Causality is the attention's own and need not be in it."""
+    return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+
+
+def lengths_of_documents(documents: Tensor) -> list[int]:
+    """Returns the lengths, in order, of documents whose ids [B, S] are equal and adjacent, for `lengths` of
+    `ParallelAttention`. Call it once a batch, since it waits for a GPU. A document ends with its sequence."""
+    batch, seq = documents.shape
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = starts.flatten().nonzero().flatten().tolist()
+    return [end - start for start, end in pairwise([*places, batch * seq])]
+
+
+def own_mask(queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Returns the mask [S, T] of an attention's own settings; None where every query sees every key. With `window` a
+    query sees that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and
+    as many on the other side where the attention is not causal."""
+    if not causal and window is None:
+        return None
+    # Queries are the last of the keys, as torch's causal_lower_right has them.
+    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= distance.abs() < window
+    return mask

@@ -1,7 +1,7 @@
 """Collectives over one axis of the mesh, on plain tensors, without autograd: what the layers' backward passes call.
 
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
-at once; `PendingTensor.wait` gives the result, the same bits on every rank. Small tensors of CPUs on one host go
+at once a function that waits for the result, the same bits on every rank. Small tensors of CPUs on one host go
 through `host_memory.exchange`, all others through the backend. Under `torch.compile` all of them are torch's functional
 collectives, which a compiler can put into its graph and overlap.
 """
@@ -9,16 +9,17 @@ collectives, which a compiler can put into its graph and overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from parallel3d.host_memory.exchange import SLOT_BYTES, SharedExchange, exchange_of
+from parallel3d.host_memory.exchange import SLOT_BYTES, exchange_of
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import functional_collectives as functional
+
+Wait = Callable[[], Tensor]
 
 SEQUENCE_DIM = 1  # activations are [batch, seq, hidden]
 
@@ -29,64 +30,70 @@ _functional_gather = getattr(functional, "all_gather_single", functional.all_gat
 _functional_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
-@dataclass(frozen=True)
-class PendingTensor:
-    """A tensor that is on its way."""
-
-    wait: Callable[[], Tensor]
-
-
-def start_all_reduce(x: Tensor, axis: Axis) -> PendingTensor:
+def start_all_reduce(x: Tensor, axis: Axis) -> Wait:
     """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x
     where small)."""
     if axis.size == 1:
-        return PendingTensor(lambda: x)
+        return lambda: x
     if is_compiling():
-        return PendingTensor(lambda: functional.all_reduce(x, "sum", _group(axis)))
+        return lambda: functional.all_reduce(x, "sum", _group(axis))
     x = x.contiguous()
-    if exchange := _exchange_for(x, axis):
-        finish = exchange.start(x)
-        return PendingTensor(lambda: _sum(finish()))
+    if parts := _start_exchange(x, axis):
+        return lambda: _sum(parts())
     work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return PendingTensor(lambda: _after(work, x))
+    return lambda: after(work, x)
 
 
-def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> PendingTensor:
+def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     """Starts to gather [..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1)
     times x per rank."""
     if axis.size == 1:
-        return PendingTensor(lambda: x)
+        return lambda: x
     if is_compiling():
         # Along dim 0, and joined here: what torch 2.11 does for other dims cannot be traced.
-        return PendingTensor(lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim))
+        return lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim)
     x = x.contiguous()
-    if exchange := _exchange_for(x, axis):
-        finish = exchange.start(x)
-        return PendingTensor(lambda: torch.cat(finish(), dim=dim))
-    parts = x.new_empty((axis.size * len(x), *x.shape[1:]))
-    work = all_gather_single(parts, x, group=axis.group, async_op=True)
-    return PendingTensor(lambda: _joined(_after(work, parts), axis, dim))
+    if parts := _start_exchange(x, axis):
+        return lambda: torch.cat(parts(), dim=dim)
+    gathered = x.new_empty((axis.size * len(x), *x.shape[1:]))
+    work = all_gather_single(gathered, x, group=axis.group, async_op=True)
+    return lambda: _joined(after(work, gathered), axis, dim)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> PendingTensor:
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     """Starts to sum [..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n
     of x per rank."""
     if axis.size == 1:
-        return PendingTensor(lambda: x)
+        return lambda: x
     if is_compiling():
-        return PendingTensor(lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis)))
+        return lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis))
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()  # no copy where batch = 1
-    if exchange := _exchange_for(stacked, axis):
-        finish = exchange.start(stacked)
-        return PendingTensor(lambda: _sum([part[axis.rank] for part in finish()]))
+    if parts := _start_exchange(stacked, axis):
+        return lambda: _sum([part[axis.rank] for part in parts()])
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
-    return PendingTensor(lambda: _after(work, out, stacked))
+    return lambda: after(work, out, stacked)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of x over the axis; `x` may be overwritten."""
-    return start_all_reduce(x, axis).wait()
+    """Returns the sum of x over the axis; `x` may be overwritten."""
+    return start_all_reduce(x, axis)()
+
+
+def gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Returns what `start_gather` gathers."""
+    return start_gather(x, axis, dim)()
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Returns this rank's part of the sum, as `start_reduce_scatter` does."""
+    return start_reduce_scatter(x, axis, dim)()
+
+
+def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:
+    """Returns the sum of x over the axis, or with `scattered` this rank's part of it along the sequence; `x` may be
+    overwritten."""
+    return reduce_scatter(x, axis) if scattered else all_reduce(x, axis)
 
 
 def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
@@ -104,8 +111,8 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     if is_compiling():
         return functional.all_reduce(x, "max", _group(axis))
     x = x.contiguous()
-    if exchange := _exchange_for(x, axis):
-        return torch.stack(exchange.start(x)()).amax(dim=0)
+    if parts := _start_exchange(x, axis):
+        return torch.stack(parts()).amax(dim=0)
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
     return x
 
@@ -121,12 +128,13 @@ def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _exchange_for(x: Tensor, axis: Axis) -> SharedExchange | None:
-    """Returns the shared memory that a tensor goes through, or None where it goes through the backend."""
+def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
+    """Starts to send a tensor through shared memory; the function that is returned gives every rank's. Returns None
+    where it goes through the backend."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
         return None
-    assert axis.group is not None
-    return exchange_of(axis.group)
+    exchange = exchange_of(_group(axis))
+    return None if exchange is None else exchange.start(x)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -136,8 +144,9 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
-    """Returns x when the work is done. The tensors `sent` live until then."""
+def after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
+    """Returns x when the work is done, which is None where this rank takes no part. The tensors `sent` live until
+    then."""
     if work is not None:
         work.wait()
     return x

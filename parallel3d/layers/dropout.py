@@ -81,11 +81,11 @@ class Dropout(nn.Module):
         """Returns which elements are dropped: True where one is, in the shape of x."""
         if key.shape != x.shape[:1]:
             raise ValueError(f"Dropout {self.name}: a key of {list(key.shape)}, and a batch of {x.shape[0]}")
-        return self._exact(x, key) if self.mode == "exact" else self._fast(x, key)
-
-    def _exact(self, x: Tensor, key: Tensor) -> Tensor:
-        """Hashes a counter of every element's global place in its sample with the sample's key."""
         split = None if self.split_dim is None else self.split_dim % x.ndim
+        if self.mode == "fast":
+            drop: Tensor = _keyed_bernoulli(x, key, self.salt, 0 if split is None else self.axis.rank, self.p)
+            return drop
+        # A counter of every element's global place in its sample is hashed with the sample's key.
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt).view(-1, *[1] * (x.ndim - 1))
         stride = 1
         for dim in range(x.ndim - 1, 0, -1):
@@ -97,11 +97,6 @@ class Dropout(nn.Module):
         # The p 2^64 smallest of all 2^64 values are dropped.
         # Multiplied at last: of places alone inductor would write an index, and that no int64 holds.
         return _split_mix(counter * _GOLDEN) < int(self.p * 2**64) - 2**63
-
-    def _fast(self, x: Tensor, key: Tensor) -> Tensor:
-        rank = 0 if self.split_dim is None else self.axis.rank
-        drop: Tensor = _keyed_bernoulli(x, key, self.salt, rank, self.p)
-        return drop
 
 
 @torch.library.custom_op("parallel3d::keyed_bernoulli", mutates_args=())
@@ -121,10 +116,8 @@ def _(like: Tensor, key: Tensor, salt: Tensor, rank: int, p: float) -> Tensor:
 
 def _split_mix(z: Tensor) -> Tensor:
     """Returns SplitMix64's finaliser of a tensor, which is written over unless a compiler traces it."""
-    z = _xor_shifted(z, 30)
-    z = z.mul_(_MIX[0])
-    z = _xor_shifted(z, 27)
-    z = z.mul_(_MIX[1])
+    z = _xor_shifted(z, 30).mul_(_MIX[0])
+    z = _xor_shifted(z, 27).mul_(_MIX[1])
     return _xor_shifted(z, 31)
 
 

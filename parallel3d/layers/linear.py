@@ -24,6 +24,7 @@ once, after the sum; under sequence parallelism each rank then sees other tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,33 +34,15 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import (
-    PendingTensor,
-    all_reduce,
+    gather,
     start_all_reduce,
     start_gather,
     start_reduce_scatter,
+    sum_partial,
 )
-from parallel3d.layers.init import normal, zeros
-from parallel3d.layers.parameter import (
-    Initializer,
-    ParallelModule,
-    ParameterSpec,
-    accumulate_or_return,
-    accumulate_or_return_product,
-    accumulate_or_return_rows,
-    local_tensor,
-    replicated,
-    traced,
-)
-from parallel3d.layers.placement import LayerTp
-from parallel3d.layers.regions import (
-    all_gather_to_region,
-    copy_to_region,
-    gather_from_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-    scatter_to_region,
-)
+from parallel3d.layers.gradients import accumulate_or_return, accumulate_or_return_product, local_tensor
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal, zeros
+from parallel3d.layers.regions import gather_from_region, scatter_to_region
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
@@ -67,10 +50,8 @@ FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/
 class ColumnParallelLinear(ParallelModule):
     """y = x W^T + b with the output features split over tp.
 
-    x [batch, seq, in_features], or [batch, seq / tp, in_features] with `sequence_parallel`;
-    y [batch, seq, out_features / tp], or [batch, seq, out_features] with `gather_output`. Sends, per call: nothing
-    forward and an all-reduce of x backward; with `sequence_parallel` an all-gather of x forward, another with a
-    reduce-scatter backward; with `gather_output` an all-gather of y forward.
+    x [batch, seq, in_features], or [batch, seq / tp, in_features] with `sequence_parallel`; y [batch, seq,
+    out_features / tp], or with `gather_output`, which all-gathers y forward, [batch, seq, out_features].
 
     `copies` neighbouring ranks compute the same output features, out_features * copies / tp of them (keys and values
     of fewer heads than ranks). The weight is then whole on every rank, once in a checkpoint, and its gradient partial.
@@ -98,36 +79,32 @@ class ColumnParallelLinear(ParallelModule):
         super().__init__(tp)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
-        self.rows = self._rows_of_copies(copies) if copies > 1 else None
-        dim = 0 if self.rows is None else None
-        is_copied = self.rows is not None
-        self.add_parameter("weight", ParameterSpec((out_features, in_features), dim, init, is_copied, self.uneven))
-        bias_spec = ParameterSpec((out_features,), dim, bias_init, is_copied, self.uneven)
-        self.add_parameter("bias", bias_spec if bias else None)
+        self.rows: slice | None = None
+        if copies > 1:
+            n = self.axis.size
+            if n % copies or out_features % (n // copies) or gather_output:
+                raise ValueError(
+                    f"ColumnParallelLinear: {copies} copies of parts of {out_features} output features on tp = {n} "
+                    f"ranks: copies must divide tp, tp / copies the features, and the output is not gathered"
+                )
+            length, place = out_features * copies // n, self.axis.rank // copies
+            self.rows = slice(place * length, (place + 1) * length)
+        dim = None if copies > 1 else 0
+        weight = ParameterSpec((out_features, in_features), dim, init, copies > 1, self.uneven)
+        self.add_parameter("weight", weight)
+        self.add_parameter("bias", replace(weight, shape=(out_features,), init=bias_init) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         (y,) = column_parallel(x, (self,))
         return gather_from_region(y, self.axis) if self.gather_output else y
-
-    def _rows_of_copies(self, copies: int) -> slice:
-        n = self.axis.size
-        if n % copies or self.out_features % (n // copies) or self.gather_output:
-            raise ValueError(
-                f"ColumnParallelLinear: {copies} copies of parts of {self.out_features} output features on tp = {n} "
-                f"ranks: copies must divide tp, tp / copies the features, and the output is not gathered"
-            )
-        length = self.out_features * copies // n
-        start = self.axis.rank // copies * length
-        return slice(start, start + length)
 
 
 class RowParallelLinear(ParallelModule):
     """y = x W^T + b with the input features split over tp, as a column-parallel layer leaves them.
 
     x [batch, seq, in_features / tp], or with `input_is_parallel=False` [batch, seq, in_features], the same on every
-    rank, of which each takes its part; y [batch, seq, out_features], or [batch, seq / tp, out_features] with
-    `sequence_parallel`. Sends, per call: an all-reduce of y forward and nothing backward; with `sequence_parallel` a
-    reduce-scatter forward and an all-gather backward; where the input is whole an all-gather of its gradient.
+    rank, of which each takes its part and all-gathers the gradient; y [batch, seq, out_features], or [batch, seq / tp,
+    out_features] with `sequence_parallel`.
 
     Raises ValueError where tp does not divide in_features.
     """
@@ -150,7 +127,7 @@ class RowParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
-        bias_spec = ParameterSpec((out_features,), None, bias_init, partial_gradient=self.sequence_parallel)
+        bias_spec = ParameterSpec((out_features,), None, bias_init, self.sequence_parallel)
         self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,11 +136,10 @@ class RowParallelLinear(ParallelModule):
         if is_plain(self):
             return F.linear(x, self.weight, self.bias)
         if is_compiling():
-            y = F.linear(x, traced(self.weight, self, "weight"))
-            y = reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
+            y = self.leave(F.linear(x, self.traced("weight")))
         else:
             y = RowParallelProduct.apply(x, self.weight, self)
-        return y if self.bias is None else y + replicated(self.bias, self, "bias")
+        return y if self.bias is None else y + self.replicated("bias")
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -172,30 +148,24 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
     if is_compiling():
-        return _column_parallel_traced(x, layers)
+        first, outputs = layers[0], []
+        x = first.enter(x)
+        for layer in layers:
+            weight, bias = layer.traced("weight"), layer.traced("bias")
+            if layer.rows is not None:
+                weight, bias = weight[layer.rows], None if bias is None else bias[layer.rows]
+            outputs.append(F.linear(x, weight, bias))
+        return tuple(outputs)
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
-    outputs: tuple[Tensor, ...] = ColumnParallelProduct.apply(x, layers, *parameters)
-    return outputs
+    products: tuple[Tensor, ...] = ColumnParallelProduct.apply(x, layers, *parameters)
+    return products
 
 
 def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether torch's own linear computes the layer: nothing is split, and the weight is so small that the copy of its
-    gradient, which fusing would save, costs less than a function in Python."""
-    is_whole = layer.axis.size == 1
-    return is_whole and (not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling())
-
-
-def _column_parallel_traced(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    first = layers[0]
-    x = all_gather_to_region(x, first.axis) if first.sequence_parallel else copy_to_region(x, first.axis)
-    outputs = []
-    for layer in layers:
-        weight = traced(layer.weight, layer, "weight")
-        bias = None if layer.bias is None else traced(layer.bias, layer, "bias")
-        if layer.rows is not None:
-            weight, bias = weight[layer.rows], None if bias is None else bias[layer.rows]
-        outputs.append(F.linear(x, weight, bias))
-    return tuple(outputs)
+    """Returns whether torch's own linear computes the layer: nothing is split, and the weight is so small that the copy
+    of its gradient, which fusing would save, costs less than a function in Python."""
+    is_small = layer.weight.numel() < FUSED_FROM_ELEMENTS
+    return layer.axis.size == 1 and (not layer.fused_gradients or is_small or is_compiling())
 
 
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
@@ -220,57 +190,55 @@ class ColumnParallelProduct(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: Sequence[ColumnParallelLinear], *parameters: Tensor) -> tuple[Tensor, ...]:
         first = layers[0]
-        ctx.axis, ctx.sequence_parallel, ctx.fused = first.axis, first.sequence_parallel, first.fused_gradients
+        ctx.layers = layers
         ctx.save_for_backward(x)
         # Not saved: activation recompute would hand back copies, whose .grad nobody reads.
         ctx.weights = parameters[: len(layers)]
         given_biases = iter(parameters[len(layers) :])
         ctx.biases = [None if layer.bias is None else next(given_biases) for layer in layers]
-        ctx.rows, ctx.delayed = [layer.rows for layer in layers], first.delayed
-        if ctx.sequence_parallel:
-            x = start_gather(x, ctx.axis).wait()
-        weights = _used_parts(ctx.weights, ctx.rows)
+        if first.sequence_parallel:
+            x = gather(x, first.axis)
+        weights, biases = _used_parts(ctx.weights, layers), _used_parts(ctx.biases, layers)
         if first.padded_width not in (None, len(weights[0])) and len(layers) == 1 and first.bias is None:
             return (padded_product(x, weights[0], first.padded_width),)
-        biases = _used_parts(ctx.biases, ctx.rows)
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,), layers, first = ctx.saved_tensors, ctx.layers, ctx.layers[0]
+        axis, fused, delayed = first.axis, first.fused_gradients, first.delayed
         # The input is gathered again while its gradient is computed, and that travels while the weights' are.
-        gathered = start_gather(x, ctx.axis) if ctx.sequence_parallel else PendingTensor(lambda: x)
-        weights = _used_parts(ctx.weights, ctx.rows)
+        gathered = start_gather(x, axis) if first.sequence_parallel else lambda: x
+        weights = _used_parts(ctx.weights, layers)
         # [tokens, O / n], without the columns that the output was filled up with.
         flat = [grad.flatten(0, -2)[:, : weight.shape[0]] for grad, weight in zip(grads, weights, strict=True)]
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
         grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        travelling = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.axis)
+        travelling = (start_reduce_scatter if first.sequence_parallel else start_all_reduce)(grad_x, axis)
         del grad_x  # what travels is a copy, unless the batch is one sequence; memory is freed here
-        x = gathered.wait().flatten(0, -2)
+        x = gathered().flatten(0, -2)
         del gathered  # its memory is freed here as well
         # Copied parts send their gradients below, and of two collectives under way the first has to end first.
-        arrived = travelling.wait() if any(ctx.rows) else None
+        arrived = travelling() if any(layer.rows for layer in layers) else None
         given = []
-        for weight, rows, grad in zip(ctx.weights, ctx.rows, flat, strict=True):
-            if rows is None:
-                given.append(accumulate_or_return_product(weight, grad, x, fused=ctx.fused, delayed=ctx.delayed))
+        for weight, layer, grad in zip(ctx.weights, layers, flat, strict=True):
+            if layer.rows is None:
+                given.append(accumulate_or_return_product(weight, grad, x, fused=fused, delayed=delayed))
             else:
-                given.append(accumulate_or_return_rows(weight, rows, grad.t().mm(x), ctx.axis, fused=ctx.fused))
-        for bias, rows, grad in zip(ctx.biases, ctx.rows, flat, strict=True):
-            if bias is not None and rows is None:
-                given.append(accumulate_or_return(bias, grad.sum(dim=0), fused=ctx.fused))
-            elif bias is not None:
-                given.append(accumulate_or_return_rows(bias, rows, grad.sum(dim=0), ctx.axis, fused=ctx.fused))
-        return travelling.wait() if arrived is None else arrived, None, *given
+                given.append(accumulate_or_return(weight, grad.t().mm(x), fused=fused, rows=layer.rows, axis=axis))
+        for bias, layer, grad in zip(ctx.biases, layers, flat, strict=True):
+            if bias is not None:
+                given.append(accumulate_or_return(bias, grad.sum(dim=0), fused=fused, rows=layer.rows, axis=axis))
+        return travelling() if arrived is None else arrived, None, *given
 
 
-def _used_parts(parameters: Sequence[Tensor | None], rows: Sequence[slice | None]) -> list[Any]:
-    """The plain tensors that this rank computes with: the local part of each parameter, or some rows of it."""
+def _used_parts(parameters: Sequence[Tensor | None], layers: Sequence[ColumnParallelLinear]) -> list[Any]:
+    """Returns the plain tensors that this rank computes with: the local part of each parameter, or some rows of it."""
     local = [None if parameter is None else local_tensor(parameter) for parameter in parameters]
-    return [part if part is None or used is None else part[used] for part, used in zip(local, rows, strict=True)]
+    pairs = zip(local, layers, strict=True)
+    return [part if part is None or layer.rows is None else part[layer.rows] for part, layer in pairs]
 
 
 class RowParallelProduct(Function):
@@ -278,18 +246,16 @@ class RowParallelProduct(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
-        ctx.axis, ctx.sequence_parallel, ctx.fused = layer.axis, layer.sequence_parallel, layer.fused_gradients
         ctx.save_for_backward(x)
-        ctx.weight, ctx.delayed = weight, layer.delayed
-        y = F.linear(x, local_tensor(weight))
-        return start_reduce_scatter(y, ctx.axis).wait() if ctx.sequence_parallel else all_reduce(y, ctx.axis)
+        ctx.weight, ctx.layer = weight, layer
+        return sum_partial(F.linear(x, local_tensor(weight)), layer.axis, scattered=layer.sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        if ctx.sequence_parallel:
-            grad = start_gather(grad, ctx.axis).wait()
+        (x,), weight, layer = ctx.saved_tensors, ctx.weight, ctx.layer
+        if layer.sequence_parallel:
+            grad = gather(grad, layer.axis)
         grad_x = grad @ local_tensor(weight)
         products = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_weight = accumulate_or_return_product(weight, *products, fused=ctx.fused, delayed=ctx.delayed)
-        return grad_x, grad_weight, None
+        fused, delayed = layer.fused_gradients, layer.delayed
+        return grad_x, accumulate_or_return_product(weight, *products, fused=fused, delayed=delayed), None

@@ -34,13 +34,19 @@ IGNORED = -100  # the label of a token without a loss, as in torch
 @dataclass(frozen=True)
 class TokenLoss:
     """How the loss of a token is computed from logits whose vocabulary, of `vocab` entries in all, is split over an
-    axis as `shards.shard_rows` cuts it."""
+    axis as `row_split.shard_rows` cuts it, `chunk_tokens` tokens at a time (None: all of them)."""
 
     axis: Axis
     vocab: int
     ignore_index: int = IGNORED
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    chunk_tokens: int | None = None
+
+    def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yields the same tokens of each of the tensors [T, ...], chunk after chunk."""
+        size = max(self.chunk_tokens or len(tensors[0]), 1)
+        return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
     def forward(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         """Computes, of logits [T, w] and labels [T], losses [T] and lse [T], the same on every rank. Sends two
@@ -106,30 +112,21 @@ def vocab_parallel_cross_entropy(
     Sends two all-reduces forward for every chunk (`TokenLoss.forward`) and nothing backward.
     """
     axis = Axis.of(tp)
-    token_loss = TokenLoss(axis, vocab or logits.shape[-1] * axis.size, ignore_index, label_smoothing, z_loss)
-    return token_losses(logits, labels, token_loss, chunk_tokens=chunk_tokens)
+    vocab = vocab or logits.shape[-1] * axis.size
+    return token_losses(logits, labels, TokenLoss(axis, vocab, ignore_index, label_smoothing, z_loss, chunk_tokens))
 
 
-def token_losses(
-    logits: Tensor,
-    labels: Tensor,
-    token_loss: TokenLoss,
-    *,
-    chunk_tokens: int | None = None,
-    overwrite_logits: bool = False,
-) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, terms: TokenLoss, *, overwrite_logits: bool = False) -> Tensor:
     """Returns the losses [batch, seq] of `vocab_parallel_cross_entropy`. With `overwrite_logits` the backward makes the
     gradient of the logits in their memory: nobody may read them after it."""
-    axis, terms = token_loss.axis, token_loss
-    is_small = chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
-    if axis.size == 1 and terms.vocab == logits.shape[-1] and not terms.z_loss and is_small:
+    is_small = terms.chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
+    if terms.axis.size == 1 and terms.vocab == logits.shape[-1] and not terms.z_loss and is_small:
         wide, smoothing = logits.to(wide_dtype(logits)).flatten(0, -2), terms.label_smoothing
         plain = F.cross_entropy(
             wide, labels.flatten(), ignore_index=terms.ignore_index, label_smoothing=smoothing, reduction="none"
         )
         return plain.view_as(labels)
-    chunk = chunk_tokens or labels.numel()
-    losses: Tensor = _CrossEntropy.apply(logits, labels, token_loss, chunk, overwrite_logits)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, terms, overwrite_logits)
     return losses
 
 
@@ -145,31 +142,24 @@ def _minus(logits: Tensor, of_token: Tensor, overwrite: bool) -> Tensor:
     return wide.sub_(of_token) if overwrite or wide is not logits else wide - of_token
 
 
-def chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the same `chunk_tokens` tokens of each of the tensors [T, ...], chunk after chunk."""
-    return zip(*(tensor.split(max(chunk_tokens, 1)) for tensor in tensors), strict=True)
-
-
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, token_loss: TokenLoss, chunk_tokens: int, overwrite: bool
-    ) -> Tensor:
-        ctx.token_loss, ctx.chunk_tokens, ctx.overwrite = token_loss, chunk_tokens, overwrite
-        parts = [token_loss.forward(*part) for part in chunks(chunk_tokens, logits.flatten(0, -2), labels.flatten())]
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: TokenLoss, overwrite: bool) -> Tensor:
+        ctx.terms, ctx.overwrite = terms, overwrite
+        parts = [terms.forward(*part) for part in terms.chunks(logits.flatten(0, -2), labels.flatten())]
         losses, lse = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
         ctx.save_for_backward(logits, labels, lse)
         return losses.view_as(labels)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
-        flat = (logits.flatten(0, -2), labels.flatten(), lse, grad.flatten())
+        chunks = ctx.terms.chunks(logits.flatten(0, -2), labels.flatten(), lse, grad.flatten())
         if ctx.overwrite:
-            for part in chunks(ctx.chunk_tokens, *flat):
-                grad_logits = ctx.token_loss.backward(*part, overwrite=True)
+            for part in chunks:
+                grad_logits = ctx.terms.backward(*part, overwrite=True)
                 if grad_logits.dtype != logits.dtype:  # else it has been made where the logits were
                     part[0].copy_(grad_logits)
-            return logits, None, None, None, None
-        parts = [ctx.token_loss.backward(*part).to(logits.dtype) for part in chunks(ctx.chunk_tokens, *flat)]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None, None
+            return logits, None, None, None
+        parts = [ctx.terms.backward(*part).to(logits.dtype) for part in chunks]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None

@@ -9,10 +9,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d.layers.init import normal, zeros
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from parallel3d.layers.parameter import Initializer, ParallelModule
-from parallel3d.layers.placement import LayerTp
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, normal, zeros
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 
@@ -46,14 +44,11 @@ class ParallelMLP(ParallelModule):
             raise ValueError(f"ParallelMLP: activation = {activation}: try one of {', '.join([*GATED, *UNGATED])}")
         self.activation = GATED.get(activation) or UNGATED[activation]
 
-        def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(hidden, ffn_hidden, tp=tp, init=init, bias=bias, bias_init=bias_init)
-
-        self.gate = column() if activation in GATED else None
-        self.up = column()
-        self.down = RowParallelLinear(
-            ffn_hidden, hidden, tp=tp, init=output_init or init, bias=bias, bias_init=bias_init
-        )
+        column = partial(ColumnParallelLinear, tp=tp, init=init, bias=bias, bias_init=bias_init)
+        self.gate = column(hidden, ffn_hidden) if activation in GATED else None
+        self.up = column(hidden, ffn_hidden)
+        init = output_init or init
+        self.down = RowParallelLinear(ffn_hidden, hidden, tp=tp, init=init, bias=bias, bias_init=bias_init)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.layers.init import ones, zeros
-from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated
-from parallel3d.layers.placement import LayerTp
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, ones, zeros
 
 
 class RMSNorm(ParallelModule):
@@ -21,22 +19,14 @@ class RMSNorm(ParallelModule):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        hidden: int,
-        *,
-        eps: float = 1e-5,
-        tp: LayerTp = None,
-        over_heads: bool = False,
-        init: Initializer = ones,
+        self, hidden: int, *, eps: float = 1e-5, tp: LayerTp = None, over_heads: bool = False, init: Initializer = ones
     ) -> None:
         super().__init__(tp)
         self.eps = eps
-        partial = self.sequence_parallel or over_heads
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, self.sequence_parallel or over_heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = replicated(self.weight, self, "weight")
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.replicated("weight"), self.eps)
 
 
 class LayerNorm(ParallelModule):
@@ -59,11 +49,8 @@ class LayerNorm(ParallelModule):
         super().__init__(tp)
         self.eps = eps
         partial = self.sequence_parallel or over_heads
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
-        bias_spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
-        self.add_parameter("bias", bias_spec if bias else None)
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial))
+        self.add_parameter("bias", ParameterSpec((hidden,), None, bias_init, partial) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = replicated(self.weight, self, "weight")
-        bias = None if self.bias is None else replicated(self.bias, self, "bias")
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
+        return F.layer_norm(x, (x.shape[-1],), self.replicated("weight"), self.replicated("bias"), self.eps)

@@ -1,38 +1,63 @@
-"""What every layer here shares: parameters that are DTensors on the tp axis, computed with as plain tensors.
+"""What every layer here shares: its placement, and parameters that are DTensors on the tp axis, computed with as plain
+tensors.
 
 A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state dict knows the global
-tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work. The layers'
-autograd functions take the parameter itself, compute with `local_tensor(parameter)`, and give its gradient back by
-`accumulate_or_return`.
+tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work
+(`layers.gradients`).
 
-[Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
-`fused_gradients`, the backward pass adds it to `.grad` in place, or to `.main_grad` where there is one, usually in
-float32 (`main_grad`), with no copy of the weight's size per microbatch (Megatron's gradient accumulation fusion), and a
-gradient that is partial over tp stays so until `training.update` sums all of them in one collective a step.
-Autograd's hooks on the parameter do not fire then.
-Under `torch.compile` gradients always go through autograd; what is left partial is the same.
+[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is drawn on the CPU in float32
+from a generator seeded by (seed, its global name), and every rank keeps its part. So every layout, and every device,
+starts from the same model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.deferral import DelayedGradients
-from parallel3d.layers.main_grad import accumulated_gradient, add_product, in_gradient_dtype
-from parallel3d.layers.placement import LayerTp, Placement
-from parallel3d.layers.regions import copy_to_region
+from parallel3d.layers.gradients import DelayedGradients, accumulate_or_return, as_dtensor, local_tensor
+from parallel3d.layers.regions import (
+    all_gather_to_region,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+)
 from parallel3d.mesh import Axis
 from parallel3d.row_split import shard_rows
 
+
+@dataclass(frozen=True)
+class Placement:
+    """The mesh and the memory of a layer's parameters.
+
+    `tp` is the tensor-parallel axis, a one-dimensional mesh; None means one device and no communication, by the same
+    code. `sequence_parallel` splits the activations between the layers along the sequence, too: all layers of a block
+    have it, or none. `device` and `dtype` are torch's defaults where they are None.
+    """
+
+    tp: DeviceMesh | None = None
+    sequence_parallel: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, tp: LayerTp) -> Placement:
+        """The placement that a layer's `tp` argument means: a mesh alone leaves everything else at its default."""
+        return tp if isinstance(tp, Placement) else cls(tp)
+
+
+LayerTp = Placement | DeviceMesh | None
 Initializer = Callable[[Tensor, torch.Generator | None], object]
 
 
@@ -47,18 +72,11 @@ class ParameterSpec:
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """Returns this tp rank's part of the global tensor, a view: the rows of `shards.shard_rows`."""
+        """Returns this tp rank's part of the global tensor, a view: the rows of `row_split.shard_rows`."""
         if self.dim is None:
             return full
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
         return full.narrow(self.dim, rows.start, len(rows))
-
-    def divides(self, n: int) -> bool:
-        """Whether every one of n ranks gets a part."""
-        if self.dim is None:
-            return True
-        size = self.shape[self.dim]
-        return len(shard_rows(size, n - 1, n)) > 0 if self.uneven else size % n == 0
 
 
 class ParallelModule(nn.Module):
@@ -71,7 +89,7 @@ class ParallelModule(nn.Module):
         self.tp, self.sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         self.axis = Axis.of(self.tp)
         self.fused_gradients = False
-        self.delayed: DelayedGradients | None = None  # where a schedule splits the backward (`deferral`)
+        self.delayed: DelayedGradients | None = None  # where a schedule splits the backward
         self.specs: dict[str, ParameterSpec] = {}
 
     def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
@@ -84,10 +102,10 @@ class ParallelModule(nn.Module):
         if spec is None:
             self.register_parameter(name, None)
             return
-        n = self.axis.size
-        if spec.dim is not None and not spec.divides(n):
+        n, size = self.axis.size, spec.shape[spec.dim or 0]
+        if spec.dim is not None and (len(shard_rows(size, n - 1, n)) == 0 if spec.uneven else size % n):
             raise ValueError(
-                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {spec.shape[spec.dim]} "
+                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {size} "
                 f"cannot be split over tp = {n}; a multiple of {n} would do"
             )
         full = torch.empty(spec.shape, device=self.placement.device, dtype=self.placement.dtype)
@@ -100,11 +118,38 @@ class ParallelModule(nn.Module):
 
     def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
         """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
-        if self.tp is None or self.tp.size() == 1:
+        if self.tp is None or self.axis.size == 1:
             return local
-        shape, stride = full.shape, full.stride()
-        placements = [Replicate() if spec.dim is None else Shard(spec.dim)]
-        return DTensor.from_local(local, self.tp, placements, run_check=False, shape=shape, stride=stride)
+        return as_dtensor(local, self.tp, [Replicate() if spec.dim is None else Shard(spec.dim)], full)
+
+    def replicated(self, name: str) -> Any:
+        """Returns a replicated parameter as a plain tensor for autograd, or None where the layer has none. Backward:
+        its gradient, summed over tp where it is partial (at once, or left to the end of the step:
+        [Note: fused gradients])."""
+        parameter = getattr(self, name)
+        if is_compiling() or not isinstance(parameter, DTensor):
+            return self.traced(name)
+        sum_over = self.axis if self.specs[name].partial_gradient and not self.fused_gradients else None
+        return _Replicated.apply(parameter, sum_over, self.fused_gradients)
+
+    def traced(self, name: str) -> Any:
+        """Returns this rank's part of a parameter as `torch.compile` can follow it, or None where the layer has none:
+        by torch's own conversion, whose gradient is the parameter's. A partial gradient is summed as by
+        `replicated`."""
+        parameter = getattr(self, name)
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if self.specs[name].partial_gradient and not self.fused_gradients:
+            return copy_to_region(parameter.to_local(), self.axis)
+        return parameter.to_local()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Gives x to column-parallel products: gathers it along the sequence where that is split."""
+        return all_gather_to_region(x, self.axis) if self.sequence_parallel else copy_to_region(x, self.axis)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Sums what row-parallel products leave on each rank, and splits it along the sequence again."""
+        return reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
@@ -127,74 +172,6 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
                 yield f"{prefix}.{name}" if prefix else name, spec
 
 
-def local_tensor(parameter: Tensor) -> Tensor:
-    """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off, as in the forward and
-    the backward of an autograd function."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def accumulate_or_return(parameter: Tensor, local: Tensor, *, fused: bool) -> Tensor | None:
-    """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None where gradients are
-    fused, after adding it to the total; else the gradient in the parameter's own form."""
-    if not fused:
-        return like_parameter(parameter, local)
-    total = accumulated_gradient(parameter)
-    if total is None:
-        parameter.grad = like_parameter(parameter, in_gradient_dtype(parameter, local))
-    else:
-        total.add_(local)
-    return None
-
-
-def accumulate_or_return_product(
-    weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool, delayed: DelayedGradients | None = None
-) -> Tensor | None:
-    """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and
-    [tokens, in]: where gradients are fused, the matrix multiplication itself adds the product, now or delayed."""
-    # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
-    kept = grad_out.detach(), x.detach()
-    if fused and delayed and delayed.delay(lambda: accumulate_or_return_product(weight, *kept, fused=True)):
-        return None
-    if fused and (total := accumulated_gradient(weight)) is not None:
-        add_product(total, grad_out, x)
-        return None
-    return accumulate_or_return(weight, grad_out.t().mm(x), fused=fused)
-
-
-def accumulate_or_return_rows(
-    parameter: Tensor, rows: slice, part: Tensor, axis: Axis, *, fused: bool
-) -> Tensor | None:
-    """Does `accumulate_or_return` for a replicated parameter of which this rank used `rows` alone: the gradient is
-    partial, and stays so where gradients are fused; else it is summed over the axis."""
-    if fused and (total := accumulated_gradient(parameter)) is not None:
-        total[rows].add_(part)
-        return None
-    whole = torch.zeros_like(local_tensor(parameter))
-    whole[rows] = part
-    return accumulate_or_return(parameter, whole if fused else all_reduce(whole, axis), fused=fused)
-
-
-def replicated(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
-    """Returns a replicated parameter as a plain tensor for autograd. Backward: its gradient, summed over tp where it is
-    partial (at once, or left to the end of the step: [Note: fused gradients])."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if is_compiling():
-        return traced(parameter, module, name)
-    partial = module.specs[name].partial_gradient
-    result: Tensor = _Replicated.apply(parameter, module.axis if partial else None, module.fused_gradients)
-    return result
-
-
-def traced(parameter: Tensor, module: ParallelModule, name: str) -> Tensor:
-    """Returns this rank's part of a parameter as `torch.compile` can follow it: by torch's own conversion, whose
-    gradient is the parameter's. A partial gradient is summed as `replicated` does."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if module.specs[name].partial_gradient and not module.fused_gradients:
-        local = copy_to_region(local, module.axis)
-    return local
-
-
 class _Replicated(Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sum_over: Axis | None, fused: bool) -> Tensor:
@@ -204,21 +181,74 @@ class _Replicated(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if ctx.sum_over is not None and not ctx.fused:
+        if ctx.sum_over is not None:
             grad = all_reduce(grad.clone(), ctx.sum_over)  # cloned: others may hold the gradient, too
         return accumulate_or_return(ctx.parameter, grad, fused=ctx.fused), None, None
 
 
-def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
-    """Returns `local`, of the shape of this rank's part, in the form of `parameter`: as a DTensor with the same layout,
-    or as it is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def normal(std: float) -> Initializer:
+    """Returns an initializer that draws from a normal distribution with mean 0."""
+
+    def fill(tensor: Tensor, generator: torch.Generator | None) -> object:
+        return tensor.normal_(0.0, std, generator=generator)
+
+    return fill
+
+
+def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
+    """Fills a norm's scale with ones."""
+    return tensor.fill_(1.0)
+
+
+def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
+    """Fills a bias with zeros."""
+    return tensor.zero_()
+
+
+def initial_tensor(spec: ParameterSpec, name: str, seed: int) -> Tensor:
+    """Returns the global tensor that the parameter of this global name starts from, float32 on the CPU."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    full = torch.empty(spec.shape, dtype=torch.float32)
+    with torch.no_grad():
+        spec.init(full, generator)
+    return full
+
+
+def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Returns the initial global tensor of every parameter by its (first) global name, for references and tests; a run
+    holds one global tensor at a time. `module` may be on the meta device."""
+    return {name: initial_tensor(spec, name, seed) for name, spec in named_specs(module)}
+
+
+def set_initializers(module: nn.Module, initializers: Mapping[str, Initializer]) -> None:
+    """Replaces the initializers of the parameters whose global names match a pattern (`layers.*.mlp.down.weight`); the
+    last match holds. It changes no value: call it before `initialize`. Raises ValueError for a pattern that matches
+    nothing."""
+    names = [name for name, _ in named_specs(module)]
+    for pattern, init in initializers.items():
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"set_initializers: {pattern!r} matches none of {', '.join(names[:8])}, ...")
+        for name in matches:
+            owner, _, attribute = name.rpartition(".")
+            part = module.get_submodule(owner)
+            assert isinstance(part, ParallelModule)
+            part.specs[attribute] = replace(part.specs[attribute], init=init)
+
+
+def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
+    """Gives every parameter its initial values, on `device`, from the meta device or another: one global tensor at a
+    time is drawn and cut, so that a model larger than the memory can be built. Tied parameters stay tied. Nothing is
+    sent. Call it before `fully_shard`; `parallelize.initialize_parameters` fills a model that is already sharded."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, part in module.named_modules():
+        if not isinstance(part, ParallelModule):
+            continue
+        for attribute, spec in part.specs.items():
+            old = part.get_parameter(attribute)
+            if id(old) not in made:
+                full = initial_tensor(spec, f"{prefix}.{attribute}" if prefix else attribute, seed)
+                local = spec.local_part(full, part.axis).clone().to(device=device, dtype=old.dtype)
+                made[id(old)] = nn.Parameter(part.on_axis(local, spec, full), requires_grad=old.requires_grad)
+            setattr(part, attribute, made[id(old)])

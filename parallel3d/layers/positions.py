@@ -1,19 +1,19 @@
-"""Positions of tokens: learned embeddings, positions within packed documents, and the scalings that stretch
-rotary frequencies to longer contexts.
+"""Positions of tokens: learned embeddings, positions within packed documents, and rotary embeddings with the scalings
+that stretch their frequencies to longer contexts.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from parallel3d.layers.init import normal
-from parallel3d.layers.parameter import Initializer, ParallelModule, ParameterSpec, replicated
-from parallel3d.layers.placement import LayerTp
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
 
 
 class LearnedPositions(ParallelModule):
@@ -26,27 +26,17 @@ class LearnedPositions(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        longest: int,
-        hidden: int,
-        *,
-        tp: LayerTp = None,
-        init: Initializer = normal(0.02),
-    ) -> None:
+    def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)) -> None:
         super().__init__(tp)
         self.longest = longest
-        self.add_parameter(
-            "weight", ParameterSpec((longest, hidden), None, init, partial_gradient=self.sequence_parallel)
-        )
+        self.add_parameter("weight", ParameterSpec((longest, hidden), None, init, self.sequence_parallel))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        own = x.shape[1]
-        first = self.axis.rank * own if self.sequence_parallel else 0
-        length = own * self.axis.size if self.sequence_parallel else own
+        own, parts = x.shape[1], self.axis.size if self.sequence_parallel else 1
+        length, first = own * parts, own * (self.axis.rank if self.sequence_parallel else 0)
         if length > self.longest:
             raise ValueError(f"LearnedPositions: a sequence of {length} tokens, and there are {self.longest} positions")
-        weight = replicated(self.weight, self, "weight")
+        weight = self.replicated("weight")
         if positions is None:
             return x + weight[first : first + own]
         return x + F.embedding(positions[:, first : first + own], weight)
@@ -70,15 +60,12 @@ class Llama3Scaling:
     low_factor: float = 1.0
     high_factor: float = 4.0
     original_length: int = 8192
+    magnitude: ClassVar[float] = 1.0  # of queries and keys
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         turns = self.original_length * frequencies / (2 * math.pi)  # in the original context
         keep = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
         return frequencies * (keep + (1.0 - keep) / self.factor)
-
-    @property
-    def magnitude(self) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +82,12 @@ class YarnScaling:
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         half = frequencies.numel()
-
-        def index(turns: float) -> float:
-            """The pair of dims that turns so many times in the original context."""
-            return half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
-
-        low = max(math.floor(index(self.fast)), 0)
-        high = min(math.ceil(index(self.slow)), 2 * half - 1)
+        # The pairs of dims that turn so many times in the original context.
+        fast, slow = (
+            half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.fast, self.slow)
+        )
+        low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
         place = torch.arange(half, dtype=torch.float32, device=frequencies.device)
         interpolate = ((place - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
         return frequencies * (1.0 - interpolate + interpolate / self.factor)
@@ -111,3 +97,45 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by position * theta^(-2i / K),
+    that frequency changed by `scaling` where there is one (Su et al. 2021, arXiv 2104.09864, in the half-split form of
+    Hugging Face's Llama).
+
+    The table of angles is float32, made on first use for the longest sequence yet, and no part of a state dict.
+    """
+
+    def __init__(
+        self, head_dim: int, *, theta: float = 10_000.0, scaling: Llama3Scaling | YarnScaling | None = None
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
+        they are not given. Returns the same shape and dtype."""
+        cos, sin = self._angles(x)
+        if positions is not None:
+            cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
+        return torch.addcmul(x * cos, x.roll(self.head_dim // 2, dims=-1), sin)
+
+    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [seq, 1, head_dim] in x's dtype; sin is negative for the first half, which gets the second's."""
+        length = x.shape[1]
+        table = self._table
+        if table is None or table[0].shape[0] < length or table[0].device != x.device or table[0].dtype != x.dtype:
+            exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
+            frequencies, magnitude = self.theta**-exponents, 1.0
+            if self.scaling is not None:
+                frequencies, magnitude = self.scaling.scale(frequencies, self.theta), self.scaling.magnitude
+            positions = torch.arange(length, device=x.device, dtype=torch.float32)
+            angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
+            signs = torch.full((self.head_dim,), magnitude, device=x.device)
+            signs[: self.head_dim // 2] *= -1.0
+            table = (angles.cos() * magnitude).to(x.dtype), (angles.sin() * signs).to(x.dtype)
+            if not is_compiling():  # a graph that keeps something is another graph the next time
+                self._table = table
+        return table[0][:length], table[1][:length]

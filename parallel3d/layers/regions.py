@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, start_gather, start_reduce_scatter
+from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, gather, reduce_scatter
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
@@ -39,43 +39,34 @@ Change = Callable[[Tensor, Axis, int], Tensor]  # changes how a tensor lies over
 
 
 def copy_to_region(x: Tensor, tp: Tp) -> Tensor:
-    """Forward passes x on, which is the same on every rank. Backward sums the gradient over tp (all-reduce)."""
+    """Gives x, which is the same on every rank. Its gradient is summed over tp."""
     return _apply(x, tp, 0, forward=_alias, backward=_sum)
 
 
 def reduce_from_region(x: Tensor, tp: Tp) -> Tensor:
-    """Forward sums x over tp (all-reduce). Backward passes the gradient on, which is the same on every rank."""
-    return _apply(x, tp, 0, forward=_sum, backward=_same)
+    """Sums x over tp. Its gradient, the same on every rank, is passed on."""
+    return _apply(x, tp, 0, forward=_sum, backward=_alias)
 
 
 def scatter_to_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
-    """Forward takes this rank's [..., d / n, ...] of [..., d, ...], the same on every rank, and sends nothing. Backward
-    all-gathers. Raises ValueError where tp does not divide d."""
-    return _apply(x, tp, dim, forward=_own_part, backward=_gathered, divides=True)
+    """Takes this rank's [..., d / n, ...] of [..., d, ...]. Raises ValueError where tp does not divide d."""
+    return _apply(x, tp, dim, forward=_own_part, backward=gather, divides=True)
 
 
 def gather_from_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
-    """Forward all-gathers [..., d / n, ...] -> [..., d, ...]. Backward takes this rank's part of the gradient, which is
-    the same on every rank, and sends nothing."""
-    return _apply(x, tp, dim, forward=_gathered, backward=_own_part)
+    """All-gathers [..., d / n, ...] -> [..., d, ...], for what every rank computes alike."""
+    return _apply(x, tp, dim, forward=gather, backward=_own_part)
 
 
 def all_gather_to_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """Forward all-gathers [..., d / n, ...] -> [..., d, ...]. Backward reduce-scatters: this rank gets its part of the
-    gradients' sum. Along the sequence it stands before a column-parallel layer."""
-    return _apply(x, tp, dim, forward=_gathered, backward=_own_part_of_sum)
+    """All-gathers [..., d / n, ...] -> [..., d, ...], along the sequence before a column-parallel layer."""
+    return _apply(x, tp, dim, forward=gather, backward=reduce_scatter)
 
 
 def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """Forward reduce-scatters: [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp. Backward all-gathers.
-    Along the sequence it stands after a row-parallel layer. Raises ValueError where tp does not divide d."""
-    return _apply(x, tp, dim, forward=_own_part_of_sum, backward=_gathered, divides=True)
-
-
-def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Returns this rank's [..., d / n, ...] of a whole tensor, a view."""
-    length = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * length, length)
+    """Reduce-scatters [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp, along the sequence after a
+    row-parallel layer. Raises ValueError where tp does not divide d."""
+    return _apply(x, tp, dim, forward=reduce_scatter, backward=gather, divides=True)
 
 
 def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False) -> Tensor:
@@ -105,21 +96,10 @@ def _alias(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.view_as(x)  # a function's output must not be its input
 
 
-def _same(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return x
-
-
 def _sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return all_reduce(x.clone(), axis)  # cloned: others may hold x, too
 
 
 def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return own_part(x, axis, dim).clone(memory_format=torch.contiguous_format)
-
-
-def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return start_gather(x, axis, dim).wait()
-
-
-def _own_part_of_sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return start_reduce_scatter(x, axis, dim).wait()
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length).clone(memory_format=torch.contiguous_format)

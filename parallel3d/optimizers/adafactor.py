@@ -8,37 +8,23 @@ anything: row and column means with the norms of the parameters, the means of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from parallel3d.optimizers.assignment import rounds
-from parallel3d.optimizers.low_precision_state import apply
-from parallel3d.optimizers.parameter_sharding import ParameterSharding, Sums
+from parallel3d.layers.collectives import all_reduce
+from parallel3d.layers.gradients import as_dtensor
+from parallel3d.mesh import Axis
+from parallel3d.optimizers.rounding import apply
+from parallel3d.optimizers.step_bytes import rounds
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
 SMALLEST_RMS = 1e-3  # epsilon_2: the least RMS of a parameter that its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
-
-
-@dataclass(frozen=True)
-class _Stepping:
-    """A parameter while it is stepped."""
-
-    parameter: LocalParameter
-    group: dict[str, Any]
-    state: dict[str, Tensor]
-    gradient: Tensor  # float32
-    split: ParameterSharding
-
-    @property
-    def decay(self) -> float:
-        """The weight of this step's squared gradient, 1 - beta_2."""
-        weight: float = self.state["step"].item() ** self.group["beta2_decay"]
-        return weight
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -48,7 +34,7 @@ class Adafactor(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, beta2_decay: float, update_clip: float) -> None:
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "update_clip": update_clip, "weight_decay": 0.0}
         super().__init__(groups, defaults)
-        self._splits = {p.local: ParameterSharding.of(p) for group in groups for p in group["parameters"]}
+        self._splits = {p.local: ParameterSharding(p) for group in groups for p in group["parameters"]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -56,70 +42,49 @@ class Adafactor(torch.optim.Optimizer):
         pairs = [(parameter, group) for group in self.param_groups for parameter in group["parameters"]]
         pairs = [(parameter, group) for parameter, group in pairs if parameter.local.grad is not None]
         for some in rounds(pairs, lambda pair: self._splits[pair[0].local].part_elements):
-            _step([self._begin(parameter, group) for parameter, group in some])
+            sums = Sums()
+            for _ in zip(*[self._stepping(*pair, sums) for pair in some], strict=True):
+                sums.finish()
 
-    def _begin(self, parameter: LocalParameter, group: dict[str, Any]) -> _Stepping:
-        local = parameter.local
+    def _stepping(self, parameter: LocalParameter, group: dict[str, Any], sums: Sums) -> Iterator[None]:
+        """Steps a parameter. Wherever it yields, the sums over the axes that it has asked for are taken, together with
+        those of other parameters that are stepped beside it."""
+        local, shape = parameter.local, parameter.spec.shape
+        split, state = self._splits[local], self.state[local]
         assert local.grad is not None
-        state = self.state[local]
+        gradient, last = local.grad.float(), local.ndim - 1
+        is_matrix = local.ndim > 1
         state["step"] += 1
-        return _Stepping(parameter, group, state, local.grad.float(), self._splits[local])
+        step = state["step"].item()
+        weight = step ** group["beta2_decay"]  # of this step's squared gradient, 1 - beta_2
+        norm = sums.add(_square(local), split.axes)
+        if is_matrix:
+            of_rows = sums.add(_square(gradient, last), split.along(last))  # [..., rows, 1]
+            of_columns = sums.add(_square(gradient, last - 1), split.along(last - 1))  # [..., 1, columns]
+        yield
+
+        if is_matrix:
+            state["row_var"].lerp_(of_rows.div_(shape[-1]), weight)
+            state["col_var"].lerp_(of_columns.div_(shape[-2]), weight)
+            row_sum = sums.add(state["row_var"].sum(dim=-2, keepdim=True), split.along(last - 1))  # [..., 1, 1]
+        yield
+
+        if is_matrix:
+            row_mean = row_sum.div_(shape[-2]).clamp_(min=_EPSILON)
+            moment = (state["row_var"] @ state["col_var"]).div_(row_mean)
+        else:
+            moment = state["variance"].lerp_(gradient.square(), weight).clone()
+        update = moment.clamp_(min=_EPSILON**2).rsqrt_().mul_(gradient)
+        change = sums.add(_square(update), split.axes)
+        yield
+
+        rate = min(group["lr"], step**-0.5) * (norm / split.elements).sqrt().clamp(min=SMALLEST_RMS)
+        too_large = (change / split.elements).sqrt().div(group["update_clip"]).clamp(min=1.0)
+        apply(local, update.mul_(rate / too_large), decay=group["lr"] * group["weight_decay"])
 
 
-def _step(stepping: Sequence[_Stepping]) -> None:
-    """Steps some parameters, whose sums over the axes are taken together."""
-    sums = Sums()
-    norms = [sums.add(_square(each.parameter.local), each.split.axes) for each in stepping]
-    squares = [_squares(each, sums) for each in stepping]
-    sums.finish()
-    means = [_update_statistics(each, *pair, sums) for each, pair in zip(stepping, squares, strict=True)]
-    sums.finish()
-    updates = [_update(each, mean) for each, mean in zip(stepping, means, strict=True)]
-    changes = [sums.add(_square(update), each.split.axes) for each, update in zip(stepping, updates, strict=True)]
-    sums.finish()
-    for each, update, norm, change in zip(stepping, updates, norms, changes, strict=True):
-        lr, weight_decay = each.group["lr"], each.group["weight_decay"]
-        rate = min(lr, each.state["step"].item() ** -0.5)
-        rms = (norm / each.split.elements).sqrt().clamp(min=SMALLEST_RMS)
-        too_large = (change / each.split.elements).sqrt().div(each.group["update_clip"]).clamp(min=1.0)
-        apply(each.parameter.local, update.mul_(rate * rms / too_large), decay=lr * weight_decay)
-
-
-def _squares(each: _Stepping, sums: Sums) -> tuple[Tensor | None, Tensor | None]:
-    """Asks for the sums of squares of a matrix's gradient over its columns [..., rows, 1] and over its rows
-    [..., 1, columns]. A vector has none."""
-    if each.gradient.ndim < 2:
-        return None, None
-    rows, columns = each.gradient.ndim - 2, each.gradient.ndim - 1
-    of_rows = sums.add(_square(each.gradient, columns), each.split.along(columns))
-    return of_rows, sums.add(_square(each.gradient, rows), each.split.along(rows))
-
-
-def _update_statistics(each: _Stepping, row_sum: Tensor | None, col_sum: Tensor | None, sums: Sums) -> Tensor:
-    """Moves the running means on. For a matrix it asks for the sum of its row factors [..., 1, 1] and returns that."""
-    state = each.state
-    if row_sum is None or col_sum is None:
-        state["variance"].lerp_(each.gradient.square(), each.decay)
-        return state["variance"]
-    *_, rows, columns = each.parameter.spec.shape
-    state["row_var"].lerp_(row_sum.div_(columns), each.decay)
-    state["col_var"].lerp_(col_sum.div_(rows), each.decay)
-    return sums.add(state["row_var"].sum(dim=-2, keepdim=True), each.split.along(each.gradient.ndim - 2))
-
-
-def _update(each: _Stepping, row_sum: Tensor) -> Tensor:
-    """Returns the gradient divided by the root of its estimated second moment."""
-    if each.gradient.ndim > 1:
-        mean = row_sum.div_(each.parameter.spec.shape[-2]).clamp_(min=_EPSILON)
-        moment = (each.state["row_var"] @ each.state["col_var"]).div_(mean)
-    else:
-        moment = each.state["variance"].clone()
-    return moment.clamp_(min=_EPSILON**2).rsqrt_().mul_(each.gradient)
-
-
-def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
+def start_states(local: Tensor) -> dict[str, Tensor]:
     """Returns the states that torch's Adafactor has of a parameter before its first step."""
-    local = parameter.local
     zeros = torch.zeros_like(local, dtype=torch.float32)
     if local.ndim < 2:
         return {"variance": zeros}
@@ -130,3 +95,68 @@ def start_states(parameter: LocalParameter) -> dict[str, Tensor]:
 def _square(x: Tensor, dim: int | None = None) -> Tensor:
     """Returns the sum of squares; with `dim` over that dim alone, which is kept with size 1."""
     return torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None, dtype=torch.float32).square_()
+
+
+class ParameterSharding:
+    """The axes that split each dim of a parameter. An axis splits one dim at most; a dim may be split by several."""
+
+    def __init__(self, parameter: LocalParameter) -> None:
+        self.elements = math.prod(parameter.spec.shape)  # the whole parameter's
+        self.axes: dict[str, Axis] = {}  # all that split it, by name
+        self._dims: dict[str, int] = {}  # the dim that each of them splits
+        tensor = parameter.distributed(parameter.local.detach())
+        if isinstance(tensor, DTensor):
+            for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+                axis, dim = Axis.of(tensor.device_mesh[name]), _dim_of(placement)
+                if axis.size > 1 and dim is not None:
+                    self.axes[name], self._dims[name] = axis, dim
+
+    @property
+    def part_elements(self) -> float:
+        """The elements of a rank's part on average, which is the same number on all ranks."""
+        return self.elements / math.prod(axis.size for axis in self.axes.values())
+
+    def along(self, dim: int) -> dict[str, Axis]:
+        """Returns the axes that split `dim`, which is not negative."""
+        return {name: axis for name, axis in self.axes.items() if self._dims[name] == dim}
+
+
+def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
+    """Returns a statistic of a parameter over `dim` (not negative) as the tensor that all ranks hold together. `local`
+    [..., 1, ...] is this rank's part of it. The tensor is split as the parameter is, and whole along that dim."""
+    tensor = parameter.distributed(parameter.local.detach())
+    if not isinstance(tensor, DTensor):
+        return local
+    shape = [1 if index == dim else size for index, size in enumerate(tensor.shape)]
+    placements = [Replicate() if _dim_of(placement) == dim else placement for placement in tensor.placements]
+    return as_dtensor(local, tensor.device_mesh, placements, torch.empty(shape, device="meta"))
+
+
+def _dim_of(placement: Placement) -> int | None:
+    """Returns the dim that a placement splits, of which torch has several classes."""
+    return getattr(placement, "dim", None)
+
+
+class Sums:
+    """Sums over axes, many at once: `add` asks for one, and `finish` sends one all-reduce for each axis."""
+
+    def __init__(self) -> None:
+        self._axes: dict[str, Axis] = {}
+        self._wanted: dict[str, list[Tensor]] = {}
+
+    def add(self, x: Tensor, axes: dict[str, Axis]) -> Tensor:
+        """Returns `x`, which `finish` overwrites by its sum over `axes`. It is contiguous, and of one shape on all of
+        their ranks."""
+        for name, axis in axes.items():
+            self._axes[name] = axis
+            self._wanted.setdefault(name, []).append(x)
+        return x
+
+    def finish(self) -> None:
+        for name in sorted(self._axes):  # in the same order on all ranks
+            parts = self._wanted[name]
+            total = all_reduce(torch.cat([part.flatten() for part in parts]), self._axes[name])
+            for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed.view_as(part))
+        self._axes.clear()
+        self._wanted.clear()

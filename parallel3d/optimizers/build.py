@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import OptimizerConfig
-from parallel3d.layers.head import VocabParallelHead
+from parallel3d.config.recipe import OptimizerConfig, OptimizerName
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.optimizers import adafactor
-from parallel3d.optimizers.adafactor import Adafactor
-from parallel3d.optimizers.low_precision_state import LowPrecisionAdamW, LowPrecisionSGD
-from parallel3d.optimizers.muon import Muon, MuonSettings
-from parallel3d.optimizers.parameter_sharding import without_dim
+from parallel3d.layers.vocabulary import VocabParallelHead
+from parallel3d.optimizers.adafactor import Adafactor, start_states, without_dim
+from parallel3d.optimizers.muon import DTYPES, Muon
+from parallel3d.optimizers.rounding import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OVER_DIM = {"row_var": -1, "col_var": -2}  # the states that are a parameter's statistics over a dim
 
 
@@ -68,22 +65,12 @@ def build_optimizer(
     With `each`, AdamW or SGD is one optimizer for each parameter, which can be stepped by itself."""
     config = config.resolved
     label = "sgd without momentum" if config.name == "sgd" and not config.momentum else config.name
-    together = [[parameter] for parameter in parameters] if each else [parameters]
-    return LocalOptimizer([part for some in together for part in _optimizers(some, config, mesh)], label)
-
-
-def _optimizers(
-    parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
-) -> list[torch.optim.Optimizer]:
+    together: list[tuple[OptimizerName, Sequence[LocalParameter]]]
+    together = [(config.name, [parameter]) for parameter in parameters] if each else [(config.name, parameters)]
     if config.name == "muon":
         matrices = [p for p in parameters if is_hidden_matrix(p)]
-        rest = [p for p in parameters if not is_hidden_matrix(p)]
-        return [*_muon(matrices, config, mesh), *_adamw(rest, config)]
-    if config.name == "sgd":
-        return _sgd(parameters, config)
-    if config.name == "adafactor":
-        return _adafactor(parameters, config)
-    return _adamw(parameters, config)
+        together = [("muon", matrices), ("adamw", [p for p in parameters if not is_hidden_matrix(p)])]
+    return LocalOptimizer([_optimizer(name, some, config, mesh) for name, some in together if some], label)
 
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
@@ -93,84 +80,42 @@ def is_hidden_matrix(parameter: LocalParameter) -> bool:
     return is_linear and not isinstance(module, VocabParallelHead) and len(parameter.spec.shape) == 2
 
 
-def _adamw(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Builds AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): torch's, if states are as wide as parameters."""
-    if not parameters:
-        return []
-    groups = _groups(parameters, config.weight_decay)
-    dtype = _state_dtype(parameters, config)
-    optimizer: torch.optim.Optimizer
-    if dtype == parameters[0].local.dtype:
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    else:
-        optimizer = LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    for parameter in parameters:
-        moments = {name: torch.zeros_like(parameter.local, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **moments}
-    return [optimizer]
-
-
-def _sgd(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Builds SGD as torch has it: weight decay is added to the gradient."""
-    groups = _groups(parameters, config.weight_decay)
-    momentum, nesterov = config.momentum, config.nesterov
-    assert momentum is not None and nesterov is not None
-    dtype = _state_dtype(parameters, config)
-    optimizer: torch.optim.Optimizer
-    if dtype == parameters[0].local.dtype:
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
-    else:
-        optimizer = LowPrecisionSGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)
-    for parameter in parameters if momentum else ():
-        optimizer.state[parameter.local] = {"momentum_buffer": torch.zeros_like(parameter.local, dtype=dtype)}
-    return [optimizer]
-
-
-def _muon(matrices: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
-    if not matrices:
-        return []
-    assert config.momentum is not None and config.nesterov is not None and config.ns_steps is not None
-    assert config.lr_adjust is not None and config.ns_dtype is not None
-    settings = MuonSettings(
-        lr=config.lr,
-        lr_ratio=1.0 if config.muon_lr is None else config.muon_lr / config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        ns_steps=config.ns_steps,
-        ns_dtype=_DTYPES[config.ns_dtype],
-        lr_adjust=config.lr_adjust,
-    )
-    optimizer = Muon(matrices, mesh, settings)
-    dtype = _state_dtype(matrices, config)
-    for matrix in matrices:
-        optimizer.state[matrix.local] = {"momentum_buffer": torch.zeros_like(matrix.local, dtype=dtype)}
-    return [optimizer]
-
-
-def _adafactor(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    assert config.beta2_decay is not None and config.update_clip is not None
-    groups = _groups(parameters, config.weight_decay)
-    optimizer = Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, update_clip=config.update_clip)
-    for parameter in parameters:
-        optimizer.state[parameter.local] = {"step": _zero_steps(parameter), **adafactor.start_states(parameter)}
-    return [optimizer]
-
-
-def _groups(parameters: Sequence[LocalParameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch's parameter groups, each with its LocalParameters as well: matrices, which decay, and vectors."""
+def _optimizer(
+    name: OptimizerName, parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
+) -> torch.optim.Optimizer:
+    """Builds an optimizer with the states that it starts from. AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) and
+    SGD, whose weight decay is added to the gradient, are torch's."""
     matrices = [p for p in parameters if len(p.spec.shape) > 1]
     vectors = [p for p in parameters if len(p.spec.shape) <= 1]
-    return [
+    groups: list[dict[str, Any]] = [  # torch's, each with its LocalParameters as well
         {"params": [p.local for p in some], "parameters": some, "weight_decay": decay}
-        for some, decay in ((matrices, weight_decay), (vectors, 0.0))
+        for some, decay in ((matrices, config.weight_decay), (vectors, 0.0))
         if some
     ]
-
-
-def _state_dtype(parameters: Sequence[LocalParameter], config: OptimizerConfig) -> torch.dtype:
-    return parameters[0].local.dtype if config.state_dtype is None else _DTYPES[config.state_dtype]
-
-
-def _zero_steps(parameter: LocalParameter) -> Tensor:
-    return torch.zeros((), device=parameter.local.device)
+    own_dtype = parameters[0].local.dtype
+    dtype = own_dtype if config.state_dtype is None else DTYPES[config.state_dtype]
+    optimizer: torch.optim.Optimizer
+    names = ["momentum_buffer"]
+    if name == "muon":
+        optimizer = Muon(parameters, mesh, config)
+    elif name == "adafactor":
+        assert config.beta2_decay is not None and config.update_clip is not None
+        optimizer = Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, update_clip=config.update_clip)
+    elif name == "sgd":
+        sgd = torch.optim.SGD if dtype == own_dtype else LowPrecisionSGD
+        optimizer = sgd(groups, lr=config.lr, momentum=config.momentum or 0.0, nesterov=bool(config.nesterov))
+        names = names if config.momentum else []
+    else:
+        adamw = torch.optim.AdamW if dtype == own_dtype else LowPrecisionAdamW
+        optimizer = adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        names = ["exp_avg", "exp_avg_sq"]
+    for parameter in parameters:
+        local = parameter.local
+        if name == "adafactor":
+            states = start_states(local)
+        else:
+            states = {state: torch.zeros_like(local, dtype=dtype) for state in names}
+        if name in ("adamw", "adafactor"):
+            states["step"] = torch.zeros((), device=local.device)
+        optimizer.state[local] = states
+    return optimizer

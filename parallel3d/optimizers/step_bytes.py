@@ -1,17 +1,60 @@
-"""Bytes that the optimizers keep and make in a step, for the planner: of each optimizer the formula of what its file
-beside this one does. Without torch.
+"""How an optimizer divides work that makes large temporary tensors, a few parameters at a time and each whole matrix on
+one of the ranks, and the bytes that the optimizers keep and make in a step. No torch: the planner computes with both.
 
-A step makes most for one parameter, one group of parameters or one round of matrices; `rounds` cuts them as the
-optimizers do.
+A step makes most for one parameter, one group of parameters or one round of matrices. The formula of an optimizer says
+what its file beside this one does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapreplace
+from typing import TypeVar
 
-from parallel3d.optimizers.assignment import WIDE_ELEMENTS, orthogonalize_cost, owners_of, rounds
+ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
+WIDE_ELEMENTS = 2**26  # over all ranks, of the parameters that `rounding` widens at a time
+
+T = TypeVar("T")
+
+
+def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int = ROUND_ELEMENTS) -> Iterator[list[T]]:
+    """Yields a few items at a time, about `most` elements, so that a step's temporary tensors take little memory. All
+    ranks get the same rounds if they give the same items and `elements_of`."""
+    found: list[T] = []
+    elements = 0.0
+    for item in items:
+        found.append(item)
+        elements += elements_of(item)
+        if elements >= most:
+            yield found
+            found, elements = [], 0.0
+    if found:
+        yield found
+
+
+def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
+    """Returns the rank of each item. The dearest items are assigned first, each to the rank with the lowest cost so far
+    (the first of several)."""
+    loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]  # a heap; more ranks would get nothing
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, owners[item] = loads[0]
+        heapreplace(loads, (load + costs[item], owners[item]))
+    return owners
+
+
+def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """Returns the rank that makes each of these matrices orthogonal."""
+    return assign_by_cost([orthogonalize_cost(shape) for shape in shapes], ranks)
+
+
+def orthogonalize_cost(shape: Sequence[int]) -> float:
+    """Returns half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
+    [short, short] by [short, short]."""
+    short, long = sorted(shape)
+    return float(short * short * (2 * long + short))
 
 
 @dataclass(frozen=True)
@@ -25,13 +68,15 @@ class SteppedPart:
 
 
 def narrow_step_bytes(is_sgd: bool, *, state_bytes: int, master_bytes: int, rounds_stochastically: bool) -> float:
-    """Bytes that AdamW, or SGD, makes for each number of the parameter that it steps. Where states are of another dtype
-    than the parameter, `low_precision_state` widens the gradient and each state to float32; torch's own AdamW steps in
-    place, and its SGD makes the change."""
-    is_wide = master_bytes == 4 or rounds_stochastically
-    if is_sgd:
-        return (8.0 if is_wide else 16.0) if state_bytes != master_bytes else 4.0 if is_wide else 2.0
-    return (8.0 if is_wide else 16.0) if state_bytes != master_bytes else 0.0
+    """Bytes that AdamW, or SGD, makes for each number of the parameter that it steps. torch's AdamW steps in place, and
+    its SGD makes the change. Where states are of another dtype than the parameter, `rounding` first widens
+    to float32 what is narrower: two states, or one of SGD; or the parameter and its gradient."""
+    is_narrow = master_bytes == 2 and not rounds_stochastically
+    is_mixed = state_bytes != master_bytes
+    change = (2.0 if is_narrow and not is_mixed else 4.0) if is_sgd else 0.0
+    if master_bytes == 4:
+        return change + is_mixed * (4.0 if is_sgd else 8.0)
+    return change + 8.0 * (is_narrow and is_mixed)
 
 
 def adafactor_state_bytes(parts: Iterable[SteppedPart]) -> int:
@@ -51,7 +96,7 @@ def adafactor_step_bytes(parts: Iterable[SteppedPart], *, shards: int, is_narrow
 def rounded_step_bytes(
     parts: Iterable[SteppedPart], *, tp: int, shards: int, states: int, step_bytes: float | None
 ) -> float:
-    """A step of bf16 parameters in float32 (`stochastic_rounding`): a group of them is widened with its gradients and
+    """A step of bf16 parameters in float32 (`rounding`): a group of them is widened with its gradients and
     its `states` of 16 bits, then stepped, which makes `step_bytes` for each number of one of them (None: as Adafactor),
     then rounded one after the other."""
     wide, rounding = 8 + 2 * states, 10  # bytes of a number; the noise, its sum with the wide number, and the result
@@ -102,28 +147,25 @@ class MuonCosts:
 def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts, is_narrow: bool) -> float:
     """Bytes at most on the first of the `ranks` of a stage, which owns the dearest matrix of each round. It counts all
     of a rank's parts as sent. `is_narrow`: parameters of 16 bits."""
-    found = (_round_bytes(some, ranks, step, is_narrow=is_narrow) for some in _matrix_rounds(matrices))
-    return max(found, default=0.0)
-
-
-def _round_bytes(matrices: Sequence[MuonMatrix], ranks: int, step: MuonCosts, *, is_narrow: bool) -> float:
-    own, item = sum(matrix.own for matrix in matrices), step.item_bytes
-    largest = max(matrices, key=lambda matrix: matrix.own).own
-    wide = 4.0 * largest * (step.nesterov + is_narrow + (step.state_bytes < 4))  # the momentum's float32 temporaries
+    item, most = step.item_bytes, 0.0
     has_copy = item < 4 or step.nesterov or step.state_bytes < 4
-    parts = float(item * own * has_copy)  # what is to be made orthogonal of this rank's matrices
-    applying = (4.0 * (item < 4) + 4.0 * is_narrow) * largest
-    if ranks == 1:
-        whole = max(item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in matrices)
-        return parts + max(wide, whole, applying)
-    owners = owners_of([matrix.shape for matrix in matrices], ranks)
-    owned = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == 0]
-    whole = item * sum(matrix.numel for matrix in owned)
-    iterating = max((item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in owned), default=0)
-    results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)  # for all that hold a part
-    sent, updates = item * own, item * own
-    exchanging = parts + whole + max(sent, whole)
-    return max(parts + wide, exchanging, whole + iterating, whole + results + max(results, updates), updates + applying)
+    for some in _matrix_rounds(matrices):
+        own, largest = sum(matrix.own for matrix in some), max(matrix.own for matrix in some)
+        wide = 4.0 * largest * (step.nesterov + is_narrow + (step.state_bytes < 4))  # the momentum's temporaries
+        parts = float(item * own * has_copy)  # what is to be made orthogonal of this rank's matrices
+        applying = (4.0 * (item < 4) + 4.0 * is_narrow) * largest
+        owners = owners_of([matrix.shape for matrix in some], ranks)
+        owned = [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
+        iterating = max((item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in owned), default=0)
+        if ranks == 1:
+            most = max(most, parts + max(wide, iterating, applying))
+            continue
+        whole = item * sum(matrix.numel for matrix in owned)
+        results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)  # for all that hold a part
+        exchanging = parts + whole + max(item * own, whole)
+        scattering = whole + results + max(results, item * own)
+        most = max(most, parts + wide, exchanging, whole + iterating, scattering, item * own + applying)
+    return most
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.host_memory.ring import PeerLostError
-from parallel3d.layers.deferral import DelayedGradients, Work
+from parallel3d.layers.gradients import DelayedGradients, Work
 from parallel3d.pipeline.boundary import Boundary, Crossing
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule

@@ -10,10 +10,10 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.rules_layout import replication_error
 from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
 from parallel3d.sharding.bytes import frees_after_forward
-from parallel3d.sharding.fully_sharded import FullyShardedData, SingleRankData
+from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.replicated import ReplicatedData
-from parallel3d.sharding.settings import DataAxes, Dtypes, ShardingOptions
+from parallel3d.sharding.settings import DataAxes, Dtypes, Reduction, ShardingOptions
 from parallel3d.sharding.units import Wrap, units_of
 
 
@@ -43,13 +43,13 @@ def shard(
     options, dtypes = options or ShardingOptions(), dtypes or Dtypes.of(model)
     if axes.every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
-        return SingleRankData(model)
+        return ShardedData(model)
     units = units_of(model, wrap)
     if strategy in REPLICATED or axes.every.size == 1:
-        split = strategy == "SHARD_OPTIMIZER"
-        return ReplicatedData(model, units, axes, dtypes, options, split=split, average=average)
+        split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
+        return ReplicatedData(model, units, Reduction(axes, dtypes, split, average), options)
     frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
-    return FullyShardedData(model, units, axes, dtypes, options, frees_forward=frees_forward, average=average)
+    return FullyShardedData(model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward)
 
 
 def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:

@@ -7,165 +7,144 @@ adds where the collective will read, one call clears a bucket, and no copy stand
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.layers.parameter import like_parameter, local_tensor
-from parallel3d.mesh import Axis
-from parallel3d.sharding.exchange import Packing, start_row_gather, start_row_reduction, wait
-from parallel3d.sharding.settings import DataAxes
+from parallel3d.layers.collectives import after
+from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
+from parallel3d.sharding.exchange import Packing, start_row_gather, start_row_reduction
+from parallel3d.sharding.settings import Reduction
+from parallel3d.sharding.units import Uses
 
 
-@dataclass(frozen=True)
-class ReplicatedParameter:
-    """A parameter that is whole on this rank, its gradient, and `local`, the part of it that the optimizer steps."""
+class ReplicatedPart:
+    """A parameter that is whole on this rank, and the part of it that the optimizer steps (see `OptimizerPart`): this
+    rank's rows or all, of the parameter itself or of its master copy. Its gradient lies in `memory`, a part of its
+    bucket's. All `uses` of the parameter get its new dtype."""
 
-    parameter: nn.Parameter
-    local: nn.Parameter  # this rank's rows of the parameter itself, or of its master copy
-    gradient: Tensor  # the parameter's, a view into a bucket
-    own_gradient: Tensor  # the gradient of `local`, a view into `gradient`
-    attached: Tensor | None  # `gradient` as the parameter's `.grad`; None if its dtype is another than the parameter's
+    def __init__(self, uses: Uses, memory: Tensor, bucket: Bucket, reduction: Reduction) -> None:
+        self._bucket, self._reduction = bucket, reduction
+        value, dtypes = local_tensor(uses[0].parameter.detach()), reduction.dtypes
+        if reduction.split and value.ndim == 0:
+            raise ValueError(f"{uses[0].attribute}: a scalar has no rows to split; give it the shape [1]")
+        if value.dtype != dtypes.compute:
+            replace_parameter(uses, uses[0].parameter.to(dtypes.compute))
+        self.parameter = uses[0].parameter
+        self.has_master = dtypes.master != dtypes.compute
+        own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
+        self.local = nn.Parameter(own.to(dtypes.master, copy=True) if self.has_master else own)
+        self.repeated_over = frozenset({"dp_replicate"} if reduction.split else {"dp_replicate", "dp_shard"})
+        self.gradient = memory.view(value.shape)
+        self.own_gradient = reduction.own(self.gradient)
+        self.attached: Tensor | None = None  # the gradient as the parameter's `.grad`, if it is a view of the bucket
+        self.act: Callable[[], None] | None = None  # steps the parameter in the backward
 
-    @classmethod
-    def of(
-        cls, parameter: nn.Parameter, local: nn.Parameter, gradient: Tensor, own_gradient: Tensor
-    ) -> ReplicatedParameter:
-        """Lets every backward of `parameter` add to `gradient`."""
-        attached = like_parameter(parameter, gradient) if parameter.dtype == gradient.dtype else None
-        replicated = cls(parameter, local, gradient, own_gradient, attached)
-        parameter.main_grad = gradient  # type: ignore[attr-defined]
-        if attached is None:
-            parameter.register_post_accumulate_grad_hook(lambda _: replicated._take_gradient())
-        else:
-            parameter.grad = attached
-        return replicated
+    def sync_views(self) -> None:
+        if self._bucket.keeps_gradients:
+            self.local.grad = self.own_gradient
 
-    @property
-    def has_master(self) -> bool:
-        return self.local.dtype != self.parameter.dtype
+    def distributed(self, local: Tensor) -> Tensor:
+        parameter, mesh = self.parameter, self._reduction.axes.mesh
+        if not self._reduction.split:
+            return like_parameter(parameter, local)
+        if not isinstance(parameter, DTensor):
+            return as_dtensor(local, mesh["dp_shard"], [Shard(0)], parameter)
+        # Rows are cut over tp first, and a tp rank's rows over dp_shard.
+        both, device_type = mesh["dp_shard", "tp"], parameter.device_mesh.device_type
+        groups, ranks = [both.get_group("tp"), both.get_group("dp_shard")], both.mesh.t().contiguous()
+        joined = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("tp", "dp_shard"))
+        return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the next backward adds to the bucket."""
-        return self.parameter.grad is self.attached
+    def when_complete(self, act: Callable[[], None]) -> None:
+        if self._bucket.keeps_gradients:
+            raise RuntimeError(
+                "gradients are kept until clear_gradients(): call shard() with "
+                "options=ShardingOptions(step_in_backward=True)"
+            )
+        self.act = act
 
-    def _take_gradient(self) -> None:
-        """Moves the gradient that autograd has made to the bucket."""
-        grad = self.parameter.grad
-        if grad is not None:
-            self.gradient.add_(local_tensor(grad))
-            self.parameter.grad = None
+    @torch.no_grad()
+    def initialize(self, values: Tensor) -> None:
+        local_tensor(self.parameter).copy_(values)
+        if self.has_master:
+            self.local.copy_(self._reduction.own(values))
 
 
 class Bucket:
-    """The gradients of `parameters`, which lie in `memory` one after the other.
+    """The gradients of `parts`, which lie in `memory` one after the other."""
 
-    With `split` each rank makes its rows of the sum alone (a reduce-scatter over dp_shard, then an all-reduce of the
-    rows over dp_replicate); otherwise every rank makes all of the sum (one all-reduce). Gradients are sent in
-    `reduce_dtype`. With `average` the sum is divided by the number of data ranks.
-    """
+    keeps_gradients = True  # until they are cleared
 
-    def __init__(
-        self,
-        parameters: Sequence[ReplicatedParameter],
-        memory: Tensor,
-        axes: DataAxes,
-        *,
-        split: bool,
-        reduce_dtype: torch.dtype,
-        average: bool,
-    ) -> None:
-        self.parameters = parameters
-        self.memory = memory
-        self._axes = axes
-        self._split = split and axes.shard.size > 1
-        self._reduce_dtype = reduce_dtype
-        self._scale = 1.0 / axes.every.size if average else 1.0
-        self._finish: Callable[[], None] | None = None
-        if self._split:
-            self._packing = Packing([each.gradient.shape for each in parameters], axes.shard.size)
+    def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
+        self._memory, self._reduction = memory, reduction
+        self._pending: Callable[[], Tensor] | None = None
+        pieces = memory.split([local_tensor(uses[0].parameter.detach()).numel() for uses in parameters])
+        self.parts = [ReplicatedPart(*each, self, reduction) for each in zip(parameters, pieces, strict=True)]
+        for part in self.parts:
+            self._take_in(part)
+        if reduction.split:
+            self._packing = Packing([part.gradient.shape for part in self.parts], reduction.axes.shard.size)
 
-    def attach_grad(self, replicated: ReplicatedParameter) -> None:
-        """Puts the gradient where the optimizer reads it."""
-        replicated.local.grad = replicated.own_gradient
+    def _take_in(self, part: ReplicatedPart) -> None:
+        """Lets every backward of a parameter add to the bucket. A gradient of another dtype is moved there."""
 
-    def when_complete(self, replicated: ReplicatedParameter, act: Callable[[], None]) -> None:
-        """Raises RuntimeError: this bucket keeps gradients until they are cleared (see `OptimizerPart`)."""
-        raise RuntimeError(
-            "gradients are kept until clear_gradients(): call shard() with "
-            "options=ShardingOptions(step_in_backward=True)"
-        )
+        def move(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                part.gradient.add_(local_tensor(parameter.grad))
+                parameter.grad = None
+
+        part.parameter.main_grad = part.gradient  # type: ignore[attr-defined]
+        if part.parameter.dtype == part.gradient.dtype:
+            part.parameter.grad = part.attached = like_parameter(part.parameter, part.gradient)
+        else:
+            part.parameter.register_post_accumulate_grad_hook(move)
 
     def clear(self) -> None:
-        self.memory.zero_()
+        self._memory.zero_()
 
     def start_reduction(self) -> None:
-        """Starts to sum the gradients over the data ranks."""
-        if self._split:
-            self._start_scatter()
-        else:
-            self._start_all_reduce(self.memory, self._axes.every)
+        """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
+        axes, dtype = self._reduction.axes, self._reduction.dtypes.reduce
+        if self._reduction.split:
+            rows = self._packing.pack([part.gradient for part in self.parts], dtype)
+            self._pending = start_row_reduction(rows, axes.shard)
+        elif axes.every.size > 1:
+            sent = self._memory.to(dtype)
+            self._pending = partial(after, dist.all_reduce(sent, group=axes.every.group, async_op=True), sent)
 
     def finish_reduction(self) -> None:
-        """Waits until `own_gradient` of every parameter is the sum."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def _start_all_reduce(self, total: Tensor, axis: Axis) -> None:
-        if axis.size == 1:
+        """Waits until `own_gradient` of every part is the sum."""
+        if self._pending is None:
             return
-        sent = total.to(self._reduce_dtype)
-        work = dist.all_reduce(sent, group=axis.group, async_op=True)
+        axes = self._reduction.axes
+        total, self._pending = self._pending(), None  # which frees what was sent
+        if self._reduction.split:
+            if axes.replicate.size > 1:
+                dist.all_reduce(total, group=axes.replicate.group)
+        elif total is not self._memory:
+            total = self._memory.copy_(total)
+        if self._reduction.average:
+            total.mul_(1.0 / axes.every.size)
+        if self._reduction.split:
+            self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
-        def finish() -> None:
-            wait(work)
-            if sent is not total:
-                total.copy_(sent)
-            self._divide(total)
-
-        self._finish = finish
-
-    def _start_scatter(self) -> None:
-        sent = self._packing.pack([each.gradient for each in self.parameters], self._reduce_dtype)
-        received = start_row_reduction(sent, self._axes.shard)
-
-        def finish() -> None:
-            nonlocal sent
-            own = received()
-            del sent
-            if self._axes.replicate.size > 1:
-                dist.all_reduce(own, group=self._axes.replicate.group)
-            self._divide(own)
-            self._packing.unpack_own(own, [each.own_gradient for each in self.parameters])
-
-        self._finish = finish
-
-    def _divide(self, total: Tensor) -> None:
-        if self._scale != 1.0:
-            total.mul_(self._scale)
-
-    @torch.no_grad()
     def start_publish(self) -> Callable[[], None]:
         """Starts to give every rank the parameters that the optimizer has stepped; returns a function that waits for
         them."""
-        if not self._split:
-            for each in self.parameters:
-                if each.has_master:
-                    local_tensor(each.parameter).copy_(each.local)
-            return lambda: None
-        sent = self._packing.pack_own([each.local for each in self.parameters], self.parameters[0].parameter.dtype)
-        received = start_row_gather(sent, self._axes.shard)
-
-        def finish() -> None:
-            with torch.no_grad():
-                self._packing.unpack(received(), [local_tensor(each.parameter) for each in self.parameters])
-
-        return finish
+        wholes = [local_tensor(part.parameter) for part in self.parts]
+        if self._reduction.split:
+            sent = self._packing.pack_own([part.local for part in self.parts], wholes[0].dtype)
+            received = start_row_gather(sent, self._reduction.axes.shard)
+            return lambda: self._packing.unpack(received(), wholes)
+        for whole, part in zip(wholes, self.parts, strict=True):
+            if part.has_master:
+                whole.copy_(part.local)
+        return lambda: None
 
 
 class StepInBackwardBucket(Bucket):
@@ -176,71 +155,66 @@ class StepInBackwardBucket(Bucket):
     `filled` is called when the last gradient has come.
     """
 
+    keeps_gradients = False
+
     def __init__(
-        self,
-        parameters: Sequence[ReplicatedParameter],
-        memory: Tensor,
-        axes: DataAxes,
-        *,
-        split: bool,
-        reduce_dtype: torch.dtype,
-        average: bool,
-        filled: Callable[[], None],
+        self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction, filled: Callable[[], None]
     ) -> None:
-        super().__init__(parameters, memory, axes, split=split, reduce_dtype=reduce_dtype, average=average)
-        self._storage, self._nbytes = memory.untyped_storage(), memory.nbytes
+        self._taken: set[ReplicatedPart] = set()  # whose gradient has come in this step
         self._filled = filled
-        self._taken: set[int] = set()  # parameters whose gradient has come in this step
-        self._acts: dict[int, Callable[[], None]] = {}
-        for each in parameters:
-            each.parameter.register_post_accumulate_grad_hook(partial(self._take, each))
+        super().__init__(parameters, memory, reduction)
+        self._storage, self._nbytes = memory.untyped_storage(), memory.nbytes
         self._storage.resize_(0)
 
-    def attach_grad(self, replicated: ReplicatedParameter) -> None:
-        """Does nothing: there is a gradient only while the function given to `when_complete` is called."""
+    def _take_in(self, part: ReplicatedPart) -> None:
+        @torch.no_grad()
+        def take(parameter: Tensor) -> None:
+            """Moves the gradient that autograd has made to the bucket."""
+            if part in self._taken:
+                raise RuntimeError(
+                    "a second backward in one step, whose first has already stepped this parameter: call "
+                    "clear_gradients() of what shard() gave in each step, and add up microbatches without "
+                    "step_in_backward"
+                )
+            if not self._taken:
+                self._allocate()
+            assert parameter.grad is not None
+            part.gradient.copy_(local_tensor(parameter.grad))
+            parameter.grad = None
+            self._taken.add(part)
+            if len(self._taken) == len(self.parts):
+                self._filled()
 
-    def when_complete(self, replicated: ReplicatedParameter, act: Callable[[], None]) -> None:
-        """Lets each step call `act` when `replicated.local.grad` is the sum over the data ranks. The gradient is gone
-        afterwards."""
-        self._acts[id(replicated)] = act
+        part.parameter.register_post_accumulate_grad_hook(take)
+
+    def _allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+        self._memory.zero_()
+
+    def clear(self) -> None:
+        self._taken.clear()
 
     def start_reduction(self) -> None:
         if not self._storage.nbytes():  # none of its parameters was used
             self._allocate()
         super().start_reduction()
-        if self._finish is None:  # one data rank has nobody to wait for
+        if self._pending is None:  # one data rank has nobody to wait for
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
         super().finish_reduction()
         if not self._storage.nbytes():
             return
-        for each in self.parameters:
-            super().attach_grad(each)
-            self._acts[id(each)]()
-            each.local.grad = None
+        for part in self.parts:
+            assert part.act is not None
+            part.local.grad = part.own_gradient
+            part.act()
+            part.local.grad = None
         self._storage.resize_(0)
 
-    def clear(self) -> None:
-        self._taken.clear()
 
-    def _allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-        self.memory.zero_()
-
-    @torch.no_grad()
-    def _take(self, replicated: ReplicatedParameter, parameter: Tensor) -> None:
-        """Moves the gradient that autograd has made to the bucket."""
-        if id(replicated) in self._taken:
-            raise RuntimeError(
-                "a second backward in one step, whose first has already stepped this parameter: call clear_gradients() "
-                "of what shard() gave in each step, and add up microbatches without step_in_backward"
-            )
-        if not self._taken:
-            self._allocate()
-        assert parameter.grad is not None
-        replicated.gradient.copy_(local_tensor(parameter.grad))
-        parameter.grad = None
-        self._taken.add(id(replicated))
-        if len(self._taken) == len(self.parameters):
-            self._filled()
+def replace_parameter(uses: Uses, tensor: Tensor) -> None:
+    """Puts a new parameter in all the places that use one."""
+    new = nn.Parameter(tensor.detach(), requires_grad=uses[0].parameter.requires_grad)
+    for use in uses:
+        setattr(use.module, use.attribute, new)

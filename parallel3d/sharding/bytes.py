@@ -1,29 +1,9 @@
 """What a strategy costs: the bytes that a rank holds, and the bytes that it sends in a step. No torch.
 
-n is dp_shard, d is dp_replicate, P is the number of elements of this tp rank's part of a stage; c, m and r are the
-bytes of an element in forward and backward, of a master copy, and of a gradient on its way. A rank has ceil(R / n) of a
-parameter's R rows, and the last ranks have fewer (`own`). Where rows are stored and sent every rank's part is filled up
-to ceil(R / n) rows, which summed over the parameters is p elements: P / n if n divides all rows.
-
-    held                    parameters              gradients    optimizer (k numbers each)
-    NO_SHARD                c P, and m P (*)        m P          k m P
-    SHARD_OPTIMIZER         c P, and m own (*)      m P          k m own
-    the others, at rest     m p                     m p          k m own
-    (*) where c and m differ
-
-The others hold c bytes more for each element of a parameter that is gathered, and m (or c, with one microbatch) for
-each element of a gradient until it is reduced: of all parameters, if they are kept for a step, else of a unit or two.
-
-    sent per step           all-gather              reduce-scatter   all-reduce
-    NO_SHARD                -                       -                2 (nd - 1) / (nd) r P
-    SHARD_OPTIMIZER         (n - 1) c p             (n - 1) r p      2 (d - 1) / d r p
-    the others              gathers (n - 1) c p     reductions of it as above, once
-
-There is one of `gathers` a step, or one for each microbatch with `gather: microbatch`; ZeRO-3 has twice as many for
-what is freed between its forward and backward (blocks, with `gather: microbatch` or a single microbatch a step). There
-is one of `reductions` a step, or one for each microbatch with `reduce: microbatch`. Bytes are those of ring algorithms:
-an all-gather of x bytes on each of n ranks sends (n - 1) x, a reduce-scatter to x bytes the same, an all-reduce of x
-bytes 2 (n - 1) / n x.
+docs/sharding.md has the formulas as tables. A rank has ceil(R / n) of a parameter's R rows on n ranks, and the last
+ranks have fewer. Where rows are stored and sent, every rank's part is filled up to ceil(R / n) rows. Bytes are those of
+ring algorithms: an all-gather of x bytes on each of n ranks sends (n - 1) x, a reduce-scatter to x bytes the same, an
+all-reduce of x bytes 2 (n - 1) / n x.
 """
 
 from __future__ import annotations
@@ -77,18 +57,6 @@ class DataLayout:
     microbatches: int = 1
     is_pipeline: bool = False  # pp > 1: a stage's parameters are then kept even for a single microbatch
 
-    @property
-    def frees_forward(self) -> bool:
-        microbatches = max(2, self.microbatches) if self.is_pipeline else self.microbatches
-        return frees_after_forward(self.strategy, self.gather, microbatches)
-
-    @property
-    def gathers(self) -> int:
-        """How often a step gathers what is not freed after a forward."""
-        if self.strategy in REPLICATED:
-            return 1 if self.strategy == "SHARD_OPTIMIZER" else 0
-        return self.microbatches if self.gather == "microbatch" else 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
@@ -135,9 +103,11 @@ def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayou
     if layout.strategy == "NO_SHARD":
         whole = sum(math.prod(shape) for shape in shapes)
         return SentBytes(all_reduce=_all_reduce(whole * layout.reduce_bytes, replicate * shard))
-    gathered = layout.gathers * _filled(shapes, shard)
-    if layout.frees_forward:
-        gathered += layout.gathers * _filled(blocks, shard)  # again, for the backward
+    # How often a step gathers what is not freed after a forward.
+    gathers = layout.microbatches if layout.gather == "microbatch" and layout.strategy not in REPLICATED else 1
+    gathered = gathers * _filled(shapes, shard)
+    if frees_after_forward(layout.strategy, layout.gather, max(1 + layout.is_pipeline, layout.microbatches)):
+        gathered += gathers * _filled(blocks, shard)  # again, for the backward
     reduced = _filled(shapes, shard)
     reductions = layout.microbatches if layout.reduce == "microbatch" else 1
     return SentBytes(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.layers.collectives import start_gather, start_reduce_scatter
+from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard
 
@@ -75,16 +75,15 @@ def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this rank's row [width] of
-    the sum; `rows` must live until then."""
+    the sum."""
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
-        return lambda: pending.wait()[0]
+        return lambda: pending()[0]
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
 
     def add() -> Tensor:
-        wait(work)
-        total, *others = received.unbind(0)
+        total, *others = after(work, received, rows).unbind(0)
         for other in others:
             total += other
         return total
@@ -96,8 +95,7 @@ def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a function that waits for
     [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
-        pending = start_gather(own[None], axis, 0)
-        return pending.wait
+        return start_gather(own[None], axis, 0)
     rows = torch.empty(axis.size, len(own), dtype=own.dtype, device=own.device)
     rows[axis.rank] = own
     sources = enumerate(rows.unbind(0))
@@ -105,13 +103,7 @@ def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
     def finish() -> Tensor:
         for work in works:
-            wait(work)
+            after(work, rows)
         return rows
 
     return finish
-
-
-def wait(work: dist.Work | None) -> None:
-    """Waits for a collective; torch gives None for one that this rank takes no part in."""
-    if work is not None:
-        work.wait()

@@ -7,107 +7,58 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec, like_parameter, local_tensor
+from parallel3d.layers.gradients import like_parameter, local_tensor
+from parallel3d.layers.parameter import ParallelModule, ParameterSpec
 from parallel3d.mesh import Axis
-from parallel3d.row_split import shard_rows
+from parallel3d.sharding.settings import own_rows
 
 
 class OptimizerPart(Protocol):
     """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the parameter itself or
-    of its master copy where the parameter is kept in fewer bits."""
+    of its master copy where the parameter is kept in fewer bits. `repeated_over` are the names of the data axes on
+    whose ranks this part is the same."""
 
-    @property
-    def local(self) -> nn.Parameter: ...
-
-    @property
-    def repeated_over(self) -> frozenset[str]:
-        """The names of the data axes on whose ranks this part is the same."""
-        ...
+    local: nn.Parameter
+    repeated_over: frozenset[str]
 
     def sync_views(self) -> None:
         """Points `local` and `local.grad` at where they are after a backward."""
-        ...
 
     def distributed(self, local: Tensor) -> Tensor:
         """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor over the axes that
         split this part, or itself if none does."""
-        ...
 
     def when_complete(self, act: Callable[[], None]) -> None:
         """Lets each step's one backward call `act` as soon as `local.grad` is the sum over the data ranks, and drop the
         gradient afterwards. The gradient must go through autograd, because no hook hears of fused gradients
-        (`layers.parameter`)."""
-        ...
+        (`layers.gradients`)."""
 
     def initialize(self, values: Tensor) -> None:
         """Takes this part out of the values of all data ranks together (of this tp rank)."""
-        ...
 
 
-class ShardedData(Protocol):
-    """What `shard` returns: what a training loop tells the data dimension. `docs/sharding.md` has a loop."""
-
-    def allocate(self) -> None:
-        """Is called after a model that was on the meta device has got memory (`to_empty`)."""
-        ...
-
-    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
-        ...
-
-    def before_backward(self, last: bool) -> None:
-        """Is called before each backward of a step and told whether it is the last; without a call every backward
-        is."""
-        ...
-
-    def after_weights(self, last: bool) -> None:
-        """Is called after the second half of a split backward, which computes the weights' gradients."""
-        ...
-
-    def finish_gradients(self) -> None:
-        """Is called after the last backward. Gradients are then summed over the data ranks."""
-        ...
-
-    def clear_gradients(self) -> None: ...
-
-    def publish(self) -> None:
-        """Is called after the optimizer's step. The model then computes with the new values."""
-        ...
-
-    def free_gathered(self) -> None:
-        """Frees the gathered parameters that a forward without a backward leaves behind."""
-        ...
-
-
-@dataclass(frozen=True)
 class ShardedPart:
-    """The part of a parameter that its module itself holds between steps: sharded by `fully_shard`, or whole.
+    """The part of a parameter that its module itself holds between steps (see `OptimizerPart`): sharded by
+    `fully_shard` over `shards`, or whole. `find` looks the parameter up, because `fully_shard` puts another in its
+    place and back."""
 
-    `tensor` looks the parameter up, because `fully_shard` puts another in its place and back.
-    """
-
-    tensor: Callable[[], Tensor]
-    local: nn.Parameter
-    repeated_over: frozenset[str]
-    rank: int
-    ranks: int
-
-    @classmethod
-    def of(cls, tensor: Callable[[], Tensor], *, repeated_over: frozenset[str], rank: int, ranks: int) -> ShardedPart:
-        return cls(tensor, nn.Parameter(local_tensor(tensor().detach())), repeated_over, rank, ranks)
+    def __init__(self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]) -> None:
+        self._find, self._shards, self.repeated_over = find, shards, repeated_over
+        self.local = nn.Parameter(local_tensor(find().detach()))
 
     def sync_views(self) -> None:
-        tensor = self.tensor()
+        tensor = self._find()
         self.local.data = local_tensor(tensor.detach())
         self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
 
     def distributed(self, local: Tensor) -> Tensor:
-        return like_parameter(self.tensor(), local)
+        return like_parameter(self._find(), local)
 
     def when_complete(self, act: Callable[[], None]) -> None:
         def take(tensor: Tensor) -> None:
@@ -117,17 +68,45 @@ class ShardedPart:
             act()
             self.local.grad = tensor.grad = None
 
-        self.tensor().register_post_accumulate_grad_hook(take)
+        self._find().register_post_accumulate_grad_hook(take)
 
     @torch.no_grad()
     def initialize(self, values: Tensor) -> None:
-        local_tensor(self.tensor()).copy_(own_rows(values, self.rank, self.ranks))
+        local_tensor(self._find()).copy_(own_rows(values, self._shards))
 
 
-def own_rows(values: Tensor, rank: int, ranks: int) -> Tensor:
-    """Returns a view of the rows of `rank`, as DTensor's Shard(0) cuts them."""
-    rows = shard_rows(values.shape[0], rank, ranks)
-    return values[rows.start : rows.stop]
+class ShardedData:
+    """What `shard` returns: what a training loop tells the data dimension. `docs/sharding.md` has a loop. This class
+    is one data rank in one precision, where nothing is cut and nothing is sent; the strategies derive from it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def allocate(self) -> None:
+        """Is called after a model that was on the meta device has got memory (`to_empty`)."""
+
+    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
+        """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
+        return ShardedPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
+
+    def before_backward(self, last: bool) -> None:
+        """Is called before each backward of a step and told whether it is the last; without a call every backward
+        is."""
+
+    def after_weights(self, last: bool) -> None:
+        """Is called after the second half of a split backward, which computes the weights' gradients."""
+
+    def finish_gradients(self) -> None:
+        """Is called after the last backward. Gradients are then summed over the data ranks."""
+
+    def clear_gradients(self) -> None:
+        self._model.zero_grad()
+
+    def publish(self) -> None:
+        """Is called after the optimizer's step. The model then computes with the new values."""
+
+    def free_gathered(self) -> None:
+        """Frees the gathered parameters that a forward without a backward leaves behind."""
 
 
 @dataclass(frozen=True)
@@ -136,22 +115,13 @@ class LocalParameter:
 
     name: str
     module: ParallelModule
-    attribute: str
     spec: ParameterSpec
     is_copy: bool  # the second of a tied pair, on another stage than the first
     part: OptimizerPart  # what the optimizer steps on this rank
 
     @property
-    def tensor(self) -> Tensor:
-        """The parameter as it is now: `fully_shard` puts another in its place and back."""
-        tensor = getattr(self.module, self.attribute)
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-    @property
     def local(self) -> nn.Parameter:
-        """The plain tensor that the optimizer steps, with its gradient in `local.grad`: the parameter, or its master
-        copy if the parameter has fewer bits; this rank's rows, if it is split over dp_shard."""
+        """The plain tensor that the optimizer steps, with its gradient in `local.grad`."""
         return self.part.local
 
     def sync_views(self) -> None:
@@ -159,8 +129,7 @@ class LocalParameter:
         self.part.sync_views()
 
     def distributed(self, local: Tensor) -> Tensor:
-        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold together: a DTensor over the
-        axes that split this parameter's part, or itself if none does."""
+        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold together."""
         return self.part.distributed(local)
 
     def copies(self, axes: Mapping[str, Axis]) -> int:
@@ -174,12 +143,9 @@ def local_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedDa
     each parameter that the model uses twice its first name."""
     found: dict[int, LocalParameter] = {}
     for prefix, owner in module.named_modules():
-        if not isinstance(owner, ParallelModule):
-            continue
-        for attribute, spec in owner.specs.items():
-            name = f"{prefix}.{attribute}"
-            tensor = getattr(owner, attribute)
+        for attribute, spec in owner.specs.items() if isinstance(owner, ParallelModule) else ():
+            name, tensor = f"{prefix}.{attribute}", getattr(owner, attribute)
             if id(tensor) not in found:
                 first, part = aliases.get(name, name), data.part(owner, attribute)
-                found[id(tensor)] = LocalParameter(first, owner, attribute, spec, is_copy=name in aliases, part=part)
+                found[id(tensor)] = LocalParameter(first, owner, spec, is_copy=name in aliases, part=part)
     return list(found.values())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence
 from parallel3d.mesh import Axis
+from parallel3d.row_split import shard_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,37 @@ class DataAxes:
                 "be summed; try init_device_mesh(..., mesh_dim_names=('dp_shard',))"
             )
         replicate, shards = (Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard"))
-        if replicate.size == 1 or shards.size == 1:
-            return cls(mesh, replicate, shards, shards if replicate.size == 1 else replicate)
-        ranks = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="data")
-        assert isinstance(group, dist.ProcessGroup)
-        return cls(mesh, replicate, shards, Axis(len(ranks), ranks.index(dist.get_rank()), group))
+        return cls(mesh, replicate, shards, joined_axis(mesh, ("dp_replicate", "dp_shard"), "data"))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a model lies over the data ranks, and how gradients are summed over them. With `split` each rank makes its
+    rows of the sum alone (a reduce-scatter over dp_shard, then an all-reduce of the rows over dp_replicate); otherwise
+    every rank makes all of the sum (one all-reduce). With `average` it is divided by the number of data ranks."""
+
+    axes: DataAxes
+    dtypes: Dtypes
+    split: bool
+    average: bool
+
+    def own(self, values: Tensor) -> Tensor:
+        """Returns the part of a whole tensor that the optimizer steps on this rank."""
+        return own_rows(values, self.axes.shard) if self.split else values
+
+
+def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:
+    """Returns some axes of a mesh as one, the last of them innermost. All ranks call it: it may make a group."""
+    larger = tuple(name for name in names if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    if len(larger) < 2:
+        return Axis.of(mesh[larger[0]] if larger else None)
+    ranks = mesh[larger].mesh.flatten().tolist()
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    assert isinstance(group, dist.ProcessGroup)
+    return Axis(len(ranks), ranks.index(dist.get_rank()), group)
+
+
+def own_rows(values: Tensor, shards: Axis) -> Tensor:
+    """Returns a view of this rank's rows, as DTensor's Shard(0) cuts them."""
+    rows = shard_rows(values.shape[0], shards.rank, shards.size)
+    return values[rows.start : rows.stop]

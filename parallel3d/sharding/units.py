@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from parallel3d.layers.parameter import local_tensor
+from parallel3d.layers.gradients import local_tensor
 
-Predicate = Callable[[str, nn.Module], bool]
-Wrap = Sequence[str] | Predicate | int | None
+_LISTS = nn.ModuleList | nn.ModuleDict  # which have no forward to hook
+Wrap = Sequence[str] | Callable[[str, nn.Module], bool] | int | None
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class ParameterUse:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = getattr(self.module, self.attribute)
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
+        return self.module.get_parameter(self.attribute)
+
+
+Uses = tuple[ParameterUse, ...]  # of one parameter
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class CommunicationUnit:
     holds has no modules."""
 
     modules: tuple[nn.Module, ...]
-    parameters: tuple[tuple[ParameterUse, ...], ...]  # all uses of each parameter
+    parameters: tuple[Uses, ...]
 
     @property
     def numel(self) -> int:
@@ -62,8 +63,12 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
             holders.setdefault(id(parameter), set()).add(owner[id(module)])
-    merged = _merged(len(chosen), holders.values())
-    units: dict[int, tuple[list[nn.Module], list[tuple[ParameterUse, ...]]]] = {-1: ([], [])}
+    merged = {index: index for index in range(-1, len(chosen))}  # the first of the units that share parameters
+    for together in holders.values():
+        found = {merged[index] for index in together}
+        if len(found) > 1:
+            merged |= {index: min(found) for index, first in merged.items() if first in found}
+    units: dict[int, tuple[list[nn.Module], list[Uses]]] = {-1: ([], [])}
     for index, module in enumerate(chosen):
         if merged[index] != -1:
             units.setdefault(merged[index], ([], []))[0].append(module)
@@ -79,7 +84,11 @@ def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
         large = _at_least(model, wrap)
         yield from (module for module in model.modules() if module is not model and id(module) in large)
         return
-    names = list(_blocks(model)) if wrap is None else [] if callable(wrap) else list(wrap)
+    if wrap is None:  # what the outermost lists hold
+        lists = [name for name, part in model.named_modules() if name and isinstance(part, _LISTS)]
+        outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        wrap = [f"{name}.{inner}" for name in outermost for inner, _ in model.get_submodule(name).named_children()]
+    names = [] if callable(wrap) else list(wrap)
     matched: set[str] = set()
     for name, module in model.named_modules():
         hits = [pattern for pattern in names if name and fnmatchcase(name, pattern)]
@@ -93,14 +102,6 @@ def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
         raise ValueError(f"wrap: {', '.join(missing)} matches no module; its children are {children}")
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (f"{prefix}{name}.{inner}" for inner, _ in child.named_children())
-        else:
-            yield from _blocks(child, f"{prefix}{name}.")
-
-
 def _at_least(model: nn.Module, numel: int) -> set[int]:
     """Returns the ids of the modules with `numel` parameters outside of the units in them."""
     large: set[int] = set()
@@ -108,27 +109,10 @@ def _at_least(model: nn.Module, numel: int) -> set[int]:
     def rest(module: nn.Module) -> int:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         total = own + sum(rest(child) for child in module.children())
-        callable_ = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # lists and dicts have no forward to hook
-        if callable_ and total >= numel:
+        if total >= numel and not isinstance(module, _LISTS):
             large.add(id(module))
             return 0
         return total
 
     rest(model)
     return large
-
-
-def _merged(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
-    """Returns the first unit of those that share parameters, directly or through others, for each unit from -1 on."""
-    parent = {index: index for index in range(-1, count)}
-
-    def find(index: int) -> int:
-        while parent[index] != index:
-            index = parent[index]
-        return index
-
-    for units in shared:
-        first = min(find(unit) for unit in units)
-        for unit in units:
-            parent[find(unit)] = first
-    return {index: find(index) for index in parent}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import LossScaleConfig, Recipe
-from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
 from parallel3d.layers.loss import TokenLoss, token_losses
+from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
@@ -48,8 +48,8 @@ class MeanLoss:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(output, labels, self._head, chunk_tokens=self.chunk_tokens)
         else:
-            token_loss = TokenLoss(self._tp, output.shape[-1] * self._tp.size)
-            losses = token_losses(output, labels, token_loss, chunk_tokens=self.chunk_tokens, overwrite_logits=True)
+            terms = TokenLoss(self._tp, output.shape[-1] * self._tp.size, chunk_tokens=self.chunk_tokens)
+            losses = token_losses(output, labels, terms, overwrite_logits=True)
         return losses.sum() / (self.tokens / self.scale)
 
     def defer_head(self, modules: Iterable[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
-from parallel3d.optimizers.stochastic_rounding import step_in_float32
+from parallel3d.optimizers.rounding import step_in_float32
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import norms, scale_

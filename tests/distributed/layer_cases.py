@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.parameter import ParameterSpec, local_tensor, named_specs, set_fused_gradients
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.parameter import ParameterSpec, Placement, named_specs, set_fused_gradients
 from parallel3d.mesh import Axis
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -29,7 +29,8 @@ from parallel3d.convert import forms as convert_forms
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
 from parallel3d.layers import norm
-from parallel3d.layers.parameter import ParameterSpec, local_tensor
+from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes

@@ -14,10 +14,10 @@ from torch.distributed import DeviceMesh, get_rank, get_world_size
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.dropout import Dropout, dropout_key
-from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
-from parallel3d.layers.init import initialize
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import local_tensor, named_specs
+from parallel3d.layers.parameter import initialize, named_specs
+from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 

@@ -16,17 +16,16 @@ from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.collectives import (
     all_reduce,
     all_reduce_max,
-    start_gather,
-    start_reduce_scatter,
+    gather,
+    reduce_scatter,
 )
-from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
-from parallel3d.layers.placement import Placement
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.parameter import ParallelModule, Placement, set_fused_gradients
+from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.mesh import Axis
 
 B, S, D = 2, 8, 16
@@ -113,8 +112,8 @@ def compare_sequence_collectives() -> None:
         for features in (2, SLOT_BYTES // 8):  # through shared memory, and by the backend
             whole = torch.arange(float(batch * S)).view(batch, S, 1).expand(batch, S, features)
             part, total = whole.chunk(n, dim=1)[rank], n * (n + 1) / 2
-            assert torch.equal(start_gather(part, axis).wait(), whole)
-            assert torch.equal(start_reduce_scatter(whole * (rank + 1), axis).wait(), part * total)
+            assert torch.equal(gather(part, axis), whole)
+            assert torch.equal(reduce_scatter(whole * (rank + 1), axis), part * total)
             assert torch.equal(all_reduce(part * 1.0, axis), sum(whole.chunk(n, dim=1)))
             assert torch.equal(all_reduce_max(part * 1.0, axis), whole.chunk(n, dim=1)[-1])
 

@@ -15,8 +15,9 @@ from torch.distributed import get_world_size
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.activations import BlockActivations
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.layers.parameter import local_tensor, set_fused_gradients
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.parameter import set_fused_gradients
+from parallel3d.layers.positions import RotaryEmbedding
 from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 

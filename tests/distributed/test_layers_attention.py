@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.layers.attention import AttentionOptions, ParallelAttention
-from parallel3d.layers.mask import lengths_of_documents, same_document
-from parallel3d.layers.placement import Placement
-from parallel3d.layers.positions import Llama3Scaling, YarnScaling, positions_in_documents
-from parallel3d.layers.rotary import RotaryEmbedding
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention, lengths_of_documents, same_document
+from parallel3d.layers.parameter import Placement
+from parallel3d.layers.positions import Llama3Scaling, RotaryEmbedding, YarnScaling, positions_in_documents
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
 B, S, T, D, H, K = 2, 8, 12, 16, 8, 4

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout, dropout_key
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.parameter import Placement
 from tests.distributed.layer_cases import F64, draw_weights, load, tp_mesh
 
 B, S, D = 3, 8, 16

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.mlp import GATED, UNGATED, Activation, ParallelMLP
 from parallel3d.layers.norm import LayerNorm, RMSNorm
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.parameter import Placement
 from parallel3d.layers.positions import LearnedPositions
 from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
 

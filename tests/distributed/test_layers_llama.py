@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.init import initial_weights, initialize, normal, set_initializers
-from parallel3d.layers.parameter import named_specs
+from parallel3d.layers.parameter import initial_weights, initialize, named_specs, normal, set_initializers
 from parallel3d.models.llama import Llama
 from tests.distributed.layer_cases import F64, check, tp_mesh
 from tests.distributed.test_layers_attention import attention

@@ -18,12 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from parallel3d.layers.embedding import VocabParallelEmbedding
-from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
-from parallel3d.layers.init import initial_weights
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import ParallelModule, set_fused_gradients
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.parameter import ParallelModule, Placement, initial_weights, set_fused_gradients
+from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from tests.distributed.layer_cases import BF16, F32, F64, assert_near, global_gradient, load, tp_mesh
 

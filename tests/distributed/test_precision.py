@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
 from parallel3d.errors import NonFiniteError
-from parallel3d.layers.init import initial_weights
+from parallel3d.layers.parameter import initial_weights
 from parallel3d.models.llama import Llama
-from parallel3d.optimizers.stochastic_rounding import noise, round_stochastically
+from parallel3d.optimizers.rounding import noise, round_stochastically
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.plain_stack import adamw, token_loss
 from parallel3d.training.state import load_trainer, save_trainer

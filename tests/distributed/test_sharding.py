@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.parameter import local_tensor
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.sharding.bytes import DataLayout, HeldBytes, SentBytes, held_bytes, sent_bytes
 from parallel3d.sharding.counting import CollectiveCounter
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -109,9 +109,9 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
 
 def _held(trainer: Trainer) -> HeldBytes:
     """What there is in memory: whole storages, each once."""
-    parameters = [p.tensor for p in trainer.parameters] + [p.local for p in trainer.parameters]
-    gradients = [p.tensor.grad for p in trainer.parameters] + [p.local.grad for p in trainer.parameters]
-    gradients += [getattr(p.tensor, "main_grad", None) for p in trainer.parameters]
+    models = [parameter for stage in trainer.stages for parameter in stage.module.parameters()]
+    parameters = models + [p.local for p in trainer.parameters]
+    gradients = [p.grad for p in parameters] + [getattr(p, "main_grad", None) for p in models]
     states = [v for state in trainer.optimizer.state.values() for name, v in state.items() if name != "step"]
     return HeldBytes(parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states))
 

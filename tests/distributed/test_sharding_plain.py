@@ -19,8 +19,8 @@ from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.sharding.optimizer_parts import ShardedData, own_rows
-from parallel3d.sharding.settings import Dtypes, ShardingOptions
+from parallel3d.sharding.optimizer_parts import ShardedData
+from parallel3d.sharding.settings import Dtypes, ShardingOptions, own_rows
 from parallel3d.tools.bench.data import STRATEGIES, build_ours, build_peer, finish_step
 from parallel3d.tools.bench.step import OVERHEAD, random_batch, recipe
 
@@ -90,7 +90,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     for name, reference in alone.named_parameters():
         parts[name].sync_views()
         grad = parts[name].local.grad
-        rows = reference.grad if strategy == "NO_SHARD" else own_rows(reference.grad, dist.get_rank(), 2)
+        rows = reference.grad if strategy == "NO_SHARD" else own_rows(reference.grad, Axis(2, dist.get_rank(), None))
         if len(rows):  # a bias of one row is on the first rank alone
             worst = max(worst, float((grad - rows).abs().max()))
     return early, counter.calls["dp_shard", kind], worst
@@ -114,7 +114,8 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
     start = {name: part.local.detach().clone() for name, part in parts.items()}
     for name, part in parts.items():  # the master has all bits of what the model was made with
         rows = dict(exact.named_parameters())[name].detach()
-        assert torch.equal(part.local, own_rows(rows, dist.get_rank(), 2) if strategy == "SHARD_OPTIMIZER" else rows)
+        own = own_rows(rows, Axis(2, dist.get_rank(), None)) if strategy == "SHARD_OPTIMIZER" else rows
+        assert torch.equal(part.local, own)
     backwards(model, data, own_share(8))
     finish_step(data, parts, optimizer)
     assert any(not torch.equal(start[name], part.local) for name, part in parts.items())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
-from parallel3d.layers.init import initial_weights
+from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.models.llama import Llama

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.head import VocabParallelHead, head_cross_entropy
-from parallel3d.layers.init import initial_weights
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import local_tensor, named_specs, set_fused_gradients
+from parallel3d.layers.parameter import initial_weights, named_specs, set_fused_gradients
+from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch
-from parallel3d.layers.init import initial_weights
+from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.harness import TimedCase, check_agreement, run_cases, time_in_turn

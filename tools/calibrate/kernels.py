@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel3d.layers.attention import attend
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.placement import Placement
-from parallel3d.layers.scores import attend
+from parallel3d.layers.parameter import Placement
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEAST_SHARE = 0.2  # the least share of a call that is taken for its work and not for its dispatch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.layers.collectives import start_all_reduce, start_gather, start_reduce_scatter
+from parallel3d.layers.collectives import all_reduce, gather, reduce_scatter
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -34,9 +34,9 @@ def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[i
         x = torch.randn(1, rows, _FEATURES, device=device)
         part = x[:, : rows // world_size].clone()
         works: dict[str, Callable[[], Tensor]] = {
-            "all_reduce": lambda x=x: start_all_reduce(x.clone(), axis).wait(),  # type: ignore[misc]
-            "all_gather": lambda part=part: start_gather(part, axis, 1).wait(),  # type: ignore[misc]
-            "reduce_scatter": lambda x=x: start_reduce_scatter(x, axis, 1).wait(),  # type: ignore[misc]
+            "all_reduce": lambda x=x: all_reduce(x.clone(), axis),  # type: ignore[misc]
+            "all_gather": lambda part=part: gather(part, axis, 1),  # type: ignore[misc]
+            "reduce_scatter": lambda x=x: reduce_scatter(x, axis, 1),  # type: ignore[misc]
         }
         for kind, work in works.items():
             found[kind].append([float(x.nbytes), together_s(work, device)])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import BatchLoader
-from parallel3d.layers.parameter import local_tensor
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.parallelize import inside_compiled

@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from parallel3d.layers.activations import BlockActivations, BlockRecompute
+from parallel3d.config.recipe import BlockRecompute
+from parallel3d.layers.activations import BlockActivations
 
 # What a backward does with the gradient of a product's weight: it keeps it until the block is done, adds it to a wider
 # sum and drops it, adds the product to the sum as it is made, leaves it for the second half of the backward, or gives

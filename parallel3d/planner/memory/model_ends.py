@@ -1,5 +1,5 @@
 """What the two ends of the model keep and allocate: the embedding, and the last norm, the head and the loss
-(`layers.head`, `layers.loss`, `training.loss`), for one microbatch on one tp rank."""
+(`layers.vocabulary`, `layers.loss`, `training.loss`), for one microbatch on one tp rank."""
 
 from __future__ import annotations
 

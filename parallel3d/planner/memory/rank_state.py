@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from parallel3d.config.recipe import BlockRecompute
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.layers.activations import BlockActivations, BlockRecompute
+from parallel3d.layers.activations import BlockActivations
 from parallel3d.optimizers.step_bytes import (
     SteppedPart,
     adafactor_state_bytes,

@@ -116,7 +116,7 @@ def _state_bytes(recipe: Recipe) -> int:
 
 
 def _rounded_states(recipe: Recipe) -> int | None:
-    """Counts the 16-bit states of a parameter that a step widens with it (`optimizers.stochastic_rounding`); None where
+    """Counts the 16-bit states of a parameter that a step widens with it (`optimizers.rounding`); None where
     no step rounds."""
     optimizer = recipe.optimizer.resolved
     if not optimizer.stochastic_rounding:
