@@ -98,11 +98,9 @@ class ParallelAttention(ParallelModule):
         self.v = column(context_hidden, kv_heads * K, copies=copies)
         init, bias = output_init or init, options.output_bias
         self.o = RowParallelLinear(heads * K, hidden, tp=tp, init=init, bias=bias, bias_init=options.bias_init)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if options.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
-            self.k_norm = RMSNorm(self.head_dim, eps=options.norm_eps, tp=tp, over_heads=True)
+        norm = partial(RMSNorm, K, eps=options.norm_eps, tp=tp, over_heads=True)
+        self.q_norm = norm() if options.qk_norm else None
+        self.k_norm = norm() if options.qk_norm else None
         self.dropout: Dropout | None = None
         if options.dropout:  # it drops probabilities [batch, heads, queries, keys], whose heads are split
             mode = options.dropout_mode

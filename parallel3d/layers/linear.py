@@ -127,8 +127,8 @@ class RowParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
-        bias_spec = ParameterSpec((out_features,), None, bias_init, self.sequence_parallel)
-        self.add_parameter("bias", bias_spec if bias else None)
+        whole_bias = ParameterSpec((out_features,), None, bias_init, self.sequence_parallel)
+        self.add_parameter("bias", whole_bias if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:

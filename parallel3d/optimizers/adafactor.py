@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.gradients import as_dtensor
@@ -85,11 +86,10 @@ class Adafactor(torch.optim.Optimizer):
 
 def start_states(local: Tensor) -> dict[str, Tensor]:
     """Returns the states that torch's Adafactor has of a parameter before its first step."""
-    zeros = torch.zeros_like(local, dtype=torch.float32)
+    zeros = partial(local.new_zeros, dtype=torch.float32)
     if local.ndim < 2:
-        return {"variance": zeros}
-    rows = zeros.new_zeros((*local.shape[:-1], 1))
-    return {"row_var": rows, "col_var": zeros.new_zeros((*local.shape[:-2], 1, local.shape[-1]))}
+        return {"variance": zeros(local.shape)}
+    return {"row_var": zeros((*local.shape[:-1], 1)), "col_var": zeros((*local.shape[:-2], 1, local.shape[-1]))}
 
 
 def _square(x: Tensor, dim: int | None = None) -> Tensor:
@@ -107,7 +107,7 @@ class ParameterSharding:
         tensor = parameter.distributed(parameter.local.detach())
         if isinstance(tensor, DTensor):
             for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
-                axis, dim = Axis.of(tensor.device_mesh[name]), _dim_of(placement)
+                axis, dim = Axis.of(tensor.device_mesh[name]), getattr(placement, "dim", None)  # of a shard
                 if axis.size > 1 and dim is not None:
                     self.axes[name], self._dims[name] = axis, dim
 
@@ -128,13 +128,8 @@ def without_dim(parameter: LocalParameter, dim: int, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     shape = [1 if index == dim else size for index, size in enumerate(tensor.shape)]
-    placements = [Replicate() if _dim_of(placement) == dim else placement for placement in tensor.placements]
+    placements = [Replicate() if getattr(kept, "dim", None) == dim else kept for kept in tensor.placements]
     return as_dtensor(local, tensor.device_mesh, placements, torch.empty(shape, device="meta"))
-
-
-def _dim_of(placement: Placement) -> int | None:
-    """Returns the dim that a placement splits, of which torch has several classes."""
-    return getattr(placement, "dim", None)
 
 
 class Sums:

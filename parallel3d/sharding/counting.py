@@ -34,10 +34,8 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.bytes: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.calls: Counter[tuple[str, str]] = Counter()
-        self._axes: dict[str, str] = {}
-        for name in mesh.mesh_dim_names or ():
-            if mesh[name].size() > 1:
-                self._axes[mesh.get_group(name).group_name] = name
+        larger = [name for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
+        self._axes = {mesh.get_group(name).group_name: name for name in larger}
 
     def of(self, *axes: str, kind: str) -> float:
         """Returns the bytes of one kind over several axes."""
