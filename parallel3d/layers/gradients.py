@@ -3,22 +3,20 @@
 Parameters are DTensors on the tp axis (`layers.parameter`). The layers' autograd functions take the parameter itself,
 compute with `local_tensor(parameter)`, and give its gradient back by `accumulate_or_return`.
 
-[Note: fused gradients] By default a layer's gradient goes through autograd like any other. Where the trainer sets
-`fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the weight's size per microbatch
-(Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so until `training.update` sums
-all of them in one collective a step. Where a parameter has a `main_grad` (Megatron's name) the backward adds to that
-instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter has 16 bits. It belongs to
-whoever set it (`sharding.buckets`), who also moves there what autograd gives other parameters.
-Autograd's hooks on the parameter do not fire then.
-Under `torch.compile` gradients always go through autograd; what is left partial is the same.
+[Note: fused gradients] By default a layer's gradient goes through autograd like any other, and under `torch.compile`
+always. Where the trainer sets `fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the
+weight's size per microbatch (Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so
+until `training.update` sums all of them in one collective a step. Where a parameter has a `main_grad` (Megatron's name)
+the backward adds to that instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter
+has 16 bits. It belongs to whoever set it (`sharding.buckets`), who also moves there what autograd gives other
+parameters. Autograd's hooks on the parameter do not fire then.
 
 [Note: delayed gradients] A zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) splits a backward: it computes the
 gradient of a layer's input first, for which the stage before waits, and that of its weight later, for which nobody
 waits. Before the second product a layer asks `DelayedGradients.delay`: where the runtime runs the first half alone, the
 work is kept, with the two tensors that it multiplies, and is done in the second half; else the layer does it at once.
 So no forward is computed again, the graph and all other activations are freed in the first half, and activation
-recompute happens once. The gradients of all other parameters (a norm's weight, an embedding, a module of another
-library) are computed in the first half.
+recompute happens once. All other gradients (a norm's, an embedding's) are computed in the first half.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class DelayedGradients:
             self._works = before
 
     def delay(self, work: Work) -> bool:
-        """Takes the work of a layer's second half and returns True, or returns False: the layer then does it at
-        once."""
+        """Takes the work of a layer's second half, or returns False: the layer then does it at once."""
         if self._works is None:
             return False
         self._works.append(work)

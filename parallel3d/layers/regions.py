@@ -80,8 +80,6 @@ def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, di
 
 
 class _Region(Function):
-    """Two changes that are each other's conjugate: one of the activation, one of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, forward: Change, backward: Change) -> Tensor:
         ctx.axis, ctx.dim, ctx.change = axis, dim, backward

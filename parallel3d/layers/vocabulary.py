@@ -98,9 +98,9 @@ class _VocabParallelEmbedding(Function):
 class VocabParallelHead(ColumnParallelLinear):
     """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w'], or [B, S, V] with `gather_output`.
 
-    A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary]): where
-    a rank has fewer than w', its logits are filled up with -inf, which no softmax sees. Its weight may be the
-    embedding's (`head.weight = embed.weight`). Sends what a `ColumnParallelLinear` sends.
+    A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary]): where a rank has
+    fewer than w', its logits are filled up with -inf, which no softmax sees. Its weight may be the embedding's
+    (`head.weight = embed.weight`).
 
     `pad_to_multiple_of`: a GPU multiplies faster into rows of logits that are aligned, of 64 numbers, say. The weight
     stays [V, D]: there is no padded row to train, save or export. The loss then has to be told `vocab`.

@@ -196,8 +196,7 @@ class MatrixExchange:
         return [parts[matrix] for matrix in range(len(self._shapes))]
 
     def _exchange(self, sent: list[list[Tensor]], expected: list[list[SubMatrix]], like: Tensor) -> list[list[Tensor]]:
-        """Runs an all-to-all: `sent[rank]` goes to each rank, and what is returned, as `expected[rank]`, comes from
-        it."""
+        """Runs an all-to-all: `sent[rank]` goes to each rank, and the parts `expected[rank]` come from it."""
         flat = torch.cat([part.reshape(-1) for to_rank in sent for part in to_rank] or [like.new_empty(0)])
         sizes = [sum(part.elements for part in from_rank) for from_rank in expected]
         out = flat.new_empty(sum(sizes))

@@ -47,8 +47,7 @@ class _InFloat32(torch.optim.Optimizer):
 
 
 class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2) with "exp_avg" and "exp_avg_sq" of any
-    dtype."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with "exp_avg" and "exp_avg_sq" of any dtype."""
 
 
 class LowPrecisionSGD(_InFloat32, torch.optim.SGD):

@@ -169,7 +169,6 @@ class StepInBackwardBucket(Bucket):
     def _take_in(self, part: ReplicatedPart) -> None:
         @torch.no_grad()
         def take(parameter: Tensor) -> None:
-            """Moves the gradient that autograd has made to the bucket."""
             if part in self._taken:
                 raise RuntimeError(
                     "a second backward in one step, whose first has already stepped this parameter: call "

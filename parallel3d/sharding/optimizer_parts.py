@@ -90,8 +90,7 @@ class ShardedData:
         return ShardedPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
 
     def before_backward(self, last: bool) -> None:
-        """Is called before each backward of a step and told whether it is the last; without a call every backward
-        is."""
+        """Is called before each backward and told whether it is the step's last; without a call every one is."""
 
     def after_weights(self, last: bool) -> None:
         """Is called after the second half of a split backward, which computes the weights' gradients."""

@@ -122,7 +122,6 @@ class ReplicatedData(ShardedData):
             finish()
 
     def _begin(self, buckets: int) -> None:
-        """Prepares the backwards of a step."""
         self._open = [0] * buckets  # forwards of a bucket's units that have had no backward
         self._ready: set[int] = set()  # buckets whose gradients are complete
         self._next = buckets - 1  # to be reduced
