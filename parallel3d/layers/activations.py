@@ -51,7 +51,7 @@ class BlockActivations:
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes that one block keeps."""
         tokens, e, wide = self.batch * self.seq, self.item_bytes, max(self.item_bytes, 4)
-        outside = tokens // self.tp if self.sequence_parallel else tokens  # of attention and MLP
+        outside = tokens // self.tp if self.sequence_parallel else tokens  # tokens outside attention and MLP
         if recompute == "full":
             return outside * self.hidden * e
         between = outside * (2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0))

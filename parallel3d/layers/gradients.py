@@ -158,7 +158,7 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _delaying_forward(linear: nn.Linear, delayed: DelayedGradients, x: Tensor) -> Tensor:
-    """The forward of a linear layer. With a weight that is not a plain leaf, or under autocast, it is torch's own."""
+    """Computes a linear layer. With a weight that is not a plain leaf, or under autocast, it is torch's own."""
     weight, bias = linear.weight, linear.bias
     is_plain = weight.is_leaf and weight.requires_grad and not isinstance(weight, DTensor)
     if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):

@@ -60,7 +60,7 @@ class Llama3Scaling:
     low_factor: float = 1.0
     high_factor: float = 4.0
     original_length: int = 8192
-    magnitude: ClassVar[float] = 1.0  # of queries and keys
+    magnitude: ClassVar[float] = 1.0  # queries and keys do not grow
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         turns = self.original_length * frequencies / (2 * math.pi)  # in the original context

@@ -57,7 +57,7 @@ class Adafactor(torch.optim.Optimizer):
         is_matrix = local.ndim > 1
         state["step"] += 1
         step = state["step"].item()
-        weight = step ** group["beta2_decay"]  # of this step's squared gradient, 1 - beta_2
+        weight = step ** group["beta2_decay"]  # the weight of this step's squared gradient, 1 - beta_2
         norm = sums.add(_square(local), split.axes)
         if is_matrix:
             of_rows = sums.add(_square(gradient, last), split.along(last))  # [..., rows, 1]
@@ -107,7 +107,7 @@ class ParameterSharding:
         tensor = parameter.distributed(parameter.local.detach())
         if isinstance(tensor, DTensor):
             for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
-                axis, dim = Axis.of(tensor.device_mesh[name]), getattr(placement, "dim", None)  # of a shard
+                axis, dim = Axis.of(tensor.device_mesh[name]), getattr(placement, "dim", None)  # a shard has one
                 if axis.size > 1 and dim is not None:
                     self.axes[name], self._dims[name] = axis, dim
 

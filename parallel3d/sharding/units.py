@@ -26,7 +26,7 @@ class ParameterUse:
         return self.module.get_parameter(self.attribute)
 
 
-Uses = tuple[ParameterUse, ...]  # of one parameter
+Uses = tuple[ParameterUse, ...]  # all uses of one parameter
 
 
 @dataclass(frozen=True)
