@@ -127,7 +127,9 @@ class ParallelModule(nn.Module):
         its gradient, summed over tp where it is partial (at once, or left to the end of the step:
         [Note: fused gradients])."""
         parameter = getattr(self, name)
-        if is_compiling() or not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if is_compiling():
             return self.traced(name)
         sum_over = self.axis if self.specs[name].partial_gradient and not self.fused_gradients else None
         return _Replicated.apply(parameter, sum_over, self.fused_gradients)
