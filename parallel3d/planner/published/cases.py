@@ -49,7 +49,6 @@ class PublishedCase:
     definition: FlopsDefinition  # what its TFLOP/s and MFU count
     memory_rank: Literal["worst", "first", "last"]  # the pipeline rank whose memory was measured
     filled: tuple[str, ...]
-    stated_parameters_b: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,6 @@ def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: di
         definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
         apart=apart,
         filled=tuple(dict.fromkeys(fields.filled)),
-        stated_parameters_b=fields.stated("model", "params_b"),
     )
 
 

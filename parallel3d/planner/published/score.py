@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
@@ -103,13 +103,20 @@ def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None 
             counted.append(one)
             of_source[one.source].append(one)
     every = _errors(one.error_pct for one in counted)
+    ran = [one.predicted.fits for one in counted if one.measured.status == "ok"]
+    failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
+    told, shares = [*ran, *failed], [mean(told) for told in (ran, failed) if told]
     return Score(
         cases=tuple(scored),
         skipped=tuple(skipped),
         median_abs_error_pct=every.median,
         worst_abs_error_pct=every.worst,
         **_both(counted),
-        fit=_fit(counted),
+        fit=Fit(
+            cases=len(told),
+            accuracy=100 * mean(told) if told else None,
+            balanced_accuracy=100 * mean(shares) if told else None,
+        ),
         by_source={name: _both(group) for name, group in of_source.items()},
         apart={name: _both(group) for name, group in of_reason.items()},
     )
@@ -183,11 +190,3 @@ def _errors(signed: Iterable[float | None]) -> Errors:
     if not sizes:
         return Errors(cases=0, median=None, p90=None, worst=None)
     return Errors(cases=len(sizes), median=median(sizes), p90=sizes[int(0.9 * (len(sizes) - 1) + 0.5)], worst=sizes[-1])
-
-
-def _fit(group: Sequence[ScoredCase]) -> Fit:
-    ran = [one.predicted.fits for one in group if one.measured.status == "ok"]
-    failed = [not one.predicted.fits for one in group if one.measured.status == "oom"]
-    told, shares = [*ran, *failed], [sum(told) / len(told) for told in (ran, failed) if told]
-    accuracy = 100 * sum(told) / len(told) if told else None
-    return Fit(cases=len(told), accuracy=accuracy, balanced_accuracy=100 * sum(shares) / len(shares) if told else None)

@@ -25,9 +25,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
-            "considered": plan.answer.considered,
-            "checked": plan.answer.checked,
-            "fitting": plan.answer.fitting,
+            **{key: getattr(plan.answer, key) for key in ("considered", "checked", "fitting")},
             "seconds": plan.seconds,
         },
         "advice": {
@@ -109,10 +107,7 @@ def question_tree(question: Question) -> dict[str, Any]:
     return {
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
-        "gpus": question.gpus,
-        "seq_len": question.seq_len,
-        "global_batch_size": question.global_batch_size,
-        "precision": question.precision,
+        **{key: getattr(question, key) for key in ("gpus", "seq_len", "global_batch_size", "precision")},
         "memory_fraction": question.memory_fraction,
         "usable_gib": question.usable_bytes / GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},

@@ -17,6 +17,7 @@ from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 from parallel3d.row_split import divisors
 
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
 _FROM_EACH_WAY, _SPARE_WAYS = 2, 2
 
@@ -29,10 +30,16 @@ def search(question: Question, *, top: int = 10) -> Answer:
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
     searches = _searches(question)
     found, best = _fastest(question, searches, top, everywhere=True)
-    nearest = [priced for each in searches if each not in best and (priced := each.leanest()) is not None]
+    rejected = []
+    for each in searches:
+        if each not in best and (least := each.leanest()) is not None:
+            memory, short = Strategy(question, least.parallel).memory, least.bytes - question.usable_bytes
+            largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
+            why = f"needs {short / GIB:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}"
+            rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
     return Answer(
         strategies=tuple(found),
-        rejected=tuple(_reject(question, priced) for priced in sorted(nearest, key=lambda p: p.bytes)),
+        rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
         left_out=tuple(_left_out(question, found, searches, best)),
         considered=sum(each.size for each in searches),
         checked=sum(each.checked for each in searches),
@@ -133,15 +140,3 @@ def _left_out(
             elif each in best and (tp, pp) not in ways:
                 slower = best[each].step_time_s / least_s - 1
                 yield NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")
-
-
-def _reject(question: Question, priced: Candidate) -> Rejected:
-    memory = Strategy(question, priced.parallel).memory
-    short = priced.bytes - question.usable_bytes
-    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    largest = max(parts, key=lambda part: getattr(memory, part))
-    return Rejected(
-        parallel=priced.parallel,
-        reason=f"needs {short / GIB:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}",
-        short_bytes=short,
-    )

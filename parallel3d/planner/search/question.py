@@ -18,8 +18,6 @@ from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
 
-_SECONDS_PER_DAY = 86_400
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
@@ -115,10 +113,9 @@ class Strategy:
     def length(self, tokens: float) -> RunLength:
         """Returns how long a run of so many tokens is."""
         gpus, hourly = self.parallel.world_size, self.question.cluster.device.price_per_hour
-        seconds = tokens / (self.cost.tokens_per_s_per_gpu * gpus)
-        gpu_hours = seconds / 3600 * gpus
-        price = None if hourly is None else gpu_hours * hourly
-        return RunLength(days=seconds / _SECONDS_PER_DAY, gpu_hours=gpu_hours, price=price)
+        hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
+        price = None if hourly is None else hours * gpus * hourly
+        return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,13 +41,31 @@ class ClusterSize:
 
 def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
-    halves of it compete."""
+    its halves compete, down to the first that is less efficient than its double: with fewer devices the bubble and the
+    traffic of data parallelism shrink, until memory forces what is slower."""
+
+    def efficiency(strategies: Sequence[Strategy]) -> float:
+        return strategies[0].cost.tokens_per_s_per_gpu if strategies else 0.0
+
     answer = search(question, top=top)
     if objective == "memory" and answer.strategies:
         return replace(answer, strategies=tuple(leanest(question, top=top)))
-    if objective == "cost":
-        return replace(answer, strategies=_cheapest_token(question, answer, top))
-    return answer
+    if objective != "cost":
+        return answer
+    found = list(answer.strategies[:_FROM_THE_WHOLE])
+    gpus, best = question.gpus, efficiency(answer.strategies)
+    while gpus % 2 == 0:
+        gpus //= 2
+        try:
+            smaller = fastest(replace(question, gpus=gpus))
+        except ConfigError:  # what is fixed, or the batch, does not divide so few
+            continue
+        found.extend(smaller)
+        if efficiency(smaller) < best:
+            break
+        best = efficiency(smaller)
+    found.sort(key=lambda each: -each.cost.tokens_per_s_per_gpu)
+    return replace(answer, strategies=tuple(found[:top]))
 
 
 def compare(question: Question, wanted: Fixed, asked: str) -> WhyNot:
@@ -93,25 +111,3 @@ def cheapest(sizes: Iterable[ClusterSize], *, most_days: float) -> ClusterSize |
     """The fewest GPU-hours among those whose run, of known length, is done in time. None where none is."""
     in_time = [size for size in sizes if size.length is not None and size.length.days <= most_days]
     return min(in_time, key=lambda size: size.length.gpu_hours if size.length else 0.0, default=None)
-
-
-def _cheapest_token(question: Question, whole: Answer, top: int) -> tuple[Strategy, ...]:
-    """The best of the cluster and of its halves, down to the first that is less efficient than its double: with fewer
-    devices the bubble and the traffic of data parallelism shrink, until memory forces what is slower."""
-
-    def efficiency(strategies: Sequence[Strategy]) -> float:
-        return strategies[0].cost.tokens_per_s_per_gpu if strategies else 0.0
-
-    found = list(whole.strategies[:_FROM_THE_WHOLE])
-    gpus, best = question.gpus, efficiency(whole.strategies)
-    while gpus % 2 == 0:
-        gpus //= 2
-        try:
-            smaller = fastest(replace(question, gpus=gpus))
-        except ConfigError:  # what is fixed, or the batch, does not divide so few
-            continue
-        found.extend(smaller)
-        if efficiency(smaller) < best:
-            break
-        best = efficiency(smaller)
-    return tuple(sorted(found, key=lambda each: -each.cost.tokens_per_s_per_gpu)[:top])
