@@ -62,7 +62,7 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
     seconds = time.perf_counter() - start
     why = None
     if options.why:
-        why = compare(question, Fixed(**read_layout(options.why, "--why")), " ".join(options.why))
+        why = " ".join(options.why), compare(question, Fixed(**read_layout(options.why, "--why")))
     return Plan(
         question=question,
         answer=found,

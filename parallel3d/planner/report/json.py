@@ -13,11 +13,11 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.report.page import Plan, limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.question import Answer, Question, Rejected, RunLength, Strategy
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    best, why = plan.best, plan.why
+    best = plan.best
     tree = {
         "schema": "parallel3d.plan/1",
         "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
@@ -34,16 +34,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "remedies": list(plan.remedies),
         },
         "notes": list(plan.notes),
-        "why": why
-        and {
-            "asked": why.asked,
-            "strategy": strategy_tree(why.found, plan.length(why.found)) if why.found else None,
-            "rejected": rejected_tree(why.rejected, plan.question) if why.rejected else None,
-            "refused": why.refused or None,
-            "layout": layout_text(why.found.parallel) if why.found else None,
-        },
+        "why": None,
         "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
     }
+    if plan.why is not None:
+        asked, other = plan.why
+        found = other.strategies[0] if isinstance(other, Answer) and other.strategies else None
+        nearest = other.rejected[0] if isinstance(other, Answer) and found is None else None
+        tree["why"] = {
+            "asked": asked,
+            "strategy": found and strategy_tree(found, plan.length(found)),
+            "rejected": nearest and rejected_tree(nearest, plan.question),
+            "refused": other if isinstance(other, str) else None,
+            "layout": found and layout_text(found.parallel),
+        }
     if plan.verified:
         tree["verified"] = [
             {

@@ -26,7 +26,7 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy
-from parallel3d.planner.search.ranking import Objective, WhyNot
+from parallel3d.planner.search.ranking import Objective
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
@@ -74,7 +74,7 @@ class Plan:
     seconds: float = 0.0
     top: int | None = None  # lines of the table
     tokens: float | None = None
-    why: WhyNot | None = None
+    why: tuple[str, Answer | str] | None = None  # what --why asked, with the answer or the rule that it breaks
     remedies: tuple[str, ...] = ()
     accuracy: Accuracy | None = None
     notes: tuple[str, ...] = ()  # on what the model's file says
@@ -146,7 +146,8 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", _run(plan, best)
         yield "limits", "; ".join(limits(best))
     if plan.why is not None:
-        yield "why not", f"{plan.why.asked}: {_why_not(plan.why, best)}"
+        asked, other = plan.why
+        yield "why not", f"{asked}: {_why_not(other, best)}"
     yield from (("note", note) for note in plan.notes)
     yield "how sure", _how_sure(plan)
     yield from (("next", command) for command in plan.commands)
@@ -247,14 +248,15 @@ def _run(plan: Plan, best: Strategy) -> str:
     return f"{text}; {si(plan.tokens)} tokens: {length.days:,.1f} days, {length.gpu_hours:,.0f} GPU-hours{price}"
 
 
-def _why_not(why: WhyNot, best: Strategy | None) -> str:
-    found = why.found
-    if why.refused:
-        return f"no such layout: {why.refused}"
-    if why.rejected is not None:
-        return f"does not fit: at its leanest ({layout_text(why.rejected.parallel)}) {why.rejected.reason}"
-    if found is None or best is None:
+def _why_not(other: Answer | str, best: Strategy | None) -> str:
+    if isinstance(other, str):
+        return f"no such layout: {other}"
+    if not other.strategies:
+        nearest = other.rejected[0]
+        return f"does not fit: at its leanest ({layout_text(nearest.parallel)}) {nearest.reason}"
+    if best is None:
         return "fits where what is fixed does not"
+    found = other.strategies[0]
     if found.parallel == best.parallel:
         return "it is layout 1"
     ratio = found.cost.tokens_per_s_per_gpu / best.cost.tokens_per_s_per_gpu - 1

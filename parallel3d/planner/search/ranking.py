@@ -10,22 +10,11 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.search.fastest import fastest, leanest, search
-from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.question import Answer, Fixed, Question, RunLength, Strategy
 from parallel3d.planner.search.space import check_fixed
 
 Objective = Literal["throughput", "memory", "cost"]
 _FROM_THE_WHOLE = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhyNot:
-    """The best layout with what the user asked `--why` for: it fits (`found`), does not (`rejected`), or breaks a rule
-    (`refused`)."""
-
-    asked: str
-    found: Strategy | None = None
-    rejected: Rejected | None = None
-    refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +57,15 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     return replace(answer, strategies=tuple(found[:top]))
 
 
-def compare(question: Question, wanted: Fixed, asked: str) -> WhyNot:
-    """The best that the cluster can do with `wanted`, in the place of what else is fixed."""
+def compare(question: Question, wanted: Fixed) -> Answer | str:
+    """Returns the best that the cluster can do with `wanted` in the place of what is fixed, or the rule that `wanted`
+    breaks."""
     try:
         other = replace(question, fixed=wanted)
         check_fixed(other)
-        answer = search(other, top=1)
+        return search(other, top=1)
     except ConfigError as error:
-        return WhyNot(asked=asked, refused=str(error))
-    if answer.strategies:
-        return WhyNot(asked=asked, found=answer.strategies[0])
-    return WhyNot(asked=asked, rejected=answer.rejected[0])
+        return str(error)
 
 
 def sweep(question: Question, sizes: Iterable[int], tokens: float | None = None) -> list[ClusterSize]:

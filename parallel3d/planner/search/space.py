@@ -29,14 +29,8 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
     """One line for each rule that a layout breaks, in the trainer's words; what must divide what is only asked of
     numbers that are in range."""
     shape = question.planned_shape(parallel.tp)
-    model = ModelConfig(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads,
-        ffn_hidden=shape.ffn_hidden,
-        vocab=shape.vocab,
-    )
+    numbers = {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "ffn_hidden", "vocab")}
+    model = ModelConfig(**numbers, kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads)
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     recipe = Recipe(model=model, train=train, parallel=parallel)
     if any(out_of_range := [*range_errors(recipe)]):
