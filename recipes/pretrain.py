@@ -143,7 +143,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
 
 def _prepare(recipe: Recipe) -> None:
     """Checks the data and the compiler and makes the folder of the run: one process for all, before they meet."""
-    from parallel3d.data import check_data  # this imports numpy, which --help and a wrong key need not wait for
+    from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
 
     if recipe.train.compile:
         check_compiler()

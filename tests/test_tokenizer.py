@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.data.tokenizer import ByteTokenizer, build_tokenizer
+from parallel3d.data.corpus import ByteTokenizer, build_tokenizer
 from parallel3d.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()

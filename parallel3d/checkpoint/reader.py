@@ -1,8 +1,5 @@
-"""Reads torch.distributed.checkpoint folders without running what is in them.
-
-DCP keeps its index as a pickle, and its reader unpickles whatever it finds. The reader here allows only the classes
-that an index is made of, and refuses a pickle that names anything else before it is run.
-"""
+"""Reads torch.distributed.checkpoint folders without running what is in them: an index that names other classes than an
+index is made of, which DCP's own reader would unpickle, is refused before it is run."""
 
 from __future__ import annotations
 
@@ -16,53 +13,40 @@ from torch.distributed.checkpoint.metadata import Metadata
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 INDEX = ".metadata"
-
-_ALLOWED = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size", "device", "float32", "float64", "bfloat16", "float16", "int64", "strided"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.serialization": {"_get_layout"},
+_ALLOWED = {  # by module; the names are those that torch writes
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "torch": "Size device float32 float64 bfloat16 float16 int64 strided",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+        "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
+    "torch.serialization": "_get_layout",
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise CheckpointError(f"its index asks for {module}.{name}, which no index of a checkpoint needs")
+        if name not in _ALLOWED.get(module, "").split():
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 
 class IndexReader(dcp.FileSystemReader):
-    """DCP's reader of a folder, which refuses an index that names foreign classes."""
+    """DCP's reader of a folder, which refuses an index that names foreign classes, or files that are missing or too
+    short."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # DCP's signature; it passes no argument
         path = Path(self.path) / INDEX
         try:
-            with path.open("rb") as file:
-                metadata = _IndexUnpickler(file).load()
+            with path.open("rb") as index:
+                metadata = _IndexUnpickler(index).load()
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read as the index of a checkpoint: {error}") from error
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the index of a checkpoint")
-        self._check_files(metadata)
-        return metadata
-
-    def _check_files(self, metadata: Metadata) -> None:
-        """Raises DamagedCheckpointError if a file that the index names is missing or too short."""
-        needed: dict[str, int] = {}
+        needed: dict[str, int] = {}  # the bytes of each file that the index names
         for info in metadata.storage_data.values():
             needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
         for name, length in needed.items():
@@ -73,3 +57,4 @@ class IndexReader(dcp.FileSystemReader):
                 raise DamagedCheckpointError(f"{file}: is missing, and the index names it")
             if file.stat().st_size < length:
                 raise DamagedCheckpointError(f"{file}: has {file.stat().st_size} bytes of {length}; it was cut short")
+        return metadata

@@ -1,4 +1,5 @@
-"""The folder of a run's checkpoints: listing them, putting one in place, dropping old ones. No torch here.
+"""The folder of a run's checkpoints: listing them, putting one in place, dropping old ones, and the checksums of one's
+files, without which a flipped bit would load silently (`sha256sum -c checksums.sha256` reads them). No torch here.
 
 A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, so that a
 folder with a checkpoint's name is always a whole checkpoint. A dropped checkpoint is renamed before it is deleted.
@@ -6,19 +7,22 @@ folder with a checkpoint's name is always a whole checkpoint. A dropped checkpoi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 PROGRESS_FILE = "progress.json"
+CHECKSUMS = "checksums.sha256"
 _NAME = re.compile(r"step_(\d{8,})")
-_UNFINISHED = re.compile(r"step_\d{8,}\.(partial|dropped)")
+_CHECKSUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")  # a line as sha256sum writes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the whole checkpoints of a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 
@@ -85,7 +87,11 @@ def commit(partial: Path, final: Path) -> None:
     if final.exists():
         drop(final)
     partial.rename(final)
-    _sync(final.parent)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def drop(path: Path) -> None:
@@ -104,15 +110,37 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 def sweep(folder: Path) -> None:
     """Deletes the checkpoints that an interrupted run left half written or half deleted."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if _UNFINISHED.match(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+    for path in (*folder.glob("step_[0-9]*.partial"), *folder.glob("step_[0-9]*.dropped")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Writes the SHA-256 of each saved file, by its name."""
+    lines = [f"{checksum}  {name}\n" for name, checksum in sorted(checksums.items())]
+    (folder / CHECKSUMS).write_text("".join(lines))
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each saved file, by its name. Raises DamagedCheckpointError where the checksums cannot be
+    read, and where the folder has other files than they name."""
+    path = folder / CHECKSUMS
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedCheckpointError(f"{path}: cannot be read: {error}") from error
+    matches = [_CHECKSUM.fullmatch(line) for line in lines]
+    found = {match[2]: match[1] for match in matches if match is not None}
+    if None in matches or not found:
+        raise DamagedCheckpointError(f"{path}: line {matches.index(None) + 1 if matches else 1} is no checksum")
+    there = {file.name for file in folder.iterdir()} - {CHECKSUMS}
+    if missing := sorted(found.keys() - there):
+        raise DamagedCheckpointError(f"{folder / missing[0]}: is missing, and was saved")
+    if extra := sorted(there - found.keys()):
+        raise DamagedCheckpointError(f"{folder / extra[0]}: is no file of this checkpoint; remove it")
+    return found

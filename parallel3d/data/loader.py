@@ -1,8 +1,5 @@
-"""Batches of a token stream: its windows in the order of `order.py`, cut into each rank's microbatches.
-
-A window is seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the labels. Nothing is kept between
-steps, so a loader for another step, or for another layout, is a new loader.
-"""
+"""Batches of a token stream: its windows in the order of `order.py`, cut into each rank's microbatches. A window is
+seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the labels."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from parallel3d.config.recipe import BatchSizes
+from parallel3d.data.corpus import TokenIds
 from parallel3d.data.order import window_order
-from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import ConfigError, DataError
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
@@ -38,8 +35,7 @@ class BatchLoader:
     A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
     batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
     whatever the layout. Past the last window the samples go on with the next epoch. Labels among `ignored_ids` are not
-    learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the
-    batch does not divide.
+    learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the batch does not divide.
     """
 
     tokens: TokenIds
@@ -84,22 +80,16 @@ class BatchLoader:
         every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
         drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
         # The whole global batch is checked, so that all ranks stop at once, with one message, and no rank hangs.
-        _check_ids(drawn, first, self.vocab)
+        if drawn.max() >= self.vocab or drawn.min() < 0:
+            row, column = np.argwhere((drawn >= self.vocab) | (drawn < 0))[0]
+            raise DataError(
+                f"token id {drawn[row, column]} at sample {first + row}: model.vocab = {self.vocab} has ids 0 to "
+                f"{self.vocab - 1}; try model.vocab={drawn.max() + 1} or more, or the data of this model's tokenizer"
+            )
         by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
-        share = by_rank[self.dp_rank]
-        tokens = torch.from_numpy(share.astype(np.int64))
+        tokens = torch.from_numpy(by_rank[self.dp_rank].astype(np.int64))
         inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         own = torch.from_numpy(samples).view(self.dp_size, -1, self.microbatch_size)[self.dp_rank]
         return Batch(inputs, labels, own)
-
-
-def _check_ids(drawn: TokenIds, first_sample: int, vocab: int) -> None:
-    if drawn.max() < vocab and drawn.min() >= 0:
-        return
-    row, column = np.argwhere((drawn >= vocab) | (drawn < 0))[0]
-    raise DataError(
-        f"token id {drawn[row, column]} at sample {first_sample + row}: model.vocab = {vocab} has ids 0 to "
-        f"{vocab - 1}; try model.vocab={drawn.max() + 1} or more, or the data of this model's tokenizer"
-    )

@@ -1,8 +1,8 @@
 """The order of samples: sample i lies in epoch i // windows, at a place of that epoch's permutation of the windows.
 
-The order is a pure function of (seed, i), so a run resumes at any step and in any layout by arithmetic, without state.
-The permutation is computed a sample at a time by a small cipher, never stored: a table for 10^9 windows would be
-8 GB in every process and tens of seconds at every epoch, and numpy's `permutation` may change with its version.
+The order is a pure function of (seed, i), so a run resumes at any step and in any layout by arithmetic. A small cipher
+computes it a sample at a time: a table for 10^9 windows would be 8 GB in every process and tens of seconds at every
+epoch, and numpy's `permutation` may change with its version.
 
 The cipher is the generalized Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA
 2002): a window is a cell of a grid of `wide` columns; each round turns every row, or every column, by an amount that is
@@ -26,25 +26,20 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 def window_order(samples: NDArray[np.int64], *, windows: int, seed: int | None) -> NDArray[np.int64]:
     """Returns the window of each of `samples` (global indices, `[count]`); where `seed` is None, in the corpus's order.
-
-    Each epoch (`windows` consecutive samples from a multiple of `windows`) holds every window once.
-    """
+    Each epoch (`windows` consecutive samples from a multiple of `windows`) holds every window once."""
     epoch, place = np.divmod(samples, windows)
     if seed is None:
         return place
     seed_key = _hash(np.full(len(samples), seed % 2**64, dtype=np.uint64))
     epoch_key = _hash(seed_key ^ epoch.astype(np.uint64))
-    return _permute(place.astype(np.uint64), epoch_key, windows).astype(np.int64)
-
-
-def _permute(place: Uint64s, key: Uint64s, windows: int) -> Uint64s:
+    place = place.astype(np.uint64)
     wide = math.isqrt(windows - 1) + 1
     wide += wide % 2  # turns of odd rows and columns only would never give an odd permutation
     tall = -(-windows // wide)
-    place = _turn(place, key, wide, tall)
+    place = _turn(place, epoch_key, wide, tall)
     while (outside := place >= windows).any():
-        place[outside] = _turn(place[outside], key[outside], wide, tall)
-    return place
+        place[outside] = _turn(place[outside], epoch_key[outside], wide, tall)
+    return place.astype(np.int64)
 
 
 def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:

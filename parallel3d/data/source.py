@@ -1,8 +1,4 @@
-"""The documents of a corpus: the non-empty files that `data` names, in an order that does not depend on the file
-system.
-
-Only folders and sizes are read here, so a launcher can look at a corpus before any worker starts.
-"""
+"""The documents of a corpus: the non-empty files that `data` names, in the same order on every file system."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -44,13 +40,23 @@ class Document:
 
 
 def find_documents(config: DataConfig) -> list[Document]:
-    """Returns the non-empty files of the corpus, sorted by name.
-
-    Links to files are followed, links to folders are not (they may loop).
-    Raises ConfigError where `config` names no file with text in it, DataError for a file or folder that cannot be read.
-    """
+    """Returns the non-empty files of the corpus, sorted by name. Links to files are followed, links to folders are not
+    (they may loop). Only folders and sizes are read. Raises ConfigError where `config` names no file with text in it,
+    DataError for a file or folder that cannot be read."""
     if config.source == "stdlib":
-        return _stdlib_documents(config)
+        if config.path is not None:  # a forgotten data.source=text would train on other text than the user's
+            raise ConfigError(
+                f"data.path = {config.path}: must be null where data.source = stdlib; try data.source=text"
+            )
+        root = Path(sysconfig.get_path("stdlib"))
+        names = _walk(root, prune=NOT_STDLIB) if root.is_dir() else ()
+        documents = _non_empty(root, (name for name in names if name.endswith(".py")))
+        if not documents:
+            raise ConfigError(
+                f"data.source = stdlib: this Python has no source files in {root}; "
+                "try data.source=text data.path=corpus.txt"
+            )
+        return documents
     if not config.path:
         raise ConfigError(
             "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt, "
@@ -67,38 +73,20 @@ def find_documents(config: DataConfig) -> list[Document]:
         ) from None
     except OSError as error:
         _refuse(error)
-    if root.is_dir():
-        return _folder_documents(root, config)
-    document = _document(root, root.name)
-    if document is None:
-        raise ConfigError(f"data.path = {config.path}: must be a file or a folder; try a text file")
-    if not document.stop:
-        raise ConfigError(f"data.path = {config.path}: the file is empty; try a file with text in it")
-    return [document]
-
-
-def _stdlib_documents(config: DataConfig) -> list[Document]:
-    if config.path is not None:  # a forgotten data.source=text would train on other text than the user's
-        raise ConfigError(f"data.path = {config.path}: must be null where data.source = stdlib; try data.source=text")
-    root = Path(sysconfig.get_path("stdlib"))
-    names = (name for name in _walk(root, prune=NOT_STDLIB) if name.endswith(".py")) if root.is_dir() else ()
-    documents = _non_empty(root, sorted(names))
-    if not documents:
-        raise ConfigError(
-            f"data.source = stdlib: this Python has no source files in {root}; "
-            "try data.source=text data.path=corpus.txt"
-        )
-    return documents
-
-
-def _folder_documents(root: Path, config: DataConfig) -> list[Document]:
+    if not root.is_dir():
+        document = _document(root, root.name)
+        if document is None:
+            raise ConfigError(f"data.path = {config.path}: must be a file or a folder; try a text file")
+        if not document.stop:
+            raise ConfigError(f"data.path = {config.path}: the file is empty; try a file with text in it")
+        return [document]
     pattern = config.pattern.removeprefix("**/")  # the search is recursive as it is
     if not pattern:
         raise ConfigError(f"data.pattern = {config.pattern}: must match names of files; try *.txt")
-    found = list(_walk(root, prune=()))
-    matching = sorted(name for name in found if PurePosixPath(name).match(pattern))
+    found = [PurePosixPath(name) for name in _walk(root, prune=())]
+    matching = [str(name) for name in found if name.match(pattern)]
     if not matching:
-        suffixes = Counter(PurePosixPath(name).suffix for name in found)
+        suffixes = Counter(name.suffix for name in found)
         would_do = f"data.pattern=*{suffixes.most_common(1)[0][0]}" if suffixes else "a folder with text files in it"
         raise ConfigError(
             f"data.pattern = {config.pattern}: must match a file, and matches none of the {len(found)} "
@@ -121,8 +109,8 @@ def _walk(root: Path, *, prune: Container[str]) -> Iterator[str]:
             yield Path(folder, file).relative_to(root).as_posix()
 
 
-def _non_empty(root: Path, names: list[str]) -> list[Document]:
-    documents = (_document(root / name, name) for name in names)
+def _non_empty(root: Path, names: Iterable[str]) -> list[Document]:
+    documents = (_document(root / name, name) for name in sorted(names))
     return [document for document in documents if document is not None and document.stop]
 
 

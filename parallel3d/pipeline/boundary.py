@@ -11,18 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes, of each tensor in a message
-
 Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor between two stages. Its shape consists of numbers, and of names for sizes that differ from batch to
-    batch: `TensorSpec(("batch", "seq", 512))` is run with `sizes={"batch": 2, "seq": 1024}`.
-
-    `requires_grad` says that a gradient of the same shape comes back. Integers and bools never have one.
-    """
+    batch: `TensorSpec(("batch", "seq", 512))` is run with `sizes={"batch": 2, "seq": 1024}`. `requires_grad` says that
+    a gradient of the same shape comes back. Integers and bools never have one."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32
@@ -44,9 +40,6 @@ class TensorSpec:
             raise ValueError(f"{self}: no size given for {', '.join(map(str, unknown))}; given are {dict(sizes)}")
         return replace(self, shape=tuple(sizes[size] if isinstance(size, str) else size for size in self.shape))
 
-    def fits(self, tensor: Tensor) -> bool:
-        return tensor.dtype is self.dtype and tuple(tensor.shape) == self.shape
-
     @cached_property
     def nbytes(self) -> int:
         """The bytes of the tensor; the shape must consist of numbers."""
@@ -66,16 +59,8 @@ class Message:
     specs: Boundary
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """The byte at which each tensor starts where all of them lie in one piece of memory."""
-        ends = [0]
-        for spec in self.specs:
-            ends.append(ends[-1] + -(-spec.nbytes // ALIGNMENT) * ALIGNMENT)
-        return tuple(ends[:-1])
-
-    @cached_property
     def nbytes(self) -> int:
-        return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
+        return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
     def digest(self) -> int:

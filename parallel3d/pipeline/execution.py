@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,32 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.layers.gradients import DelayedGradients, Work
-from parallel3d.pipeline.boundary import Boundary, Crossing
+from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
 Tensors = tuple[Tensor, ...]
-
-
-class Microbatches(Protocol):
-    """A tensor [microbatches, ...], or a sequence with one entry per microbatch."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class PipelineBatch:
-    """What the microbatches of one run consist of. `inputs[m]` goes to the first stage, a tensor or a tuple of them;
-    `labels[m]` is what the loss compares the last stage's output with; `keywords[m]` goes to every stage's forward by
-    name. A rank that does not hold the first or the last stage may have None for inputs or labels."""
-
-    inputs: Microbatches | None
-    labels: Microbatches | None = None
-    keywords: Sequence[Mapping[str, Any]] | None = None
+Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
 
 
 class StageError(RuntimeError):
@@ -58,57 +40,41 @@ class Stage:
     delayed: DelayedGradients | None = None  # set by the runtime of a schedule that splits the backward
 
 
-@dataclass(frozen=True, slots=True)
-class _Alive:
-    """What a forward leaves for its backward: the inputs that get a gradient, and the places of the outputs in the
-    graph. The outputs themselves are not kept: the next stage has them, and their memory here is free."""
-
-    inputs: Tensors
-    roots: Sequence[GradientEdge | Tensor | None]  # the last stage's only root is the loss
-
-
+@dataclass
 class Execution:
-    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the model;
-    `crossings[s]` is what goes between stages s and s + 1. Without `loss_fn` the last stage's outputs are collected."""
+    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the model. Without
+    `loss_fn` the last stage's outputs are collected."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        crossings: Sequence[Crossing],
-        transport: Transport,
-        batch: PipelineBatch,
-        loss_fn: LossFunction | None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self._schedule = schedule
-        self._stages = stages
-        self._crossings = crossings
-        self._transport = transport
-        self._batch = batch
-        self._loss_fn = loss_fn
-        self._recorder = recorder
-        self._rank = transport.links.rank
-        self._last_stage = schedule.stages - 1
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    transport: Transport
+    inputs: Microbatches | None  # `inputs[m]` goes to the first stage, a tensor or a tuple of them
+    labels: Microbatches | None  # `labels[m]` is what the loss compares the last stage's output with
+    keywords: Sequence[Mapping[str, Any]] | None  # `keywords[m]` goes to every stage's forward by name
+    loss_fn: LossFunction | None
+    recorder: Recorder | None
+    loss: Tensor | None = None  # the sum over microbatches, on the last stage's rank
+    outputs: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rank, self._last_stage = self.transport.links.rank, self.schedule.stages - 1
         self._handed_over: dict[Action, Tensors] = {}  # between two stages of this rank
-        self._alive: dict[tuple[int, int], _Alive] = {}  # by (stage, microbatch)
+        # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a gradient, and the
+        # outputs' places in the graph (the last stage's is the loss). The outputs themselves are not kept.
+        self._alive: dict[tuple[int, int], tuple[Tensors, Sequence[GradientEdge | Tensor | None]]] = {}
         self._weights: dict[tuple[int, int], list[Work]] = {}  # second halves of backwards, until they are done
-        self.loss: Tensor | None = None  # the sum over microbatches, on the last stage's rank
-        self.outputs: list[Any] = []
 
     def run(self) -> None:
-        """Does all actions of this rank, in order.
-
-        Raises StageError where something fails here and RankError where it fails on another rank; both say where.
-        """
-        actions, at, recorder = self._schedule.ranks[self._rank], 0, self._recorder
+        """Does all actions of this rank, in order. Raises StageError where something fails here and RankError where it
+        fails on another rank; both say where."""
+        actions, at, recorder = self.schedule.ranks[self._rank], 0, self.recorder
         try:
             for at, action in enumerate(actions):  # noqa: B007  # read by the error below
                 taken = self._take(action)
                 start = None if recorder is None else recorder.now()
                 match action.kind:
                     case Kind.FORWARD:
-                        module, keywords = self._stages[action.stage].module, self._batch.keywords
+                        module, keywords = self.stages[action.stage].module, self.keywords
                         named = {} if keywords is None else keywords[action.microbatch]
                         made = self._after_forward(action, taken, module(*taken, **named))
                     case Kind.WEIGHT:
@@ -121,7 +87,7 @@ class Execution:
                 if made is not None:
                     self._give(action, made)
                 del taken, made  # so that their memory is free before the next action waits for its input
-            self._transport.finish()
+            self.transport.finish()
         except Exception as error:
             self._fail(error, actions, at)
 
@@ -129,87 +95,93 @@ class Execution:
         """What another stage has made for the action; for the first stage's forward, the microbatch."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD and stage == 0:
-            assert self._batch.inputs is not None
-            return _as_tuple(self._batch.inputs[microbatch])
+            assert self.inputs is not None
+            return _as_tuple(self.inputs[microbatch])
         if kind is Kind.WEIGHT or (kind is not Kind.FORWARD and stage == self._last_stage):
             return ()
         giver = stage - 1 if kind is Kind.FORWARD else stage + 1
-        is_here = self._schedule.placement[giver] == self._rank
-        taken = self._handed_over.pop(action) if is_here else self._transport.receive(action)
-        if kind is Kind.FORWARD and self._schedule.trains:
-            for x, spec in zip(taken, self._crossings[giver].forward.specs, strict=True):
+        is_here = self.schedule.placement[giver] == self._rank
+        taken = self._handed_over.pop(action) if is_here else self.transport.receive(action)
+        if kind is Kind.FORWARD and self.schedule.trains:
+            for x, spec in zip(taken, self.transport.crossings[giver].forward.specs, strict=True):
                 if spec.has_gradient:
                     x.requires_grad_()
         return taken
 
     def _give(self, action: Action, made: Tensors) -> None:
         """Hands what an action made to the action that takes it, on this rank or another."""
-        taker = self._schedule.feeds(action)
+        taker = self.schedule.feeds(action)
         assert taker is not None
-        if self._schedule.placement[taker.stage] == self._rank:
+        if self.schedule.placement[taker.stage] == self._rank:
             self._handed_over[taker] = made
         else:
-            self._transport.send(taker, made)
+            self.transport.send(taker, made)
 
     def _after_forward(self, action: Action, inputs: Tensors, output: Any) -> Tensors | None:
         """Keeps what the backward needs. Returns the outputs for the next stage, or None after the last stage, whose
-        output goes to the loss."""
+        output goes to the loss. Raises ValueError where a stage's outputs are not what its boundary declares."""
         stage, _, microbatch = action
-        trains = self._schedule.trains
-        received = self._crossings[stage - 1].forward.specs if stage > 0 else ()
+        trains = self.schedule.trains
+        received = self.transport.crossings[stage - 1].forward.specs if stage > 0 else ()
         kept = tuple(x for x, spec in zip(inputs, received, strict=False) if spec.has_gradient) if trains else ()
         if stage == self._last_stage:
-            if self._loss_fn is None:
+            if self.loss_fn is None:
                 self.outputs.append(output)
                 return None
-            labels = self._batch.labels
-            loss = self._loss_fn(output, None if labels is None else labels[microbatch])
+            labels = self.labels
+            loss = self.loss_fn(output, None if labels is None else labels[microbatch])
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
             if trains:
-                self._alive[stage, microbatch] = _Alive(kept, [loss])
+                self._alive[stage, microbatch] = kept, [loss]
             return None
-        outputs, specs = _as_tuple(output), self._crossings[stage].forward.specs
-        _check_outputs(outputs, specs)
+        outputs, specs = _as_tuple(output), self.transport.crossings[stage].forward.specs
+        if len(outputs) != len(specs):
+            raise ValueError(f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}")
+        for at, (tensor, spec) in enumerate(zip(outputs, specs, strict=True)):
+            given = TensorSpec.like(tensor)
+            if (given.shape, given.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(f"the stage's output {at} is {given}, and its boundary declares {spec}")
+            if tensor.requires_grad and not spec.has_gradient:
+                raise ValueError(
+                    f"the stage's output {at} needs a gradient, and its boundary declares that none comes back; detach "
+                    "it, or declare requires_grad=True"
+                )
         if trains:
-            roots = [
-                get_gradient_edge(y) if y.requires_grad else None
-                for y, spec in zip(outputs, specs, strict=True)
-                if spec.has_gradient
-            ]
-            self._alive[stage, microbatch] = _Alive(kept, roots)
+            returning = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
+            roots = [get_gradient_edge(y) if y.requires_grad else None for y in returning]
+            self._alive[stage, microbatch] = kept, roots
         return tuple(y.detach() for y in outputs)
 
     def _backward(self, action: Action, grads: Tensors) -> Tensors | None:
         """Differentiates a stage's microbatch, wholly or in its input alone. Returns the gradients of the inputs for
         the stage before, or None from the first stage."""
         stage, kind, microbatch = action
-        alive = self._alive.pop((stage, microbatch))
+        inputs, roots = self._alive.pop((stage, microbatch))
         is_split = kind is Kind.INPUT
-        self._stages[stage].before_backward(not is_split and action in self._schedule.last_backwards)
+        self.stages[stage].before_backward(not is_split and action in self.schedule.last_backwards)
         if is_split:
-            delayed = self._stages[stage].delayed
+            delayed = self.stages[stage].delayed
             assert delayed is not None, "the runtime's own schedule splits the backward"
             with delayed.collecting() as works:
-                _differentiate(alive.roots, grads)
+                _differentiate(roots, grads)
             self._weights[stage, microbatch] = works
         else:
-            _differentiate(alive.roots, grads)
+            _differentiate(roots, grads)
         if stage == 0:
             return None
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in alive.inputs)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
 
     def _backward_weights(self, action: Action) -> None:
         """Does the second half of a split backward: the products that the first half has delayed."""
-        stage, _, microbatch = action
-        works = self._weights.pop((stage, microbatch))[::-1]
+        works = self._weights.pop((action.stage, action.microbatch))[::-1]
         with torch.no_grad():
             while works:  # popped before it is called, so that its tensors are freed with it
                 works.pop()()
-        self._stages[stage].after_weights(action in self._schedule.last_backwards)
+        self.stages[action.stage].after_weights(action in self.schedule.last_backwards)
 
     def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
         """Tells the other ranks, and raises the error with the rank, the stage and the action where it came up."""
-        links, action = self._transport.links, actions[at]
+        links, action = self.transport.links, actions[at]
         kinds = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
         place = (
             f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage {action.stage}, microbatch "
@@ -236,20 +208,3 @@ def _differentiate(roots: Sequence[GradientEdge | Tensor | None], grads: Tensors
 
 def _as_tuple(value: Any) -> Tensors:
     return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def _check_outputs(outputs: Tensors, specs: Boundary) -> None:
-    """Raises ValueError where a stage's outputs are not what its boundary declares."""
-    if len(outputs) != len(specs):
-        raise ValueError(f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}")
-    for at, (tensor, spec) in enumerate(zip(outputs, specs, strict=True)):
-        if not spec.fits(tensor):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"the stage's output {at} is {dtype} {list(tensor.shape)}, and its boundary declares {spec}"
-            )
-        if tensor.requires_grad and not spec.has_gradient:
-            raise ValueError(
-                f"the stage's output {at} needs a gradient, and its boundary declares that none comes back; detach it, "
-                f"or declare requires_grad=True"
-            )

@@ -12,7 +12,6 @@ import socket
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,10 +28,8 @@ Way = tuple[int, int]  # source rank, target rank
 
 
 class Links:
-    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at once.
-
-    Raises ScheduleError on all ranks where their schedules differ.
-    """
+    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at once. Raises
+    ScheduleError on all ranks where their schedules differ."""
 
     def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
         self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
@@ -42,7 +39,7 @@ class Links:
         self._pipeline = pp.get_group() if self.size > 1 else None
         self._groups: dict[bool, dist.ProcessGroup] = {}  # True: the group that carries what goes to a higher rank
         self._is_closed = False
-        self._failure_key = ""
+        self._failure_key = ""  # where the ranks leave the message of the first failure; "" where there are no others
         self._timeout_ms = 0.0
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
@@ -51,22 +48,27 @@ class Links:
         """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
         self._timeout_ms = timeout_ms(pipeline, device)
         with own_folder(device.type) as folder:
-            ways = [way for way in _ways(schedule) if way[1] == self.rank] if can_share(device.type) else []
-            mine = _make_links(folder, ways)
+            mine: dict[Way, Path] = {}
+            for source, target in _ways(schedule) if can_share(device.type) else []:
+                if target == self.rank:
+                    with suppress(OSError):  # where there is no room, the backend carries this way's messages
+                        path = folder / f"{source}-{target}"
+                        reserve(path)
+                        mine[source, target] = path
             incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
-            offers: list[_Offer] = [_Offer("", folder, 0, {})] * self.size
-            dist.all_gather_object(offers, _Offer(socket.gethostname(), folder, digest, mine), group=pipeline)
-            if len({offer.schedule_digest for offer in offers}) > 1:
+            own = socket.gethostname(), folder, digest, mine
+            offers = [own] * self.size
+            dist.all_gather_object(offers, own, group=pipeline)
+            hosts, folders, digests, links = zip(*offers, strict=True)
+            if len(set(digests)) > 1:
                 raise ScheduleError(f"schedule {schedule.name}: the ranks of the pipeline do not have the same one")
-            self._failure_key = f"parallel3d/{offers[0].host}{offers[0].folder}"
+            self._failure_key = f"parallel3d/{hosts[0]}{folders[0]}"
             for source, target in _ways(schedule):
-                path = offers[target].links.get((source, target))
-                if path is None or offers[source].host != offers[target].host:
-                    continue
-                self.shared |= {(source, target)}
-                if source == self.rank:
-                    self.outgoing[target] = Outgoing(path, target)
+                if (source, target) in links[target] and hosts[source] == hosts[target]:
+                    self.shared |= {(source, target)}
+                    if source == self.rank:
+                        self.outgoing[target] = Outgoing(links[target][source, target], target)
             self.incoming = {source: link for source, link in incoming.items() if (source, self.rank) in self.shared}
             dist.barrier(pipeline)  # all have opened what is now removed
 
@@ -87,13 +89,9 @@ class Links:
 
     def wait(self, link: Incoming) -> Header:
         """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
-
-        Raises PeerLostError where the other end has gone or stays silent.
-        """
-        header = link.poll()
-        while header is None:
+        Raises PeerLostError where the other end has gone or stays silent."""
+        while (header := link.poll()) is None:
             self._sleep([link.headers])
-            header = link.poll()
         return header
 
     def wait_until_sent(self) -> None:
@@ -124,7 +122,7 @@ class Links:
         if self._is_closed:
             return
         self._is_closed = True
-        if self.size > 1 and self.failure_message() is None:
+        if self._failure_key and self.failure_message() is None:
             default_store().set(self._failure_key, message)
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
@@ -134,7 +132,7 @@ class Links:
 
     def failure_message(self) -> str | None:
         """Returns the message of the first rank that failed, or None where none has failed."""
-        if self.size == 1 or not default_store().check([self._failure_key]):
+        if not self._failure_key or not default_store().check([self._failure_key]):
             return None
         return str(default_store().get(self._failure_key).decode())
 
@@ -149,36 +147,9 @@ class OfflineLinks(Links):
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         pass
 
-    def failure_message(self) -> str | None:
-        return None
-
-    def fail(self, message: str) -> None:
-        self._is_closed = True
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank tells the others when they meet."""
-
-    host: str
-    folder: Path
-    schedule_digest: int
-    links: dict[Way, Path]  # the incoming ones
-
 
 def _ways(schedule: Schedule) -> list[Way]:
     """Returns both ways between the ranks of each two stages in a row."""
     stages = schedule.placement
     pairs = {pair for pair in zip(stages[:-1], stages[1:], strict=True) if pair[0] != pair[1]}
     return sorted(pairs | {(target, source) for source, target in pairs})
-
-
-def _make_links(folder: Path, ways: list[Way]) -> dict[Way, Path]:
-    """Makes the links of those ways that there is room for."""
-    made = {}
-    for source, target in ways:
-        path = folder / f"{source}-{target}"
-        with suppress(OSError):
-            reserve(path)
-            made[source, target] = path
-    return made

@@ -5,13 +5,13 @@
     loss = runtime.run(inputs, labels, sizes={"batch": 2, "seq": 1024})
 
 Any `nn.Module` can be a stage. It takes the tensors that the stage before gives, one or a tuple, and the last stage's
-output goes to the loss. What crosses between stages is declared (`boundary`), and checked where it is made.
+output goes to the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.layers.gradients import delay_weight_gradients
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
-from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, PipelineBatch, Stage
+from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.transport import Buffers, Transport
 from parallel3d.schedules.build import forward_only
@@ -29,25 +29,14 @@ from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """What crosses between stages for one set of sizes, and the memory that receives it."""
-
-    sizes: dict[str, int]
-    crossings: tuple[Crossing, ...]
-    buffers: Buffers
-
-
 class PipelineRuntime:
     """Runs microbatches through the stages of this rank and its neighbours.
 
-    `stages` are this rank's, in the order of the model (`schedule.stages_of`). `loss_fn(output, labels)` returns the
-    scalar that is differentiated, already divided so that microbatches and data ranks can be summed. `boundaries` says
-    what crosses between stages, once for all gaps or as a list. `connect` makes the links between the ranks. All ranks
-    of `pp` build their runtime at once.
-
-    Raises ScheduleError where the schedule cannot be carried out or the ranks have different ones, ValueError where the
-    stages do not suit it.
+    `stages` are this rank's, in the order of the model. `loss_fn(output, labels)` returns the scalar that is
+    differentiated, already divided so that microbatches and data ranks can be summed. `boundaries` says what crosses
+    between stages, once for all gaps or as a list. `connect` makes the links between the ranks. All ranks of `pp` build
+    their runtime at once. Raises ScheduleError where the schedule cannot be carried out or the ranks have different
+    ones, ValueError where the stages do not suit it.
     """
 
     def __init__(
@@ -62,17 +51,28 @@ class PipelineRuntime:
         connect: Connect = Links,
     ) -> None:
         check_schedule(schedule)
-        self._check(schedule, stages, pp)
-        self.schedule = schedule
-        self.loss_fn = loss_fn
+        if len(schedule.ranks) != pp.size():
+            raise ValueError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, the mesh has {pp.size()}")
+        indices = schedule.stages_of(pp.get_local_rank() if pp.size() > 1 else 0)
+        if len(stages) != len(indices):
+            raise ValueError(
+                f"schedule {schedule.name}: this rank holds stages {indices}, and {len(stages)} modules were given"
+            )
+        self.schedule, self.loss_fn = schedule, loss_fn
         own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
         if schedule.splits:
             own = [replace(stage, delayed=delay_weight_gradients(stage.module)) for stage in own]
-        self.device = torch.device(device) if device is not None else _device_of(own)
-        self._boundaries = normalized(boundaries, schedule.stages)
+        self.stages = dict(zip(indices, own, strict=True))
+        if device is None:
+            tensors = (x for stage in own for x in (*stage.module.parameters(), *stage.module.buffers()))
+            device = next((tensor.device for tensor in tensors), "cpu")
+        self.device = torch.device(device)
         self.links = connect(pp, schedule, self.device)
-        self.stages = dict(zip(schedule.stages_of(self.links.rank), own, strict=True))
-        self._shapes: _Shapes | None = None
+        self._boundaries = normalized(boundaries, schedule.stages)
+        # What crosses between stages, and the memory that receives it, for one set of sizes, so that memory is bounded.
+        self._sizes: Sizes | None = None
+        self._crossings: tuple[Crossing, ...] = ()
+        self._buffers = Buffers(self.device)
         self._forward_schedules: dict[int, Schedule] = {}
 
     def run(
@@ -85,21 +85,20 @@ class PipelineRuntime:
         keywords: Sequence[Mapping[str, Any]] | None = None,
         schedule: Schedule | None = None,
     ) -> Tensor:
-        """Runs forward and backward of a batch: `inputs`, `labels` and `keywords` are those of `PipelineBatch`. Every
-        rank has the same `keywords`. `sizes` gives the sizes that `boundaries` name. `schedule` may be another one than
-        the runtime's own, already checked, with the same stages on the same ranks, for another number of microbatches.
+        """Runs forward and backward of a batch. `inputs[m]` goes to the first stage, a tensor or a tuple of them;
+        `labels[m]` is what the loss compares the last stage's output with; `keywords[m]`, the same on every rank, goes
+        to every stage's forward. A rank without the first or the last stage may have None for inputs or labels. `sizes`
+        gives the sizes that `boundaries` name. `schedule` may be another one than the runtime's, already checked, with
+        the same stages on the same ranks, for another number of microbatches.
         Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are left in
-        `.grad`.
-
-        Raises StageError where this rank's part failed and RankError where another rank's did; the pipeline cannot be
-        used again after either.
-        """
+        `.grad`. Raises StageError where this rank's part failed and RankError where another rank's did; the pipeline
+        cannot be used again after either."""
         schedule = schedule or self.schedule
         if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
             raise ValueError(f"schedule {schedule.name}: places or splits stages in another way than the runtime's own")
         if schedule.trains and self.is_last and self.loss_fn is None:
             raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
-        execution = self._prepare(schedule, PipelineBatch(inputs, labels, keywords), sizes, self.loss_fn, recorder)
+        execution = self._prepare(schedule, inputs, labels, sizes, self.loss_fn, keywords, recorder)
         execution.run()
         return self._loss(execution)
 
@@ -114,8 +113,7 @@ class PipelineRuntime:
     ) -> Tensor:
         """Returns the sum of losses as `run` does, without training. `microbatches` is needed where `inputs` is None
         and their number is not that of training."""
-        schedule = self._forwards(inputs, microbatches)
-        execution = self._prepare(schedule, PipelineBatch(inputs, labels), sizes, self.loss_fn)
+        execution = self._prepare(self._forwards(inputs, microbatches), inputs, labels, sizes, self.loss_fn)
         execution.run()
         return self._loss(execution)
 
@@ -124,7 +122,7 @@ class PipelineRuntime:
         self, inputs: Microbatches | None, *, microbatches: int | None = None, sizes: Sizes | None = None
     ) -> list[Any]:
         """Returns the last stage's output for each microbatch on its rank, and an empty list elsewhere."""
-        execution = self._prepare(self._forwards(inputs, microbatches), PipelineBatch(inputs), sizes, loss_fn=None)
+        execution = self._prepare(self._forwards(inputs, microbatches), inputs, None, sizes, loss_fn=None)
         execution.run()
         return execution.outputs
 
@@ -141,25 +139,30 @@ class PipelineRuntime:
     def _prepare(
         self,
         schedule: Schedule,
-        batch: PipelineBatch,
+        inputs: Microbatches | None,
+        labels: Microbatches | None,
         sizes: Sizes | None,
         loss_fn: LossFunction | None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
         recorder: Recorder | None = None,
     ) -> Execution:
         """An execution with its receives posted. Raises ValueError where the batch does not suit the schedule."""
         self.links.check_open()
         wanted = schedule.microbatches
         for what, given, is_needed in (
-            ("inputs", batch.inputs, 0 in self.stages),
-            ("labels", batch.labels, self.is_last and batch.labels is not None),
-            ("keywords", batch.keywords, batch.keywords is not None),
+            ("inputs", inputs, 0 in self.stages),
+            ("labels", labels, self.is_last and labels is not None),
+            ("keywords", keywords, keywords is not None),
         ):
             count = 0 if given is None else len(given)
             if is_needed and count != wanted:
                 raise ValueError(f"{what} of {count} microbatches, and {wanted} are to run")
-        shapes = self._shapes_for(dict(sizes or {}))
-        transport = Transport(self.links, schedule, shapes.crossings, shapes.buffers)
-        return Execution(schedule, self.stages, shapes.crossings, transport, batch, loss_fn, recorder)
+        sizes = dict(sizes or {})
+        if self._sizes != sizes:
+            self._crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
+            self._sizes, self._buffers = sizes, Buffers(self.device)
+        transport = Transport(self.links, schedule, self._crossings, self._buffers)
+        return Execution(schedule, self.stages, transport, inputs, labels, keywords, loss_fn, recorder)
 
     def _loss(self, execution: Execution) -> Tensor:
         return torch.zeros((), device=self.device) if execution.loss is None else execution.loss
@@ -172,26 +175,3 @@ class PipelineRuntime:
                 pp=len(self.schedule.ranks), microbatches=microbatches, placement=self.schedule.placement
             )
         return self._forward_schedules[microbatches]
-
-    def _shapes_for(self, sizes: dict[str, int]) -> _Shapes:
-        """Returns the last batch's shapes where its sizes were the same. Only one set is kept, so memory stays
-        bounded."""
-        if self._shapes is None or self._shapes.sizes != sizes:
-            crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
-            self._shapes = _Shapes(sizes, crossings, Buffers(self.device))
-        return self._shapes
-
-    @staticmethod
-    def _check(schedule: Schedule, stages: Sequence[nn.Module | Stage], pp: DeviceMesh) -> None:
-        if len(schedule.ranks) != pp.size():
-            raise ValueError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, the mesh has {pp.size()}")
-        indices = schedule.stages_of(pp.get_local_rank() if pp.size() > 1 else 0)
-        if len(stages) != len(indices):
-            raise ValueError(
-                f"schedule {schedule.name}: this rank holds stages {indices}, and {len(stages)} modules were given"
-            )
-
-
-def _device_of(stages: Sequence[Stage]) -> torch.device:
-    tensors = (tensor for stage in stages for tensor in (*stage.module.parameters(), *stage.module.buffers()))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))

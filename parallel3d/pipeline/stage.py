@@ -1,9 +1,7 @@
-"""Cutting a model into pipeline stages.
+"""Cutting a model into pipeline stages. A parameter of a stage keeps the name that it has in the whole model.
 
-`cut_sequential` cuts an `nn.Sequential`, `cut_by_names` a list of a model's modules by name. `cut` cuts the project's
-own models, whose attributes say which parts are the blocks (`layers`, a ModuleDict keyed by the block's index in the
-whole model), which come before the blocks (`embed`) and which after (`norm`, `head`). A stage is the model itself
-without the parts of the other stages, so that every parameter keeps its global name.
+`cut` removes the other stages' parts from the project's own models, whose attributes are the blocks (`layers`, a
+ModuleDict keyed by the block's index in the whole model) and what comes before (`embed`) and after (`norm`, `head`).
 """
 
 from __future__ import annotations
@@ -30,6 +28,11 @@ class BlockRange:
     is_first_stage: bool
     is_last_stage: bool
 
+    @property
+    def parts(self) -> set[str]:
+        """The names of the model's parts, beside its blocks, that go with them."""
+        return {*(FIRST_PARTS if self.is_first_stage else ()), *(LAST_PARTS if self.is_last_stage else ())}
+
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
     """Returns the blocks of each stage, from how many blocks each stage has (`schedules.balance`)."""
@@ -48,21 +51,15 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
     for index in list(layers):
         if not blocks.first <= int(index) < blocks.end:
             del layers[index]
-    gone = ([] if blocks.is_first_stage else list(FIRST_PARTS)) + ([] if blocks.is_last_stage else list(LAST_PARTS))
-    for name in gone:
+    for name in {*FIRST_PARTS, *LAST_PARTS} - blocks.parts:
         setattr(model, name, None)
     return model
 
 
 def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
     """Returns the subset of the model's parameter names that belongs to a stage."""
-    indices = {str(index) for index in range(blocks.first, blocks.end)}
-    parts = {*(FIRST_PARTS if blocks.is_first_stage else ()), *(LAST_PARTS if blocks.is_last_stage else ())}
-    return {
-        name
-        for name in names
-        if name.split(".")[0] in parts or (name.startswith("layers.") and name.split(".")[1] in indices)
-    }
+    tops = {*blocks.parts, *(f"layers.{index}" for index in range(blocks.first, blocks.end))}
+    return {name for name in names if tops & {name.split(".")[0], ".".join(name.split(".")[:2])}}
 
 
 def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
@@ -75,20 +72,14 @@ def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
     """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each stage but the first.
-    The stages hold the model's own modules under their own names, so that the stages' state dicts together are the
-    model's.
-
-    Raises ValueError where a stage would be empty.
-    """
+    Raises ValueError where a stage would be empty."""
     return cut_by_names(model, [name for name, _ in model.named_children()], boundaries)
 
 
 def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[int]) -> list[nn.Sequential]:
     """Cuts a model into stages if its forward calls the modules `names` one after the other, such as ["embed",
-    "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple.
-
-    Raises ValueError where a stage would be empty, or a parameter of the model is in none of the modules or in two.
-    """
+    "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple. Raises
+    ValueError where a stage would be empty, or a parameter of the model is in none of the modules or in two."""
     ends = [*boundaries, len(names)]
     starts = [0, *boundaries]
     if any(start >= end for start, end in zip(starts, ends, strict=True)):

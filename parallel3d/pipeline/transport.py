@@ -1,8 +1,8 @@
 """One run's transfers between pipeline ranks: sends that do not block, receives posted ahead of their use.
 
-Between two ranks things travel in the order in which the sender makes them, which the receiver knows from the schedule:
-no tags, no shapes on the wire. Small messages between CPUs of one host go through `host_memory.ring`, others by the
-backend.
+Between two ranks messages travel in the order in which the sender makes them, which the receiver knows from the
+schedule. Small messages between CPUs of one host go through `host_memory.ring`, others by the backend, without tags or
+shapes on the wire.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, PeerLostError
-from parallel3d.pipeline.boundary import Crossing, Message, TensorSpec
+from parallel3d.pipeline.boundary import Boundary, Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
 from parallel3d.torch_private import storage_references
@@ -49,15 +50,25 @@ class Transport:
     gets what an action here takes. `crossings[s]` is what goes between stages s and s + 1."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers) -> None:
-        self.links = links
-        self._placement = schedule.placement
-        self._crossings = crossings
-        self._buffers = buffers
-        self._arrived: dict[Action, tuple[Tensor, ...]] = {}
+        self.links, self.crossings, self._buffers, self._placement = links, crossings, buffers, schedule.placement
+        self._arrived: dict[Action, tuple[Tensor, ...]] = {}  # what was sent before that which an action waited for
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._inboxes: dict[int, _Inbox] = {}
-        if not all(self._is_shared(way, crossing) for way, crossing in self._ways()):
-            self._post_receives(schedule)
+        gaps = zip(schedule.placement[:-1], schedule.placement[1:], crossings, strict=True)
+        if any(
+            one != other and ((one, other) not in links.shared or crossing.forward.nbytes > LARGEST_BYTES)
+            for one, other, crossing in gaps
+        ):
+            links.open_groups()
+            for (source, target), takers in schedule.transfers.items():
+                if target == links.rank:
+                    messages = [(taker, self._message(taker)) for taker in takers]
+                    expected = deque(
+                        (taker, message.specs)
+                        for taker, message in messages
+                        if message.specs and (source not in links.incoming or message.nbytes > LARGEST_BYTES)
+                    )
+                    self._inboxes[source] = _Inbox(links.group(source, target), source, expected, buffers.take)
 
     def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
         message = self._message(taker)
@@ -83,10 +94,10 @@ class Transport:
             return ()
         source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
         link = self.links.incoming.get(source)
-        if link is None or message.nbytes > LARGEST_BYTES:
-            return self._inboxes[source].take(taker)
+        is_shared = link is not None and message.nbytes <= LARGEST_BYTES
         while taker not in self._arrived:
-            self._read(link)
+            arrived, tensors = self._read(link) if link is not None and is_shared else self._inboxes[source].next()
+            self._arrived[arrived] = tensors
         return self._arrived.pop(taker)
 
     def finish(self) -> None:
@@ -96,8 +107,8 @@ class Transport:
             while outbox:
                 _wait(outbox.popleft()[0], target)
 
-    def _read(self, link: Incoming) -> None:
-        """Reads the next message of a link. A message that was sent before the wanted one is kept for its own taker."""
+    def _read(self, link: Incoming) -> tuple[Action, tuple[Tensor, ...]]:
+        """Waits for the next message of a link, and returns it with the action that takes it."""
         header = self.links.wait(link)
         stage, kind, microbatch, digest = _TAG.unpack_from(header.tag)
         taker = Action(stage, Kind(kind.decode()), microbatch)
@@ -109,68 +120,41 @@ class Transport:
             )
         tensors = tuple(self._buffers.take(spec) for spec in message.specs)
         link.read(header, tensors)
-        self._arrived[taker] = tensors
+        return taker, tensors
 
     def _message(self, taker: Action) -> Message:
         if taker.kind is Kind.FORWARD:
-            return self._crossings[taker.stage - 1].forward
-        return self._crossings[taker.stage].backward
-
-    def _ways(self) -> list[tuple[tuple[int, int], Crossing]]:
-        """Returns (ranks, crossing) of each boundary that lies between two ranks."""
-        pairs = zip(self._placement[:-1], self._placement[1:], strict=True)
-        return [(pair, c) for pair, c in zip(pairs, self._crossings, strict=True) if pair[0] != pair[1]]
-
-    def _is_shared(self, way: tuple[int, int], crossing: Crossing) -> bool:
-        return way in self.links.shared and crossing.forward.nbytes <= LARGEST_BYTES
-
-    def _post_receives(self, schedule: Schedule) -> None:
-        self.links.open_groups()
-        for (source, target), takers in schedule.transfers.items():
-            if target == self.links.rank:
-                link = self.links.incoming.get(source)
-                expected = [
-                    (taker, message.specs)
-                    for taker in takers
-                    if (message := self._message(taker)).specs and (link is None or message.nbytes > LARGEST_BYTES)
-                ]
-                self._inboxes[source] = _Inbox(self.links.group(source, target), source, expected, self._buffers.take)
+            return self.crossings[taker.stage - 1].forward
+        return self.crossings[taker.stage].backward
 
 
+@dataclass
 class _Inbox:
     """Receives what one rank sends here by the backend, in the order of the sender."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        expected: Sequence[tuple[Action, tuple[TensorSpec, ...]]],
-        buffer: Callable[[TensorSpec], Tensor],
-    ) -> None:
-        self._group = group
-        self._source = source
-        self._unposted = deque(expected)
-        self._posted: deque[tuple[Action, list[dist.Work], tuple[Tensor, ...]]] = deque()
-        self._arrived: dict[Action, tuple[Tensor, ...]] = {}
-        self._buffer = buffer
+    group: dist.ProcessGroup
+    source: int
+    unposted: deque[tuple[Action, Boundary]]
+    buffer: Callable[[TensorSpec], Tensor]
+    posted: deque[tuple[Action, list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
         self._post()
 
-    def take(self, action: Action) -> tuple[Tensor, ...]:
-        """Waits for what `action` takes. A message that was sent before it is kept for its own taker."""
-        while action not in self._arrived:
-            arriving, works, tensors = self._posted.popleft()
-            self._post()
-            for work in works:
-                _wait(work, self._source)
-            self._arrived[arriving] = tensors
-        return self._arrived.pop(action)
+    def next(self) -> tuple[Action, tuple[Tensor, ...]]:
+        """Waits for the next message, and returns it with the action that takes it."""
+        arriving, works, tensors = self.posted.popleft()
+        self._post()
+        for work in works:
+            _wait(work, self.source)
+        return arriving, tensors
 
     def _post(self) -> None:
-        while self._unposted and len(self._posted) <= RECEIVES_AHEAD:
-            taker, specs = self._unposted.popleft()
-            tensors = tuple(self._buffer(spec) for spec in specs)
-            works = [dist.irecv(tensor, group=self._group, group_src=self._source) for tensor in tensors]
-            self._posted.append((taker, [work for work in works if work is not None], tensors))
+        while self.unposted and len(self.posted) <= RECEIVES_AHEAD:
+            taker, specs = self.unposted.popleft()
+            tensors = tuple(self.buffer(spec) for spec in specs)
+            works = [dist.irecv(tensor, group=self.group, group_src=self.source) for tensor in tensors]
+            self.posted.append((taker, [work for work in works if work is not None], tensors))
 
 
 def _wait(work: dist.Work, peer: int) -> None:

@@ -31,11 +31,8 @@ class PartCosts:
 
 def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     """The number of blocks of each stage such that the costliest stage, embedding and head included, costs as little as
-    possible.
-
-    Each stage but the last has at least one block; the last may be the head alone where the head is costly. Among equal
-    stages those in the middle get a block first. Raises ValueError where there are more stages than blocks.
-    """
+    possible. Each stage but the last has at least one block; the last may be the head alone where the head is costly.
+    Among equal stages those in the middle get a block first. Raises ValueError for more stages than blocks."""
     if stages > blocks:
         raise ValueError(f"{blocks} layers cannot fill {stages} stages")
     sizes = [1] * stages

@@ -1,7 +1,6 @@
 """The proof that a schedule can be carried out: every action comes once, on its rank, and no rank waits for ever.
 
-All lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions are proved in some
-seconds.
+Lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions take some seconds.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def check_schedule(schedule: Schedule) -> None:
         else:
             missing = F if F not in there else I if W in there else W if I in there else B
             fault = f"{Action(stage, missing, microbatch)} is never done"
-        count = f"{len(wrong)} such of {len(done)}"
-        raise ScheduleError(f"schedule {schedule.name}: rank {placement[stage]}, {fault} ({count})")
+        place = f"schedule {schedule.name}: rank {placement[stage]}"
+        raise ScheduleError(f"{place}, {fault} ({len(wrong)} such of {len(done)})")
     for _ in in_order(schedule):
         pass
 

@@ -29,7 +29,6 @@ def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
 def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Does all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). The bubble is
     (p - 1) / (m + p - 1); m microbatches are alive."""
-    assert virtual_stages == 1
     return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
@@ -37,7 +36,6 @@ def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> A
     """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021, arXiv 2006.09503).
     The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches are alive. With one rank this is
     gradient accumulation."""
-    assert virtual_stages == 1
     return _in_turn(pp, rank, microbatches, 1, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, 1))
 
 
@@ -72,28 +70,18 @@ def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
 
 def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank` microbatches. Each rank
-    is idle for (p - 1) (F + I - W) if W <= F, a third of 1F1B's (p - 1) (F + I + W) where the three are equal; at most
-    p microbatches are alive."""
-    assert virtual_stages == 1
-    return interleaved_zb(pp, rank, microbatches, 1)
-
-
-def interleaved_zb(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Orders ZB-H1 over virtual stages as torch.distributed.pipelining's ScheduleInterleavedZeroBubble does: each rank
-    is idle for (p - 1) (F + I - W) / v. At most (v - 1) g + p forwards are alive, each of 1 / v of a rank's share, with
-    g as in `interleaved_1f1b`."""
+    is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1) (F + I + W) / v where the three are equal.
+    At most (v - 1) g + p forwards are alive, with g as in `interleaved_1f1b`; over virtual stages it is the order of
+    torch.distributed.pipelining's ScheduleInterleavedZeroBubble."""
     warm_up = pp - rank - 1 + (virtual_stages - 1) * groups(pp, microbatches)[0]
     return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up, delay=rank)
 
 
 def groups(pp: int, microbatches: int) -> list[int]:
     """Returns the sizes of the groups that go round together: as even as possible, the larger ones first, and at least
-    pp each where there are as many microbatches.
-
-    A group smaller than pp, which Megatron-LM refuses, makes every rank wait at each turn: with pp 4, v 4 and 9
-    microbatches a rank is idle for 28 forwards' time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in
-    groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
-    """
+    pp each where there are as many microbatches. A group smaller than pp makes every rank wait at each turn: with pp 4,
+    v 4 and 9 microbatches a rank is idle for 28 forwards' time in groups of 4, 4 and 1, and for 9 (as with 8
+    microbatches) in groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining."""
     count = max(1, microbatches // pp)
     return [microbatches // count + (group < microbatches % count) for group in range(count)]
 

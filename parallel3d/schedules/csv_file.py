@@ -1,5 +1,4 @@
-"""Schedules in files, in the format of torch.distributed.pipelining's compute schedules: each program reads the
-other's.
+"""Schedules in files, in the format of torch.distributed.pipelining's compute schedules.
 
 One line a rank, one cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell is a hole. Two actions that
 torch overlaps, `(2F1;5B0)OVERLAP_F_B`, are read as one after the other; its communications (sends, receives, gathers,

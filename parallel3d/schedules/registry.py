@@ -1,7 +1,4 @@
-"""The schedules by name, with what config, planner and trainer ask about each. A new schedule is one more entry here.
-
-No torch here.
-"""
+"""The schedules by name, with what config, planner and trainer ask about each. No torch here."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class StagesPerRank:
         return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
 
 
-_ONE = StagesPerRank()
 _LOOPED = StagesPerRank(most=None, usual=2)
 _ON_A_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
 
@@ -44,7 +40,7 @@ class ScheduleTraits:
 
     name: ScheduleName
     builder: Callable[[int, int, int, int], Actions]  # (pp, rank, microbatches, stages per rank) -> its actions
-    stages: StagesPerRank = _ONE
+    stages: StagesPerRank = StagesPerRank()
     warm_up: Callable[[int, int, int, int], int] | None = None  # forwards before one forward, one backward in turn
     ramp_bubble: bool = False  # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
     holds_whole_batch: bool = False  # all forwards of a step come before its first backward
@@ -68,7 +64,7 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
         ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"),
         ScheduleTraits("zb_h1", classic.zb_h1, whole_backward="1f1b"),
         ScheduleTraits(
-            "interleaved_zb", classic.interleaved_zb, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
+            "interleaved_zb", classic.zb_h1, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
         ),
         ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
         ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),

@@ -27,11 +27,8 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
-
-    It is a named tuple because a schedule makes, hashes and compares hundreds of thousands of actions: a frozen
-    dataclass takes 5 times as long to make and 3 times as long to hash.
-    """
+    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0. It is a named tuple because a
+    schedule has hundreds of thousands of them: a frozen dataclass takes 5 times as long to make and 3 times to hash."""
 
     stage: int
     kind: Kind

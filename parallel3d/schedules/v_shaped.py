@@ -20,7 +20,6 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     action, and at most 2 p forwards of a stage are alive, as much memory as 1F1B's. Rank r starts r steps late, so the
     bubble is (p - 1) / (6 m + p - 1) for m >= 2 p - 1. With unequal times an order that is fitted to them does better.
     """
-    assert virtual_stages == 2
     down, up, planned = rank, 2 * pp - 1 - rank, max(2 * pp - 1, microbatches)
     order = _OrderWriter()
 
@@ -56,7 +55,6 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     other, as they are written here, forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave
     holes.
     """
-    assert virtual_stages == 2
     down, up, behind, planned = rank, 2 * pp - 1 - rank, pp - rank - 1, max(2 * pp, microbatches)
     order = _OrderWriter()
     order.do(*[(down, F)] * (2 * behind))

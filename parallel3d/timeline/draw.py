@@ -13,8 +13,6 @@ from typing import Any
 from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.spans import Timeline
 
-_MICROSECONDS = 1e6
-
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
@@ -71,8 +69,8 @@ def draw_trace(*timelines: Timeline) -> str:
                 "tid": span.rank,
                 "name": str(span.action),
                 "cat": LOOKS[span.action.kind].word,
-                "ts": (span.start_s - timeline.start_s) * _MICROSECONDS,
-                "dur": (span.end_s - span.start_s) * _MICROSECONDS,
+                "ts": (span.start_s - timeline.start_s) * 1e6,  # in microseconds, as `dur`
+                "dur": (span.end_s - span.start_s) * 1e6,
                 "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
             }
             for spans in timeline.by_rank

@@ -36,10 +36,11 @@ class Recorder:
 
     def spans(self, rank: int) -> list[Span]:
         """Returns what was recorded as spans of `rank`, in seconds on this host's clock, `time.perf_counter`."""
-        return [Span(rank, action, self._s(start), self._s(end)) for action, start, end in self._marks]
 
-    def _s(self, mark: Any) -> float:
-        if not self._events:
-            return float(mark)
-        mark.synchronize()
-        return self._origin_s + float(self._origin.elapsed_time(mark)) / 1000
+        def seconds(mark: Any) -> float:
+            if not self._events:
+                return float(mark)
+            mark.synchronize()
+            return self._origin_s + float(self._origin.elapsed_time(mark)) / 1000
+
+        return [Span(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks]

@@ -53,9 +53,9 @@ class ActionTimes:
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers: the rank, the
-    duration (4 x stage + kind), the slot of the result that the action takes, the slot of the result that it makes, and
-    the way of that result (the stage at the way's upper end; 0 and the number of stages stand for no way)."""
+    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers: rank, duration (4 x
+    stage + kind), the slots of the results that the action takes and makes, and the way of what it makes (the stage at
+    the way's upper end; 0 and the number of stages stand for no way)."""
 
     actions: tuple[Action, ...]
     steps: tuple[tuple[int, int, int, int, int], ...]
@@ -126,8 +126,8 @@ def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """Takes the median time of each kind of action on each stage. Transfers take no time, so that a
-    measured timeline's difference to the simulated one shows what they took."""
+    """Takes the median time of each kind of action on each stage, and no time for transfers: the measured timeline's
+    difference to the simulated one shows what they took."""
     times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
         times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)

@@ -17,9 +17,9 @@ _NARROWEST = 20  # columns for the bars, however narrow the terminal
 def draw_text(*timelines: Timeline, width: int = 120, color: bool = False) -> str:
     """Draws at most `width` columns of plain ASCII; with `color`, bars are coloured backgrounds (ANSI, 256 colours).
 
-    Where all times are multiples of one step and there is room, a step has as many columns as the longest name of an
-    action needs. Otherwise time is scaled to the width, and a bar too narrow for its name has the letter of its kind.
-    Where names leave out the stage, a rank's second, fourth, ... stage has small letters.
+    Where all times are multiples of one step and there is room, a step has as many columns as the longest name needs.
+    Otherwise time is scaled to the width, and a bar too narrow for its name has the letter of its kind. Where names
+    leave out the stage, a rank's second, fourth, ... stage has small letters.
     """
     prefix = max((len(f"rank {timeline.ranks - 1} |") for timeline in timelines), default=0)
     has_several_stages = any(timeline.stages > timeline.ranks for timeline in timelines)

@@ -1,5 +1,4 @@
-"""What a training step knows of all ranks, and the features that hang on it, composed when the trainer is built: loss
-scaling, stepping in the backward and local SGD."""
+"""The result of a training step, and the features that hang on it: the loss scale, counted labels, local SGD."""
 
 from __future__ import annotations
 
@@ -16,48 +15,27 @@ from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.mesh import Axis
 from parallel3d.training.local_sgd.replicas import LocalSgd
-from parallel3d.training.loss import LossScaler, MeanLoss
+from parallel3d.training.loss import SMALLEST, LossScaler, MeanLoss
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """The sums of one step, the same on every rank. Gradients times `factor` are the gradients of the mean loss over
+class StepResult:
+    """The result of a step, the same on every rank. Gradients times `factor` are the gradients of the mean loss over
     the step's labels."""
 
-    loss: float  # mean over the labels
-    grad_norm: float  # before clipping
+    loss: float  # mean over the labels of the global batch
+    grad_norm: float  # before clipping; where replicas train apart, the root of the mean square of their norms
     tokens: int  # that have a label
     factor: float
     own_norm: float  # the norm by which this rank's replica clips; grad_norm where the replicas are one run
     is_asked_to_stop: bool  # some rank received SIGTERM
+    lr: float
+    loss_scale: float | None  # None: training is not in float16
 
     @property
     def is_finite(self) -> bool:
+        """False in float16 if the gradient overflowed, so that the step is skipped, with nothing changed."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-def sum_totals(
-    axes: Mapping[str, Axis],
-    loss_fn: MeanLoss,
-    loss: Tensor,
-    labels: Tensor,
-    square: Tensor,
-    *,
-    is_asked_to_stop: bool = False,
-) -> StepTotals:
-    """Sums this rank's loss, labels, share `square` of the squared gradient norm, and vote to stop over `axes`, in one
-    all-reduce an axis.
-
-    The loss is equal on all tp ranks, so each adds its share of it. The labels of a data rank are the same along tp and
-    pp, so the first rank of both axes adds them."""
-    tp, pp = axes["tp"], axes["pp"]
-    real = count_labels(labels) * (tp.rank == 0 and pp.rank == 0)
-    vote = torch.full_like(real, float(is_asked_to_stop))
-    sums = all_reduce_over(axes, torch.stack((loss.double() / tp.size, square.to(labels.device), real, vote)))
-    nominal_loss, total_square, tokens, votes = sums.tolist()
-    factor = loss_fn.tokens / max(tokens, 1.0) / loss_fn.scale
-    norm = total_square**0.5 * factor
-    return StepTotals(nominal_loss * factor, norm, round(tokens), factor, own_norm=norm, is_asked_to_stop=votes > 0)
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -81,11 +59,11 @@ class StepHook:
     def before_forward(self, step: int, labels: Tensor) -> None:
         """Prepares the step; called before the forward with this rank's labels."""
 
-    def combine(self, totals: StepTotals) -> StepTotals:
+    def combine(self, totals: StepResult) -> StepResult:
         """Returns the totals of the whole run, given those of this rank's replica."""
         return totals
 
-    def check(self, step: int, totals: StepTotals) -> None:
+    def check(self, step: int, totals: StepResult) -> None:
         """Called before the optimizer steps, which it does where `totals` are finite. Raises NonFiniteError to end the
         run."""
 
@@ -98,35 +76,30 @@ class StepHook:
         return nullcontext()
 
 
-class RefuseNonFinite(StepHook):
-    """Ends the run at the first loss or gradient that is not finite."""
+class EndWhereNotFinite(StepHook):
+    """Ends the run at the first loss or gradient that is not finite; where a scaler scales the loss, at the first that
+    is not finite at any scale."""
 
-    def __init__(self, *, steps_in_backward: bool) -> None:
-        self._steps_in_backward = steps_in_backward
-
-    def check(self, step: int, totals: StepTotals) -> None:
-        if totals.is_finite:
-            return
-        if self._steps_in_backward:
-            left = "weights have been stepped with it (optimizer.step_in_backward); go on from the last checkpoint"
-            raise _non_finite(step, totals, left)
-        raise _non_finite(step, totals, f"weights are those of step {step - 1}")
-
-
-class LossScaling(StepHook):
-    """Multiplies the loss by the scaler's scale, and ends the run where a step is not finite at any scale."""
-
-    def __init__(self, loss: MeanLoss, scaler: LossScaler) -> None:
-        self._loss, self._scaler = loss, scaler
+    def __init__(self, loss: MeanLoss, scaler: LossScaler | None, steps_in_backward: bool) -> None:
+        self._loss, self._scaler, self._steps_in_backward = loss, scaler, steps_in_backward
 
     def before_forward(self, step: int, labels: Tensor) -> None:
-        self._loss.scale = self._scaler.scale
+        if self._scaler is not None:
+            self._loss.scale = self._scaler.scale
 
-    def check(self, step: int, totals: StepTotals) -> None:
-        self._scaler.update(is_finite=totals.is_finite)
-        if not totals.is_finite and self._scaler.has_failed:
-            scale = f" even at a loss scale of {self._loss.scale:g}"
-            raise _non_finite(step, totals, f"weights are those of step {step - 1}", scale)
+    def check(self, step: int, totals: StepResult) -> None:
+        if self._scaler is not None:
+            self._scaler.update(is_finite=totals.is_finite)
+        if totals.is_finite or (self._scaler is not None and self._scaler.scale >= SMALLEST):
+            return
+        scale = "" if self._scaler is None else f" even at a loss scale of {self._loss.scale:g}"
+        left = f"weights are those of step {step - 1}"
+        if self._steps_in_backward:
+            left = "weights have been stepped with it (optimizer.step_in_backward); go on from the last checkpoint"
+        raise NonFiniteError(
+            f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}{scale}; {left}. "
+            "A lower optimizer.lr or more optimizer.warmup_steps may do"
+        )
 
 
 class CountLabelsFirst(StepHook):
@@ -156,7 +129,7 @@ class TrainApart(StepHook):
     def __init__(self, local_sgd: LocalSgd, device: torch.device) -> None:
         self._local_sgd, self._device = local_sgd, device
 
-    def combine(self, totals: StepTotals) -> StepTotals:
+    def combine(self, totals: StepResult) -> StepResult:
         """Returns the mean loss over all replicas' labels and the root of the mean square of their gradient norms.
         `tokens` is 0 where any replica has no label."""
         flags = float(totals.tokens == 0), float(totals.is_asked_to_stop)
@@ -176,11 +149,3 @@ class TrainApart(StepHook):
 
     def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
         return self._local_sgd.outer_parameters(publish)
-
-
-def _non_finite(step: int, totals: StepTotals, left: str, at_scale: str = "") -> NonFiniteError:
-    """The error of a step that is not finite; `left` says in which state it leaves the weights."""
-    return NonFiniteError(
-        f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}{at_scale}; {left}. "
-        "A lower optimizer.lr or more optimizer.warmup_steps may do"
-    )

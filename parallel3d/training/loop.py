@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,48 +11,33 @@ from parallel3d.checkpoint.store import checkpoint_path, keep_newest
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import PreemptedError
 from parallel3d.launch.signals import StopRequest
-from parallel3d.training.metrics import (
-    MetricsFile,
-    StepMetrics,
-    Stopwatch,
-    flops_per_token,
-    peak_flops,
-    peak_memory_bytes,
-)
+from parallel3d.training import metrics
+from parallel3d.training.hooks import StepResult
+from parallel3d.training.metrics import MetricsFile, StepMetrics, Stopwatch
 from parallel3d.training.progress import ProgressDisplay
 from parallel3d.training.state import save_trainer
 from parallel3d.training.timeline import traced_step
-from parallel3d.training.trainer import StepResult, Trainer
-
-
-@dataclass(frozen=True)
-class Loaders:
-    """The loaders of this data rank's batches."""
-
-    train: BatchLoader
-    validation: BatchLoader
+from parallel3d.training.trainer import Trainer
 
 
 def fit(
     trainer: Trainer,
-    loaders: Loaders,
+    loaders: tuple[BatchLoader, BatchLoader],
     checkpoints: Path,
-    metrics: MetricsFile | None,
+    metrics_file: MetricsFile | None,
     progress: ProgressDisplay,
     stop: StopRequest,
 ) -> None:
-    """Trains from the trainer's step to the recipe's last. Every rank calls it; one rank has `metrics`.
-
-    Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which any rank had a `stop`.
-    """
-    recipe = trainer.recipe
-    watch = Stopwatch()
+    """Trains from the trainer's step to the recipe's last. Every rank calls it; one rank has `metrics_file`. `loaders`
+    give this data rank's batches for training and for validation. Raises NonFiniteError, SaveError and DataError, and
+    PreemptedError after the step in which any rank had a `stop`."""
+    recipe, (training, validation), watch = trainer.recipe, loaders, Stopwatch()
     reported_tokens = trainer.tokens
     for step in range(trainer.step + 1, recipe.train.steps + 1):
         last = step == recipe.train.steps
-        report = None
+        report, val_loss = None, None
         with watch.timing():
-            batch = loaders.train.batch(step - 1)
+            batch = training.batch(step - 1)
             if step == recipe.logging.timeline:
                 result, report = traced_step(trainer, batch, checkpoints.parent)
             else:
@@ -61,15 +45,14 @@ def fit(
         progress.step_done(step)
         if report is not None:
             progress.say(str(report))
-        val_loss = None
         if _due(recipe.train.eval_every, step, last):
-            val_loss = trainer.evaluate(loaders.validation.batch(0))
+            val_loss = trainer.evaluate(validation.batch(0))
         if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
             line = measure(trainer, result, watch, trainer.tokens - reported_tokens, val_loss)
             reported_tokens = trainer.tokens
             progress.measured(line)
-            if metrics is not None:
-                metrics.write(line)
+            if metrics_file is not None:
+                metrics_file.write(line)
         path = checkpoint_path(checkpoints, step)
         if result.is_asked_to_stop or _due(recipe.checkpoint.every, step, last):
             save_trainer(trainer, path)
@@ -84,9 +67,8 @@ def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int,
     recipe = trainer.recipe
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
-    peak = peak_flops(trainer.device, recipe.train.precision)
-    flops = flops_per_token(recipe.model, recipe.train.seq_len)
-    peak_bytes = torch.tensor(peak_memory_bytes(trainer.device), device=trainer.device)
+    peak = metrics.peak_flops(trainer.device, recipe.train.precision)
+    peak_bytes = torch.tensor(metrics.peak_memory_bytes(trainer.device), device=trainer.device)
     dist.all_reduce(peak_bytes, op=dist.ReduceOp.MAX)
     return StepMetrics(
         step=trainer.step,
@@ -97,7 +79,7 @@ def measure(trainer: Trainer, result: StepResult, watch: Stopwatch, tokens: int,
         step_time_s=seconds / steps,
         tokens_per_s=tokens / seconds,
         tokens_per_s_per_device=per_device,
-        mfu=None if peak is None else per_device * flops / peak,
+        mfu=None if peak is None else per_device * metrics.flops_per_token(recipe.model, recipe.train.seq_len) / peak,
         peak_memory_bytes=int(peak_bytes.item()),
         val_loss=val_loss,
         loss_scale=result.loss_scale,

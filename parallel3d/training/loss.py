@@ -1,10 +1,9 @@
 """The loss that the trainer differentiates, a microbatch's share of the mean over the global batch, and its scale.
 
-Dynamic loss scaling for float16 follows Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
 float16 has no number between 0 and 6e-8, and gradients are often smaller: the loss is multiplied by a scale before the
-backward, and the gradients are divided by it after. A step whose gradients overflow is left out and the scale is
-lowered; after many good steps it is raised. The rule is torch.amp.GradScaler's. Every rank updates its scale with the
-same answer to whether the gradients of all ranks are finite, so all scales stay equal without being sent."""
+backward, and the gradients are divided by it after (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step
+whose gradients overflow is left out and the scale is lowered; after many good steps it is raised, by the rule of
+torch.amp.GradScaler. All ranks know whether all gradients are finite, so their scales stay equal without being sent."""
 
 from __future__ import annotations
 
@@ -28,18 +27,21 @@ LARGEST = 2.0**127  # the largest power of two in float32, in which losses are m
 class MeanLoss:
     """(output of the last stage, labels) -> sum of the tokens' losses * scale / tokens.
 
-    `tokens` is the nominal number of tokens of the recipe's whole batch. How many of them have a label is known only
-    when the ranks have summed their counts, and the trainer then corrects loss and gradients by one factor. `scale` is
-    the loss scale of float16 training, else 1.
-
-    Where the logits are large, or the recipe asks for it, `defer_head` makes the model's head leave its product to the
-    loss, which then makes the logits of `chunk_tokens` tokens at a time.
+    `tokens` is the nominal number of tokens of the recipe's whole batch; how many of them have a label is known only
+    after the step, and the trainer then corrects loss and gradients by one factor. `scale` is the loss scale of float16
+    training, else 1. Where the logits are large, or the recipe asks for it, `defer_head` makes the model's head leave
+    its product to the loss, which then makes the logits of `chunk_tokens` tokens at a time.
     """
 
-    def __init__(self, recipe: Recipe, tp: DeviceMesh) -> None:
+    def __init__(self, recipe: Recipe, tp: DeviceMesh | None) -> None:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
-        self.chunk_tokens = chunk_tokens(recipe)
+        self.chunk_tokens = tokens_at_a_time(
+            recipe.train.loss_chunk_tokens,
+            tokens=recipe.parallel.microbatch_size * recipe.train.seq_len,
+            vocab=recipe.model.vocab,
+            tp=recipe.parallel.tp,
+        )  # None: the logits of a whole microbatch exist at once
         self._tp = Axis.of(tp)
         self._head: VocabParallelHead | None = None
 
@@ -68,13 +70,6 @@ class MeanLoss:
         return output if self._head is None else self._head.logits(output)
 
 
-def chunk_tokens(recipe: Recipe) -> int | None:
-    """Returns the tokens whose logits exist at a time, or None where those of a whole microbatch do."""
-    tokens = recipe.parallel.microbatch_size * recipe.train.seq_len
-    wanted, vocab = recipe.train.loss_chunk_tokens, recipe.model.vocab
-    return tokens_at_a_time(wanted, tokens=tokens, vocab=vocab, tp=recipe.parallel.tp)
-
-
 @dataclass
 class LossScaler:
     """The scale of the next step, and how many good steps in a row have had it."""
@@ -83,19 +78,12 @@ class LossScaler:
     scale: float
     good_steps: int = 0
 
-    @property
-    def has_failed(self) -> bool:
-        """True if no scale helps any more."""
-        return self.scale < SMALLEST
-
     def update(self, *, is_finite: bool) -> None:
         """Sets the next step's scale; `is_finite` says whether this step's loss and gradients were finite."""
+        self.good_steps = self.good_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale *= self.config.backoff
-            self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.config.interval:
+        elif self.good_steps == self.config.interval:
             self.good_steps = 0
             if self.scale * self.config.growth <= LARGEST:
                 self.scale *= self.config.growth

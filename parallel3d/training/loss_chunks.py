@@ -7,11 +7,8 @@ LARGE_BYTES = 2 * CHUNK_BYTES  # float32 logits of a microbatch, from which on t
 
 
 def tokens_at_a_time(wanted: int | None, *, tokens: int, vocab: int, tp: int) -> int | None:
-    """Returns the tokens whose logits exist at a time, or None where those of the whole microbatch do.
-
-    `wanted` is `train.loss_chunk_tokens`; where it is None the size of the logits decides. `tokens` are those of one
-    microbatch, and `vocab` is divided over `tp` ranks.
-    """
+    """Returns the tokens whose logits exist at a time, or None where those of the whole microbatch do. `wanted` is
+    `train.loss_chunk_tokens`; where it is None the size of the logits decides. `tokens` are those of one microbatch."""
     token_bytes = 4 * -(-vocab // tp)
     if wanted is None:
         wanted = tokens if tokens * token_bytes < LARGE_BYTES else max(1, CHUNK_BYTES // token_bytes)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,20 +42,24 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         self._path = path
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_step]
+        *whole, _cut_off = path.read_text().split("\n") if path.exists() else [""]  # a crash may cut off the last line
+        kept = [line for line in whole if json.loads(line)["step"] <= resumed_step]
         path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, metrics: StepMetrics) -> None:
+        # A number that is not finite, such as a skipped step's norm, is null, because JSON has no infinity.
+        line = {
+            name: None if value is None or not math.isfinite(value) else value for name, value in vars(metrics).items()
+        }
         with self._path.open("a") as file:
-            file.write(json.dumps({name: _valid(value) for name, value in asdict(metrics).items()}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
-@dataclass
 class Stopwatch:
     """Adds up the time of the blocks that it times, until it is read: steps, but not validation or checkpoints."""
 
-    _seconds: float = field(default=0.0, init=False)
-    _blocks: int = field(default=0, init=False)
+    def __init__(self) -> None:
+        self._seconds, self._blocks = 0.0, 0
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -66,8 +70,7 @@ class Stopwatch:
 
     def read(self) -> tuple[float, int]:
         """Returns the seconds and the number of blocks since the last reading, and starts again from 0."""
-        read = self._seconds, self._blocks
-        self._seconds, self._blocks = 0.0, 0
+        read, self._seconds, self._blocks = (self._seconds, self._blocks), 0.0, 0
         return read
 
 
@@ -96,16 +99,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units
-
-
-def _valid(value: float | None) -> float | None:
-    """Returns None for a number that is not finite, such as a skipped step's norm, because JSON has no infinity."""
-    return value if value is None or math.isfinite(value) else None
-
-
-def _lines(path: Path) -> list[str]:
-    """Returns the whole lines of a file, without a last line that a crash has cut off."""
-    if not path.exists():
-        return []
-    *whole, _cut_off = path.read_text().split("\n")
-    return whole

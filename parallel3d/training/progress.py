@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Protocol, TextIO
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from parallel3d.training.metrics import StepMetrics
 
-MIB = 2**20
 
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
+    """Shows the progress of a run; this one shows nothing, on the ranks that do not speak. Close it before anything
+    else is printed."""
 
-class ProgressDisplay(Protocol):
-    """Shows the progress of a run. Close it before anything else is printed."""
+    def say(self, text: str) -> None:
+        """Shows a line."""
 
-    def say(self, text: str) -> None: ...
+    def step_done(self, step: int) -> None:
+        """Shows that `step` is done."""
 
-    def step_done(self, step: int) -> None: ...
+    def measured(self, metrics: StepMetrics) -> None:
+        """Shows the metrics of a step."""
 
-    def measured(self, metrics: StepMetrics) -> None: ...
-
-    def __enter__(self) -> ProgressDisplay: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        """Ends the display."""
 
 
 def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
     """Opens the bar or the lines of a run of `steps` of which `done` are done; no display unless this rank `speaks`."""
     if not speaks:
-        return Silence()
+        return ProgressDisplay()
     return Bar(steps, done) if sys.stderr.isatty() else Lines(steps, sys.stderr)
 
 
@@ -46,7 +45,7 @@ def describe(metrics: StepMetrics, steps: int) -> str:
         *([] if metrics.loss_scale is None else [f"scale {metrics.loss_scale:g}"]),
         *([f"skipped {metrics.skipped_steps}"] if metrics.skipped_steps else []),
         *([] if metrics.mfu is None else [f"mfu {metrics.mfu:.1%}"]),
-        f"mem {metrics.peak_memory_bytes / MIB:,.0f} MiB",
+        f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB",
         f"eta {clock((steps - metrics.step) * metrics.step_time_s)}",
     ]
     return "  ".join(parts)
@@ -59,33 +58,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class Silence:
-    """Shows nothing, on the ranks that do not speak."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def measured(self, metrics: StepMetrics) -> None:
-        pass
-
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-class Lines(Silence):
+class Lines(ProgressDisplay):
     """Prints a line for each measured step."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
-        self._steps = steps
-        self._stream = stream
+        self._steps, self._stream = steps, stream
 
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -94,7 +71,7 @@ class Lines(Silence):
         self.say(describe(metrics, self._steps))
 
 
-class Bar(Silence):
+class Bar(ProgressDisplay):
     """Shows a live bar on a terminal."""
 
     def __init__(self, steps: int, done: int) -> None:
@@ -120,7 +97,5 @@ class Bar(Silence):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
@@ -15,20 +13,15 @@ from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd.state import (
-    SavedReplicas,
-    after_loading,
-    saved_replicas,
-    tensors_to_load,
-    tensors_to_save,
-)
+from parallel3d.training.local_sgd import state as replica_state
+from parallel3d.training.local_sgd.state import SavedReplicas
 from parallel3d.training.trainer import Trainer
 
 
 def save_trainer(trainer: Trainer, path: Path) -> None:
     """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
     recipe, local_sgd = trainer.recipe, trainer.local_sgd
-    tensors = tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
+    tensors = replica_state.tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
     progress = SavedProgress(
         step=trainer.step,
         tokens=trainer.tokens,
@@ -42,33 +35,39 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
         loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
         optimizer=trainer.optimizer.label,
-        local_sgd=None if local_sgd is None else saved_replicas(local_sgd),
+        local_sgd=None if local_sgd is None else replica_state.saved_replicas(local_sgd),
     )
     save_tensors(tensors, progress, path)
 
 
 def load_trainer(trainer: Trainer, path: Path) -> None:
-    """Loads a checkpoint, whatever the layout that saved it; every rank calls it.
-
-    Raises CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model, another
-    optimizer, or a run with other batches: the place in the data is a count of sequences, which must mean the same.
-    """
+    """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises CheckpointError, with nothing
+    changed, where the checkpoint is damaged, or is of another model, another optimizer, or a run with other batches:
+    the place in the data is a count of sequences, which must mean the same."""
     for parameter in trainer.parameters:
         parameter.sync_views()
     state, local_sgd = tensors_of(trainer.parameters, trainer.optimizer), trainer.local_sgd
-    progress = load_tensors(
-        state,
-        path,
-        check=partial(_check_same_run, trainer, path),
-        choose=lambda saved: tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path)),
-    )
-    _copy_to_twins(trainer.parameters, trainer.optimizer)
+
+    def choose(saved: SavedProgress) -> dict[str, Tensor]:
+        _check_same_run(trainer, path, saved)
+        return replica_state.tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path))
+
+    progress = load_tensors(state, path, choose)
+    first: dict[str, LocalParameter] = {}
+    for parameter in trainer.parameters:
+        twin = first.setdefault(parameter.name, parameter)
+        if twin is not parameter:  # a tied weight that this rank has twice is in the checkpoint once
+            parameter.local.detach().copy_(twin.local.detach())
+            for kind, own in trainer.optimizer.state[parameter.local].items():
+                own.copy_(trainer.optimizer.state[twin.local][kind])
     trainer.optimizer.set_step(progress.step - progress.skipped_steps)
     if local_sgd is not None:
-        after_loading(local_sgd, SavedReplicas.read(progress.local_sgd, path))
+        replica_state.after_loading(local_sgd, SavedReplicas.read(progress.local_sgd, path))
     for data in trainer.data:
         data.publish()
-    trainer.resume(progress)
+    trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
+    if trainer.scaler is not None and progress.loss_scale is not None:
+        trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
 
 
 def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:
@@ -104,15 +103,3 @@ def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) 
         state[f"model.{name}"] = parameter.distributed(parameter.local.detach())
         state |= {f"optimizer.{kind}.{name}": tensor for kind, tensor in optimizer.distributed_states(parameter)}
     return state
-
-
-@torch.no_grad()
-def _copy_to_twins(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> None:
-    """Copies what was loaded into the first of two parameters of one name into the second."""
-    first: dict[str, LocalParameter] = {}
-    for parameter in parameters:
-        twin = first.setdefault(parameter.name, parameter)
-        if twin is not parameter:
-            parameter.local.copy_(twin.local)
-            for kind, state in optimizer.state[parameter.local].items():
-                state.copy_(optimizer.state[twin.local][kind])

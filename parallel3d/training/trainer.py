@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.checkpoint.store import SavedProgress
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch
+from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
@@ -21,39 +20,16 @@ from parallel3d.pipeline.links import Connect, Links
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.training.hooks import (
-    CountLabelsFirst,
-    LossScaling,
-    RefuseNonFinite,
-    StepHook,
-    StepTotals,
-    TrainApart,
-    refuse_no_labels,
-    sum_totals,
-)
+from parallel3d.training import hooks
+from parallel3d.training.hooks import StepResult
 from parallel3d.training.local_sgd.replicas import LocalSgd
 from parallel3d.training.loss import LossScaler, MeanLoss
-from parallel3d.training.update import Observe, build_update, learning_rate
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step, the same on every rank: the mean loss over the global batch's labels, and the gradient's
-    norm before clipping (where replicas train apart, the root of the mean square of their norms)."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float | None = None  # None: training is not in float16
-    skipped: bool = False  # the gradient overflowed in float16, and nothing was changed
-    is_asked_to_stop: bool = False  # some rank received SIGTERM
+from parallel3d.training.update import Observe, Update, UpdateInBackward, learning_rate
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect`: how
-    the ranks of a pipeline reach each other.
-
-    Public methods are `train_step`, `evaluate`, `logits` and `resume`; `training.state` saves and loads a trainer."""
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect` makes
+    the links between the ranks of a pipeline. `training.state` saves and loads a trainer."""
 
     def __init__(
         self,
@@ -64,47 +40,39 @@ class Trainer:
         model_class: ModelClass,
         connect: Connect = Links,
     ) -> None:
-        self.recipe = recipe
-        self.device = device
+        self.recipe, self.device = recipe, device
         self.step = 0  # steps done
         self.tokens = 0  # labels seen in them
         self.skipped_steps = 0  # steps that were left out because their gradients overflowed
         replicas = Axis.of(mesh["dp_replicate"])
         if recipe.local_sgd.sync_every is not None:  # from here on a replica is a run of its own
             recipe, mesh = recipe.of_one_replica, replica_mesh(mesh)
-        self.mesh = mesh
-        self.axes = axes_of(mesh)
+        self.mesh, self.axes = mesh, axes_of(mesh)
         self.loss = MeanLoss(recipe, mesh["tp"])
         self._schedules: dict[int, Schedule] = {}  # by the number of microbatches
         schedule = self.schedule_of(recipe.microbatches)
         parts = parallelize(model_class, recipe, mesh, device, schedule, self.loss, connect=connect)
-        self.parameter_count = parts.parameter_count
-        self.pipeline = parts.pipeline
-        self.stages = parts.stages
-        self.data = parts.data
+        self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
+        self.parameters, self.parameter_count, self.tied = parts.parameters, parts.parameter_count, parts.tied
         self.loss.defer_head(stage.module for stage in parts.stages)
-        self.parameters = parts.parameters
-        self.tied = parts.tied
         in_backward = recipe.optimizer.step_in_backward
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh, each=in_backward)
-        ends = schedule.placement[0], schedule.placement[-1]
-        self.update = build_update(parts, self.optimizer, recipe, mesh, ends)
+        update_class = UpdateInBackward if in_backward else Update
+        self.update = update_class(parts, self.optimizer, recipe, mesh)
+        self.scaler = None
+        if recipe.train.precision == "fp16":
+            self.scaler = LossScaler(recipe.loss_scale, scale=recipe.loss_scale.initial)
         self.local_sgd = None
         if recipe.local_sgd.sync_every is not None:
             self.local_sgd = LocalSgd(
                 self.parameters, recipe.local_sgd, replicas=replicas, axes=self.axes, steps=recipe.train.steps
             )
-        self.scaler = None
-        self.hooks: list[StepHook] = []
-        if recipe.train.precision == "fp16":
-            self.scaler = LossScaler(recipe.loss_scale, scale=recipe.loss_scale.initial)
-            self.hooks.append(LossScaling(self.loss, self.scaler))
-        else:
-            self.hooks.append(RefuseNonFinite(steps_in_backward=in_backward))
+        self.hooks: list[hooks.StepHook] = [hooks.EndWhereNotFinite(self.loss, self.scaler, in_backward)]
         if in_backward:
-            self.hooks.append(CountLabelsFirst(self.loss, self.axes, recipe.data.ignore_token_ids, self.local_sgd))
+            ignored_ids = recipe.data.ignore_token_ids
+            self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, ignored_ids, self.local_sgd))
         if self.local_sgd is not None:
-            self.hooks.append(TrainApart(self.local_sgd, device))
+            self.hooks.append(hooks.TrainApart(self.local_sgd, device))
 
     def train_step(
         self,
@@ -114,50 +82,41 @@ class Trainer:
         observe: Observe | None = None,
         is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Trains one step on `batch`, this data rank's share of a global batch.
-
-        `recorder` is told of each action of the schedule. `observe` is called with each parameter when its gradient is
-        complete and before it is scaled and clipped. `is_asked_to_stop` is True if this rank received SIGTERM; the flag
-        is summed over the mesh, so all ranks stop together. Raises NonFiniteError where the loss or the gradient is not
-        finite (in float16: at any loss scale), with nothing changed but where the optimizer steps in the backward, and
-        DataError, with nothing changed, where no rank has a label."""
-        step = self.step + 1
+        """Trains one step on `batch`, this data rank's share of a global batch. `recorder` is told of each action of
+        the schedule. `observe` is called with each parameter when its gradient is complete and before it is scaled and
+        clipped. `is_asked_to_stop` is True if this rank received SIGTERM; the flag is summed over the mesh, so all
+        ranks stop together. Raises NonFiniteError where the loss or the gradient is not finite (in float16: at any loss
+        scale), with nothing changed but where the optimizer steps in the backward, and DataError, with nothing changed,
+        where no rank has a label."""
+        step, model = self.step + 1, self.recipe.model
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
+        keywords = None
+        if model.dropout or model.attention_dropout:
+            keywords = [{"key": key} for key in dropout_key(self.recipe.train.seed, self.step, batch.samples)]
         for hook in self.hooks:
             hook.before_forward(step, labels)
         self.update.begin(self.step, rate, observe)
-        loss = self.pipeline.run(
-            inputs,
-            labels,
-            sizes=self._sizes(inputs),
-            recorder=recorder,
-            keywords=self._keywords(batch),
-            schedule=self.schedule_of(len(inputs)),
-        )
+        sizes, schedule = self._sizes(inputs), self.schedule_of(len(inputs))
+        loss = self.pipeline.run(inputs, labels, sizes=sizes, recorder=recorder, keywords=keywords, schedule=schedule)
         for data in self.data:
             data.finish_gradients()
-        totals = self._totals(loss, labels, self.update.complete(), is_asked_to_stop=is_asked_to_stop)
+        result = self._result(loss, labels, self.update.complete(), rate=rate, is_asked_to_stop=is_asked_to_stop)
         for hook in self.hooks:
-            hook.check(step, totals)
-        if totals.is_finite:
-            self.update.apply(totals.factor * self._clipping(totals.own_norm))
+            hook.check(step, result)
+        if result.is_finite:
+            limit = self.recipe.train.grad_clip
+            clip = 1.0 if limit is None else min(1.0, limit / (result.own_norm + 1e-6))
+            self.update.apply(result.factor * clip)
         for hook in self.hooks:
             hook.after_step(step)
         self._publish()
         for data in self.data:
             data.clear_gradients()
         self.step = step
-        self.tokens += totals.tokens
-        self.skipped_steps += not totals.is_finite
-        return StepResult(
-            totals.loss,
-            totals.grad_norm,
-            rate,
-            loss_scale=None if self.scaler is None else self.loss.scale,
-            skipped=not totals.is_finite,
-            is_asked_to_stop=totals.is_asked_to_stop,
-        )
+        self.tokens += result.tokens
+        self.skipped_steps += not result.is_finite
+        return result
 
     def evaluate(self, batch: Batch) -> float:
         """Returns the mean loss over the labels of a global batch of any size, of which `batch` is this data rank's
@@ -166,7 +125,7 @@ class Trainer:
         inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         with self._evaluating():
             loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-        return self._totals(loss, labels, torch.zeros((), dtype=torch.float64)).loss
+        return self._result(loss, labels, torch.zeros((), dtype=torch.float64)).loss
 
     def logits(self, ids: Tensor) -> list[Tensor]:
         """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch,
@@ -174,12 +133,6 @@ class Trainer:
         with self._evaluating():
             outputs = self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
             return [self.loss.logits(output) for output in outputs]
-
-    def resume(self, progress: SavedProgress) -> None:
-        """Sets the counters to where a checkpoint's run stood. `training.state` reads the checkpoint's tensors."""
-        self.step, self.tokens, self.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
-        if self.scaler is not None and progress.loss_scale is not None:
-            self.scaler.scale, self.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """The pipeline's schedule for this number of microbatches, of which a warm-up of the batch has several."""
@@ -194,13 +147,6 @@ class Trainer:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
         parts = self.axes["tp"].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
-
-    def _keywords(self, batch: Batch) -> list[dict[str, Tensor]] | None:
-        """The keyword arguments of each microbatch's forwards: the key of its dropout, if the model has any dropout."""
-        model = self.recipe.model
-        if not model.dropout and not model.attention_dropout:
-            return None
-        return [{"key": key} for key in dropout_key(self.recipe.train.seed, self.step, batch.samples)]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -224,14 +170,31 @@ class Trainer:
         for data in self.data:
             data.publish()
 
-    def _totals(self, loss: Tensor, labels: Tensor, square: Tensor, *, is_asked_to_stop: bool = False) -> StepTotals:
-        totals = sum_totals(self.axes, self.loss, loss, labels, square, is_asked_to_stop=is_asked_to_stop)
+    def _result(
+        self, loss: Tensor, labels: Tensor, square: Tensor, *, rate: float = 0.0, is_asked_to_stop: bool = False
+    ) -> StepResult:
+        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and vote to stop over the mesh,
+        in one all-reduce an axis, and lets the hooks combine the replicas. The loss is equal on all tp ranks, so each
+        adds its share of it. The labels of a data rank are the same along tp and pp, so the first rank of both axes
+        adds them."""
+        tp, pp = self.axes["tp"], self.axes["pp"]
+        real = hooks.count_labels(labels) * (tp.rank == 0 and pp.rank == 0)
+        vote = torch.full_like(real, float(is_asked_to_stop))
+        parts = torch.stack((loss.double() / tp.size, square.to(labels.device), real, vote))
+        nominal_loss, total_square, tokens, votes = all_reduce_over(self.axes, parts).tolist()
+        factor = self.loss.tokens / max(tokens, 1.0) / self.loss.scale
+        norm = total_square**0.5 * factor
+        result = StepResult(
+            loss=nominal_loss * factor,
+            grad_norm=norm,
+            tokens=round(tokens),
+            factor=factor,
+            own_norm=norm,
+            is_asked_to_stop=votes > 0,
+            lr=rate,
+            loss_scale=None if self.scaler is None else self.loss.scale,
+        )
         for hook in self.hooks:
-            totals = hook.combine(totals)
-        refuse_no_labels(self.step + 1, totals.tokens, self.recipe.data.ignore_token_ids)
-        return totals
-
-    def _clipping(self, grad_norm: float) -> float:
-        """The factor that brings a gradient of this norm down to train.grad_clip; 1 where it is not above it."""
-        limit = self.recipe.train.grad_clip
-        return 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
+            result = hook.combine(result)
+        hooks.refuse_no_labels(self.step + 1, result.tokens, self.recipe.data.ignore_token_ids)
+        return result

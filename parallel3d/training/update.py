@@ -1,15 +1,11 @@
-"""How a step changes the parameters: the learning rate, then one step of the optimizer when all gradients are complete,
-or one of each parameter in the backward, which keeps no gradient.
-
-Everything here works on plain tensors, this rank's part of each parameter.
-"""
+"""How a step changes the parameters: the learning rate, the sums and the norm of gradients, and the optimizer's step.
+Everything here works on plain tensors, this rank's part of each parameter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,48 +22,28 @@ from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import norms, scale_
 
 Observe = Callable[[LocalParameter], None]
-Step = Callable[[torch.optim.Optimizer, Sequence[LocalParameter], int], None]
 
 
-class Update(Protocol):
-    """What a training step makes of its gradients. The trainer calls these methods in this order in each step, and
-    `apply` only where loss and norm are finite."""
+class Update:
+    """Steps all parameters when the backward is done and the gradients are scaled and clipped. The trainer calls
+    `begin`, `complete` and `apply` in this order in each step, and `apply` only where loss and norm are finite."""
+
+    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
+        self.gradients = GradientSync(parts, mesh)
+        self._parameters, self._optimizer, self._axes = parts.parameters, optimizer, axes_of(mesh)
+        self._rounding_seed = recipe.train.seed if recipe.optimizer.stochastic_rounding else None
+        self._step = 0
+        self._observe: Observe | None = None
 
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
         """Prepares the backward of `step`, which counts from 0. `observe` is called with each parameter when its
         gradient is complete, before anything is done with it."""
-        ...
+        self._step, self._observe = step, observe
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_ratio", 1.0)  # Muon's matrices may have a rate of their own
 
     def complete(self) -> Tensor:
         """Called when gradients are summed over the data ranks. Returns this rank's share of the squared norm."""
-        ...
-
-    def apply(self, factor: float) -> None:
-        """Steps with the gradients times `factor`."""
-        ...
-
-
-class UpdateAfterBackward:
-    """Steps all parameters when the backward is done and the gradients are scaled and clipped."""
-
-    def __init__(
-        self,
-        parameters: Sequence[LocalParameter],
-        optimizer: LocalOptimizer,
-        gradients: GradientSync,
-        axes: Mapping[str, Axis],
-        step: Step,
-    ) -> None:
-        self.gradients = gradients
-        self._parameters, self._optimizer, self._axes, self._step = parameters, optimizer, axes, step
-        self._number = 0
-        self._observe: Observe | None = None
-
-    def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        self._number, self._observe = step, observe
-        _set_learning_rate(self._optimizer, rate)
-
-    def complete(self) -> Tensor:
         for parameter in self._parameters:
             parameter.sync_views()
         self.gradients.complete()
@@ -77,34 +53,34 @@ class UpdateAfterBackward:
         return squared_norm(self._parameters, self._axes)
 
     def apply(self, factor: float) -> None:
+        """Steps with the gradients times `factor`."""
         if factor != 1.0:  # the one time that gradients are multiplied
             scale_([p.local.grad for p in self._parameters if p.local.grad is not None], factor)
-        self._step(self._optimizer, self._parameters, self._number)
+        self._step_with(self._optimizer, self._parameters)
+
+    def _step_with(self, optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> None:
+        """Makes one step. With optimizer.stochastic_rounding its results are rounded with noise of train.seed."""
+        if self._rounding_seed is None:
+            optimizer.step()
+        else:
+            step_in_float32(optimizer, parameters, seed=self._rounding_seed, step=self._step)
 
 
-class UpdateInBackward:
-    """Steps each parameter when its gradient is complete, and drops the gradient, so that only a few exist at a time.
-    There is one backward a step, whose gradients go through autograd, which also sums them over tp. The gradients must
-    need no factor: the loss is divided by the counted labels, and nothing is clipped."""
+class UpdateInBackward(Update):
+    """Steps each parameter in the backward, when its gradient is complete, and drops the gradient, so that only a few
+    exist at a time. There is one backward a step, whose gradients go through autograd, which also sums them over tp.
+    The gradients must need no factor: the loss is divided by the counted labels, and nothing is clipped."""
 
-    def __init__(
-        self, parameters: Sequence[LocalParameter], optimizer: LocalOptimizer, axes: Mapping[str, Axis], step: Step
-    ) -> None:
-        self._parameters, self._optimizer, self._axes, self._step = parameters, optimizer, axes, step
-        self._number = 0
-        self._observe: Observe | None = None
+    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
+        super().__init__(parts, optimizer, recipe, mesh)
         self._squares: list[Tensor] = []
-        for parameter in parameters:
+        for parameter in parts.parameters:
             parameter.part.when_complete(partial(self._update, parameter))
-
-    def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        self._number, self._observe = step, observe
-        self._squares = []
-        _set_learning_rate(self._optimizer, rate)
 
     def complete(self) -> Tensor:
         assert len(self._squares) == len(self._parameters), "a parameter has had no gradient, or two"
-        return torch.stack(self._squares).sum()
+        total, self._squares = torch.stack(self._squares).sum(), []
+        return total
 
     def apply(self, factor: float) -> None:
         assert factor == 1.0, f"gradients were stepped with, and should have been {factor} times as large"
@@ -113,27 +89,7 @@ class UpdateInBackward:
         if self._observe is not None:
             self._observe(parameter)
         self._squares.append(squared_norm([parameter], self._axes))
-        self._step(self._optimizer.part_of(parameter), [parameter], self._number)
-
-
-def build_update(
-    parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh, ends: tuple[int, int]
-) -> Update:
-    """Builds the update that the recipe asks for. `ends` are the pipeline ranks that hold the first and the last stage.
-    With optimizer.stochastic_rounding a step's results are rounded with noise of train.seed."""
-    seed = recipe.train.seed if recipe.optimizer.stochastic_rounding else None
-
-    def step(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter], number: int) -> None:
-        if seed is None:
-            optimizer.step()
-        else:
-            step_in_float32(optimizer, parameters, seed=seed, step=number)
-
-    axes = axes_of(mesh)
-    if recipe.optimizer.step_in_backward:
-        return UpdateInBackward(parts.parameters, optimizer, axes, step)
-    gradients = GradientSync(parts.parameters, mesh, parts.tied, ends)
-    return UpdateAfterBackward(parts.parameters, optimizer, gradients, axes, step)
+        self._step_with(self._optimizer.part_of(parameter), [parameter])
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -147,28 +103,22 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every group. A group with `lr_ratio` gets the rate times its ratio: Muon's matrices, where they
-    have a rate of their own."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_ratio", 1.0)
-
-
 class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
-    def __init__(
-        self, parameters: Sequence[LocalParameter], mesh: DeviceMesh, tied: frozenset[str], ends: tuple[int, int]
-    ) -> None:
-        """`tied` has the names of the parameters that the model uses twice, `ends` the pipeline ranks that hold the
-        first and the last stage."""
+    def __init__(self, parts: Parallelized, mesh: DeviceMesh) -> None:
+        parameters, tied, placement = parts.parameters, parts.tied, parts.pipeline.schedule.placement
+        ends = placement[0], placement[-1]  # the pipeline ranks that hold the first and the last stage
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
-        self._ends = _pipeline_ends(mesh["pp"], ends) if tied else None
+        self._ends: dist.ProcessGroup | None = None  # this pipeline's two end ranks, on these if they are two
+        if tied and ends[0] != ends[1] and mesh["pp"].get_local_rank() in ends:
+            ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
+            group = [ranks[end] for end in ends]
+            self._ends = dist.new_group(group, use_local_synchronization=True, group_desc="pipeline_ends")
         self._tied = [p for p in parameters if p.name in tied] if self._ends else []
         # A rank that is both ends, as on a V, has the tied weight twice; a single stage has it once.
-        is_one_rank = ends[0] == ends[1]
-        named = [[p for p in parameters if p.name == name] for name in tied] if is_one_rank else []
+        named = [[p for p in parameters if p.name == name] for name in tied] if ends[0] == ends[1] else []
         self._pairs = [pair for pair in named if len(pair) == 2]
 
     def complete(self) -> None:
@@ -192,27 +142,15 @@ def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis])
     for parameter in parameters:
         if not parameter.is_copy:
             by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
-    shares = [_sum_of_squares(gradients) / copies for copies, gradients in by_copies.items()]
-    return sum(shares, torch.zeros((), dtype=torch.float64))
-
-
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    # The norms are float32 at least, because torch's own total norm of bf16 gradients would be rounded to bf16.
-    each = norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack(each)).double().square()
+    total = torch.zeros((), dtype=torch.float64)
+    for copies, gradients in by_copies.items():
+        # The norms are float32 at least, because torch's own total norm of bf16 gradients would be rounded to bf16.
+        each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
+        total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
+    return total
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:
     gradient = parameter.local.grad
     assert gradient is not None, f"{parameter.name} has no gradient"
     return gradient
-
-
-def _pipeline_ends(pp: DeviceMesh, ends: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Returns the group of this pipeline's two end ranks on these ranks, and None elsewhere or if they are one rank."""
-    if ends[0] == ends[1] or pp.get_local_rank() not in ends:
-        return None
-    ranks = dist.get_process_group_ranks(pp.get_group())
-    group = dist.new_group([ranks[end] for end in ends], use_local_synchronization=True, group_desc="pipeline_ends")
-    assert isinstance(group, dist.ProcessGroup)
-    return group

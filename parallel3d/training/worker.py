@@ -1,4 +1,4 @@
-"""One worker of a run, from its place in the job to the end of training."""
+"""One worker of a run, from its place in the job to the end of training and a sample of text."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.corpus import Corpus, load_corpus
+from parallel3d.data.corpus import ByteTokenizer, Corpus, TokenIds, load_corpus
 from parallel3d.data.loader import BatchLoader
-from parallel3d.data.tokenizer import TokenIds
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
+from parallel3d.layers.collectives import start_gather
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
-from parallel3d.training.generation import generate
-from parallel3d.training.loop import Loaders, fit
+from parallel3d.training.loop import fit
 from parallel3d.training.metrics import MetricsFile
-from parallel3d.training.progress import ProgressDisplay, open_progress
+from parallel3d.training.progress import open_progress
 from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 
 
 def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) -> None:
-    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`.
-
-    Raises the errors of `parallel3d.errors`; the process group is closed on every way out.
-    """
+    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. Raises the errors
+    of `parallel3d.errors`; the process group is closed on every way out."""
     assert recipe.run_dir is not None
-    device = choose_device(recipe.train.device, rendezvous)
-    with process_group(rendezvous, device, recipe.train.timeout_s):
+    train = recipe.train
+    device = choose_device(train.device, rendezvous)
+    with process_group(rendezvous, device, train.timeout_s):
         mesh = build_mesh(recipe.parallel, device.type)
         corpus = load_corpus(recipe.data)
         loaders = build_loaders(recipe, corpus, rendezvous.rank)
@@ -46,28 +48,30 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
             metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
         # A run without checkpoints has nowhere to save to, so SIGTERM ends it at once.
         sigterm = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
-        with sigterm as stop, open_progress(recipe.train.steps, trainer.step, speaks=speaks) as progress:
-            _introduce(progress, trainer, corpus, resumed)
-            fit(trainer, loaders, checkpoints, metrics, progress, stop)
-        if recipe.train.sample_tokens:
-            text = generate(
-                trainer,
-                corpus.tokenizer,
-                prompt=recipe.train.sample_prompt,
-                tokens=recipe.train.sample_tokens,
-                top_k=recipe.train.sample_top_k,
+        with sigterm as stop, open_progress(train.steps, trainer.step, speaks=speaks) as progress:
+            layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1)
+            progress.say(
+                f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({device.type}, "
+                f"{train.precision}), {len(corpus.train):,} training tokens, {recipe.microbatches} "
+                f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
+            for line in resumed:
+                progress.say(line)
+            if trainer.step >= train.steps:
+                progress.say(f"nothing to do: train.steps = {train.steps} are done")
+            fit(trainer, loaders, checkpoints, metrics, progress, stop)
+        if train.sample_tokens:
+            prompt, tokens, top_k = train.sample_prompt, train.sample_tokens, train.sample_top_k
+            text = generate(trainer, corpus.tokenizer, prompt=prompt, tokens=tokens, top_k=top_k)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
 
 
-def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> Loaders:
-    """Returns the loaders of the data rank that `rank` belongs to."""
-    loader = training_loader(recipe, corpus.train, rank)
+def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> tuple[BatchLoader, BatchLoader]:
+    """Returns the loaders for training and for validation of the data rank that `rank` belongs to."""
+    train, sequences = training_loader(recipe, corpus.train, rank), recipe.train.eval_sequences
     # Validation sequences are drawn from all validation files, and are the same for every seed of the run.
-    sequences = recipe.train.eval_sequences
-    validation = replace(loader, tokens=corpus.validation, global_batch_size=sequences, sizes=None, seed=0)
-    return Loaders(loader, validation)
+    return train, replace(train, tokens=corpus.validation, global_batch_size=sequences, sizes=None, seed=0)
 
 
 def training_loader(recipe: Recipe, tokens: TokenIds, rank: int) -> BatchLoader:
@@ -104,16 +108,28 @@ def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     return lines
 
 
-def _introduce(progress: ProgressDisplay, trainer: Trainer, corpus: Corpus, resumed: list[str]) -> None:
-    """Shows what is trained, on which layout, and where the run was resumed."""
-    recipe = trainer.recipe
-    layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "one process"
-    microbatches = f"{recipe.microbatches} microbatch{'es' * (recipe.microbatches > 1)}"
-    progress.say(
-        f"{trainer.parameter_count:,} parameters on {layout} ({trainer.device.type}, {recipe.train.precision}), "
-        f"{len(corpus.train):,} training tokens, {microbatches} a step"
-    )
-    for line in resumed:
-        progress.say(line)
-    if trainer.step >= recipe.train.steps:
-        progress.say(f"nothing to do: train.steps = {recipe.train.steps} are done")
+def generate(trainer: Trainer, tokenizer: ByteTokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
+    """Returns the prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the
+    `top_k` most likely (1: greedy) by a generator seeded with the run's seed. It takes one forward of the pipeline
+    per token. Every rank calls it and gets the same text, whatever the layout."""
+    seq_len, tp, pp = trainer.recipe.train.seq_len, trainer.axes["tp"], trainer.axes["pp"]
+    ids = [int(i) for i in tokenizer.encode(prompt)][-seq_len:] or [tokenizer.end_of_text]
+    prompt_length = len(ids)
+    generator = torch.Generator().manual_seed(trainer.recipe.train.seed)
+    for _ in range(tokens):
+        window = ids[-seq_len:]
+        # Every window is padded to the length of training, because causal attention does not look ahead.
+        padded = window + window[-1:] * (seq_len - len(window))
+        outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
+        token = torch.zeros((), dtype=torch.int64, device=trainer.device)
+        if outputs:  # this rank has the last stage, and chooses the token
+            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0).wait()  # [vocab / tp] -> [vocab]
+            logits = logits[: tokenizer.vocab_size]  # ids beyond the tokenizer's only make the vocabulary divisible
+            likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
+            token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
+        if pp.size > 1:
+            dist.broadcast(token, group=pp.group, group_src=trainer.pipeline.last_rank)
+        ids.append(int(token.item()))
+        if ids[-1] == tokenizer.end_of_text:
+            break
+    return prompt + tokenizer.decode(np.array(ids[prompt_length:]))

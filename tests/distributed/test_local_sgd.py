@@ -254,7 +254,7 @@ def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], flo
     with CollectiveCounter(trainer.mesh) as counter:
         train(trainer, 4)
     counted = sum(sent for (axis, _), sent in counter.bytes.items() if axis in ("local_sgd", "dp_replicate"))
-    fragments = [trainer.local_sgd.parameters_of(fragment) for fragment in range(local.fragments)]
+    fragments = trainer.local_sgd.fragments
     numels = [[outer.value.numel() for outer in fragment] for fragment in fragments]
     formula = sum(sent_bytes(fragment, CODECS[local.transport], 2) for fragment in numels)
     train(trainer, 2)

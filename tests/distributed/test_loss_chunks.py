@@ -12,7 +12,7 @@ import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
-from parallel3d.training.loss import chunk_tokens
+from parallel3d.training.loss import MeanLoss
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
@@ -85,10 +85,10 @@ def test_chunks_train_as_plain_torch_does(world: Callable, size: int) -> None:
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
     recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
-    assert chunk_tokens(recipe) is None
+    assert MeanLoss(recipe, None).chunk_tokens is None
     large = replace(recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048))
-    assert chunk_tokens(large) == 1046  # 512 MiB of float32
+    assert MeanLoss(large, None).chunk_tokens == 1046  # 512 MiB of float32
     on_eight = replace(large, parallel=replace(large.parallel, tp=8))
-    assert chunk_tokens(on_eight) is None  # 501 MiB on each
-    assert chunk_tokens(replace(on_eight, train=replace(large.train, loss_chunk_tokens=512))) == 512
-    assert chunk_tokens(replace(large, train=replace(large.train, loss_chunk_tokens=4 * 2048))) is None
+    assert MeanLoss(on_eight, None).chunk_tokens is None  # 501 MiB on each
+    assert MeanLoss(replace(on_eight, train=replace(large.train, loss_chunk_tokens=512)), None).chunk_tokens == 512
+    assert MeanLoss(replace(large, train=replace(large.train, loss_chunk_tokens=4 * 2048)), None).chunk_tokens is None

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.checkpoint.checksums import CHECKSUMS, write_checksums
 from parallel3d.checkpoint.files import load_tensors
 from parallel3d.checkpoint.reader import INDEX, IndexReader
-from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.checkpoint.store import list_checkpoints, sha256_of, write_checksums
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.training.state import load_trainer, save_trainer
@@ -249,7 +248,7 @@ def save_a_string_and_ask_for_a_tensor(path: Path) -> str:
     (path / "progress.json").write_text(
         '{"step": 1, "tokens": 1, "seed": 0, "global_batch_size": 1, "seq_len": 1, "parameters": 1, "parallel": {}}'
     )
-    write_checksums(path, [file.name for file in path.iterdir()], CHECKSUMS)
+    write_checksums(path, {file.name: sha256_of(file) for file in path.iterdir()})
     with pytest.raises(CheckpointError) as refusal:
         load_tensors({"value": torch.zeros(1)}, path)
     return str(refusal.value)

@@ -28,7 +28,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_stack import PlainStack
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
-from parallel3d.training.update import UpdateAfterBackward
+from parallel3d.training.update import UpdateInBackward
 from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
@@ -115,7 +115,7 @@ def has_weights(trainer: Trainer, weights: list[Tensor]) -> bool:
 
 def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
     """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of these numbers."""
-    assert isinstance(trainer.update, UpdateAfterBackward)
+    assert not isinstance(trainer.update, UpdateInBackward)
     complete = trainer.update.gradients.complete
 
     def plant() -> None:

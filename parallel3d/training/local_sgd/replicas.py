@@ -5,12 +5,12 @@ DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradien
 replicas go on. With outer rate 1 and no momentum it is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
 With `fragments` and `overlap_steps` it is Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
-Everything here works on this rank's plain parts of the parameters, whatever tp, pp and dp_shard are inside a replica:
-the outer parameters and their momentum are cut as `LocalParameter.local` is.
+Everything here works on this rank's part of each parameter (`LocalParameter.local`), whatever tp, pp and dp_shard are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +24,42 @@ from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd.schedule import SyncSchedule
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 
 BUCKET_ELEMENTS = 2**24  # the most elements that are sent in one go: 64 MiB of float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSchedule:
+    """Each of `fragments` parts of the model is synchronised every `sync_every` steps, at even distances from each
+    other, and what it sends is used `overlap_steps` later (Streaming DiLoCo, arXiv 2501.18512, section 2)."""
+
+    sync_every: int
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    def fragment_of(self, name: str) -> int:
+        """Returns the fragment of a parameter by its global name. Blocks take turns (the paper's strided pattern), so
+        that every pipeline stage has some of each fragment. The embedding is in the first fragment, the last norm and
+        the head are in the last."""
+        block = re.match(r"layers\.(\d+)\.", name)
+        if block is not None:
+            return int(block[1]) % self.fragments
+        return 0 if name.startswith("embed.") else self.fragments - 1
+
+    def sent(self, step: int) -> list[int]:
+        """Returns the fragments whose pseudo-gradients are sent after `step` (the first is 1)."""
+        # The first step after which a fragment is synchronised; for the last fragment it is `sync_every`.
+        first = [(fragment + 1) * self.sync_every // self.fragments for fragment in range(self.fragments)]
+        return [f for f in range(self.fragments) if step > 0 and (step - first[f]) % self.sync_every == 0]
+
+    def halfway(self, step: int) -> list[int]:
+        """Returns the fragments whose parts each replica has received after `step`, and whose mean it then sends."""
+        return self.sent(step - -(-self.overlap_steps // 2))
+
+    def due(self, step: int) -> list[int]:
+        """Returns the fragments that take their outer step after `step`."""
+        return self.sent(step - self.overlap_steps)
 
 
 class OuterParameter:
@@ -37,9 +69,6 @@ class OuterParameter:
         self.inner = inner
         self.value = inner.local.detach().float().clone()
         self.mean: Tensor | None = None  # the mean pseudo-gradient, from its arrival until it is due
-
-    def pseudo_gradient(self) -> Tensor:
-        return self.value - self.inner.local.detach()
 
     @torch.no_grad()
     def give(self, kept: float) -> None:
@@ -71,13 +100,20 @@ class LocalSgd:
         )
         self._axes, self._codec = axes, CODECS[config.transport]
         # Fragments have a group of their own, because what is sent in every step must not queue behind a fragment.
-        self._wire = replace(replicas, group=_group_like(replicas))
+        ranks = dist.get_process_group_ranks(replicas.group)
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="local_sgd")
+        self._wire = replace(replicas, group=group)
         self.parameters = [OuterParameter(parameter) for parameter in parameters]
-        self._fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
+        self.fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
         for outer in self.parameters:
-            self._fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
-        self.optimizer = _outer_optimizer([outer.value for outer in self.parameters], config)
-        self._on_their_way: dict[int, list[_BucketOnItsWay]] = {}  # by fragment; an empty list once all has arrived
+            self.fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
+        values = [outer.value for outer in self.parameters]
+        self.optimizer = torch.optim.SGD(values, config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
+        if config.outer_momentum > 0:  # the buffers are made now, so that every checkpoint has them
+            for value in values:
+                self.optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
+        # What is on its way, by fragment: an empty list once all of its buckets have arrived.
+        self._on_their_way: dict[int, list[tuple[list[OuterParameter], MeanOverReplicas]]] = {}
         self._same = set(range(config.fragments))  # fragments whose outer parameters the replicas now have
 
     def mean(self, x: Tensor) -> Tensor:
@@ -91,13 +127,17 @@ class LocalSgd:
         for fragment in self.schedule.sent(step):
             self._send(fragment)
         for fragment in self.schedule.halfway(step):
-            for sent in self._on_their_way.get(fragment, []):
-                sent.mean.gather()
+            for _, mean in self._on_their_way.get(fragment, []):
+                mean.gather()
         for fragment in self.schedule.due(step):
             if fragment in self._on_their_way:  # not so after a resume from another schedule
                 self._receive(fragment, step, self.config.kept)
-        if step == self.steps:
-            self._finish(step)
+        if step == self.steps:  # all replicas come together, so that the run's result is the same on all of them
+            for fragment in self.settle():
+                self._receive(fragment, step, self.config.kept)
+            for fragment in sorted(set(range(self.config.fragments)) - self._same):
+                self._send(fragment)
+                self._receive(fragment, step, 0.0)
 
     @contextmanager
     def outer_parameters(self, publish: Callable[[], None]) -> Iterator[None]:
@@ -107,7 +147,8 @@ class LocalSgd:
             yield
             return
         own = [outer.inner.local.detach().clone() for outer in self.parameters]
-        self._give_all()
+        for outer in self.parameters:
+            outer.give(0.0)
         publish()
         try:
             yield
@@ -129,43 +170,38 @@ class LocalSgd:
         self._on_their_way = {fragment: [] for fragment in on_their_way}
         self._same = set()
         if from_outer:
-            self._give_all()
-
-    def parameters_of(self, fragment: int) -> list[OuterParameter]:
-        return self._fragments[fragment]
-
-    def _give_all(self) -> None:
-        for outer in self.parameters:
-            outer.give(0.0)
-
-    def _finish(self, step: int) -> None:
-        """Brings all replicas together at the end of a run, so that its result is the same on all of them."""
-        for fragment in sorted(self._on_their_way):
-            self._receive(fragment, step, self.config.kept)
-        for fragment in range(self.config.fragments):
-            if fragment not in self._same:
-                self._send(fragment)
-                self._receive(fragment, step, 0.0)
+            for outer in self.parameters:
+                outer.give(0.0)
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
         self._on_their_way[fragment] = []
-        for bucket in _buckets(self._fragments[fragment]):
-            mean = MeanOverReplicas([outer.pseudo_gradient() for outer in bucket], self._wire, self._codec)
-            self._on_their_way[fragment].append(_BucketOnItsWay(bucket, mean))
+        for bucket in _buckets(self.fragments[fragment]):
+            differences = [outer.value - outer.inner.local.detach() for outer in bucket]
+            mean = MeanOverReplicas(differences, self._wire, self._codec)
+            self._on_their_way[fragment].append((bucket, mean))
             if self.config.overlap_steps == 0:
                 self._arrive(fragment)  # one bucket at a time takes less memory
 
     def _arrive(self, fragment: int) -> None:
-        for sent in self._on_their_way[fragment]:
-            for outer, mean in zip(sent.bucket, sent.mean.wait(), strict=True):
+        for bucket, means in self._on_their_way[fragment]:
+            for outer, mean in zip(bucket, means.wait(), strict=True):
                 outer.mean = mean
         self._on_their_way[fragment] = []
 
     def _receive(self, fragment: int, step: int, kept: float) -> None:
+        """Takes the outer step of a fragment. Raises NonFiniteError on all ranks if a mean is not finite on any:
+        replicas have the same means, but ranks of one replica do not."""
         self._arrive(fragment)
-        parameters = self._fragments[fragment]
-        self._check_finite([outer.mean for outer in parameters if outer.mean is not None], step)
+        parameters = self.fragments[fragment]
+        bad = sum(int(not torch.isfinite(outer.mean).all()) for outer in parameters if outer.mean is not None)
+        found = torch.tensor(float(bad), dtype=torch.float64, device=self.parameters[0].value.device)
+        if all_reduce_over(self._axes, found).item():
+            limit = " or is beyond 65504, float16's largest number" if self.config.transport == "fp16" else ""
+            raise NonFiniteError(
+                f"step {step}: the mean difference of the replicas' parameters is not finite{limit}. "
+                "A lower optimizer.lr, or local_sgd.transport=fp32, may do"
+            )
         for outer in parameters:
             outer.value.grad, outer.mean = outer.mean, None
         self.optimizer.step()
@@ -175,24 +211,6 @@ class LocalSgd:
         del self._on_their_way[fragment]
         if kept == 0.0:
             self._same.add(fragment)
-
-    def _check_finite(self, means: Sequence[Tensor], step: int) -> None:
-        """Raises NonFiniteError on all ranks if a mean is not finite on any. Replicas have the same means, but ranks of
-        one replica do not."""
-        bad = sum(int(not torch.isfinite(mean).all()) for mean in means)
-        device = self.parameters[0].value.device
-        if all_reduce_over(self._axes, torch.tensor(float(bad), dtype=torch.float64, device=device)).item():
-            limit = " or is beyond 65504, float16's largest number" if self.config.transport == "fp16" else ""
-            raise NonFiniteError(
-                f"step {step}: the mean difference of the replicas' parameters is not finite{limit}. "
-                "A lower optimizer.lr, or local_sgd.transport=fp32, may do"
-            )
-
-
-@dataclass(frozen=True)
-class _BucketOnItsWay:
-    bucket: list[OuterParameter]
-    mean: MeanOverReplicas
 
 
 def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParameter]]:
@@ -205,18 +223,3 @@ def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParamet
         bucket.append(outer)
     if bucket:
         yield bucket
-
-
-def _outer_optimizer(values: list[Tensor], config: LocalSgdConfig) -> torch.optim.SGD:
-    optimizer = torch.optim.SGD(values, config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
-    if config.outer_momentum > 0:  # the buffers are made now, so that every checkpoint has them
-        for value in values:
-            optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
-    return optimizer
-
-
-def _group_like(axis: Axis) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(axis.group)
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc="local_sgd")
-    assert isinstance(group, dist.ProcessGroup)
-    return group

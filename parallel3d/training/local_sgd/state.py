@@ -19,7 +19,6 @@ from parallel3d.errors import CheckpointError
 from parallel3d.training.local_sgd.replicas import LocalSgd, OuterParameter
 
 Tensors = dict[str, Tensor]  # keyed by their names in a checkpoint
-_MODEL = "model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +46,13 @@ class SavedReplicas:
             raise CheckpointError(f"{path}: what it says of local_sgd cannot be read: {error}") from error
         return saved
 
-    def has_schedule_of(self, local_sgd: LocalSgd) -> bool:
-        now = local_sgd.schedule
-        return (self.sync_every, self.fragments, self.overlap_steps) == (
-            now.sync_every,
-            now.fragments,
-            now.overlap_steps,
-        )
-
 
 def saved_replicas(local_sgd: LocalSgd) -> dict[str, Any]:
     """Returns what the progress file says of the replicas. Call it after `tensors_to_save`."""
     return asdict(
         SavedReplicas(
             replicas=local_sgd.replicas.size,
-            sync_every=local_sgd.schedule.sync_every,
-            fragments=local_sgd.schedule.fragments,
-            overlap_steps=local_sgd.schedule.overlap_steps,
+            **asdict(local_sgd.schedule),
             has_momentum=local_sgd.config.outer_momentum > 0,
             on_their_way=local_sgd.settle(),
         )
@@ -75,32 +64,27 @@ def tensors_to_save(local_sgd: LocalSgd | None, state: Tensors) -> Tensors:
     must arrive first."""
     if local_sgd is None:
         return state
+    local_sgd.settle()
     tensors = {f"replica.{local_sgd.replicas.rank}.{name}": tensor for name, tensor in state.items()}
-    tensors |= _values(local_sgd)
-    if local_sgd.config.outer_momentum > 0:
-        tensors |= _momenta(local_sgd)
-    return tensors | _means(local_sgd, local_sgd.settle())
+    return tensors | _outer_tensors(local_sgd, with_momentum=local_sgd.config.outer_momentum > 0)
 
 
 def tensors_to_load(local_sgd: LocalSgd | None, state: Tensors, saved: SavedReplicas | None) -> Tensors:
     """Maps names in a checkpoint to the tensors of `state` and of the outer loop that they are loaded into."""
-    if local_sgd is None:
-        return state if saved is None else {_of_replica(0, name): tensor for name, tensor in state.items()}
-    tensors = _values(local_sgd)
-    if saved is None:
-        return tensors | {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
-    replica = local_sgd.replicas.rank % saved.replicas
-    is_same = saved.replicas == local_sgd.replicas.size
-    for name, tensor in state.items():
-        if is_same or not name.startswith(_MODEL):
-            tensors[f"replica.{replica}.{name}"] = tensor
-    if saved.has_momentum and local_sgd.config.outer_momentum > 0:
-        tensors |= _momenta(local_sgd)
-    if saved.has_schedule_of(local_sgd):
-        for outer in _parameters_of(local_sgd, saved.on_their_way):
+    if local_sgd is None:  # the model is the outer one, and all else is a replica's
+        is_apart = saved is not None
+        return {f"replica.0.{n}" if is_apart and not n.startswith("model.") else n: x for n, x in state.items()}
+    for outer in local_sgd.parameters:
+        outer.mean = None
+    for fragment in _continued(local_sgd, saved):
+        for outer in local_sgd.fragments[fragment]:
             outer.mean = torch.zeros_like(outer.value)
-        tensors |= _means(local_sgd, saved.on_their_way)
-    return tensors
+    has_momentum = saved is not None and saved.has_momentum and local_sgd.config.outer_momentum > 0
+    own = "" if saved is None else f"replica.{local_sgd.replicas.rank % saved.replicas}."
+    keeps_replicas = saved is not None and saved.replicas == local_sgd.replicas.size
+    return _outer_tensors(local_sgd, with_momentum=has_momentum) | {
+        f"{own}{name}": tensor for name, tensor in state.items() if keeps_replicas or not name.startswith("model.")
+    }
 
 
 @torch.no_grad()
@@ -119,39 +103,25 @@ def after_loading(local_sgd: LocalSgd, saved: SavedReplicas | None) -> None:
                 momentum.copy_(local_sgd.optimizer.state[twin.value]["momentum_buffer"])
             if outer.mean is not None and twin.mean is not None:
                 outer.mean.copy_(twin.mean)
-    goes_on = saved is not None and saved.replicas == local_sgd.replicas.size
-    on_their_way = saved.on_their_way if saved is not None and saved.has_schedule_of(local_sgd) else []
-    local_sgd.resume(on_their_way, from_outer=not goes_on)
+    keeps_replicas = saved is not None and saved.replicas == local_sgd.replicas.size
+    local_sgd.resume(_continued(local_sgd, saved), from_outer=not keeps_replicas)
 
 
-def _of_replica(replica: int, name: str) -> str:
-    """Returns the name from which a run loads: the outer model's, and for all else the replica's."""
-    return name if name.startswith(_MODEL) else f"replica.{replica}.{name}"
+def _continued(local_sgd: LocalSgd, saved: SavedReplicas | None) -> list[int]:
+    """Returns the checkpoint's fragments on their way, if this run synchronises by the same schedule."""
+    is_same = saved is not None and asdict(local_sgd.schedule).items() <= asdict(saved).items()
+    return saved.on_their_way if saved is not None and is_same else []
 
 
-def _values(local_sgd: LocalSgd) -> Tensors:
-    return _by_name("model", [(outer, outer.value) for outer in local_sgd.parameters])
-
-
-def _momenta(local_sgd: LocalSgd) -> Tensors:
-    state = local_sgd.optimizer.state
-    return _by_name(
-        "outer.momentum", [(outer, state[outer.value]["momentum_buffer"]) for outer in local_sgd.parameters]
-    )
-
-
-def _means(local_sgd: LocalSgd, fragments: list[int]) -> Tensors:
-    parameters = _parameters_of(local_sgd, fragments)
-    return _by_name("outer.mean", [(outer, outer.mean) for outer in parameters if outer.mean is not None])
-
-
-def _parameters_of(local_sgd: LocalSgd, fragments: list[int]) -> list[OuterParameter]:
-    return [outer for fragment in fragments for outer in local_sgd.parameters_of(fragment)]
-
-
-def _by_name(kind: str, pairs: list[tuple[OuterParameter, Tensor]]) -> Tensors:
+def _outer_tensors(local_sgd: LocalSgd, *, with_momentum: bool) -> Tensors:
     """Maps names to the tensors that all ranks of a replica hold together, the first of each name."""
     tensors: Tensors = {}
-    for outer, tensor in pairs:
-        tensors.setdefault(f"{kind}.{outer.inner.name}", outer.inner.distributed(tensor))
+    for outer in local_sgd.parameters:
+        kinds = {"model": outer.value}
+        if with_momentum:
+            kinds["outer.momentum"] = local_sgd.optimizer.state[outer.value]["momentum_buffer"]
+        if outer.mean is not None:
+            kinds["outer.mean"] = outer.mean
+        for kind, tensor in kinds.items():
+            tensors.setdefault(f"{kind}.{outer.inner.name}", outer.inner.distributed(tensor))
     return tensors

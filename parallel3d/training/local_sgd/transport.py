@@ -16,7 +16,7 @@ Bounds are over all replicas' x. Each tensor is rounded up to blocks of 256 elem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,6 @@ from parallel3d.config.recipe import Transport
 from parallel3d.mesh import Axis
 
 BLOCK = 256  # elements that share one scale
-_LARGEST_INT8 = 127
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Codec:
 
 
 def _to_int8(blocks: Tensor) -> Tensor:
-    scale = blocks.abs().amax(dim=1, keepdim=True) / _LARGEST_INT8
+    scale = blocks.abs().amax(dim=1, keepdim=True) / 127
     # A block of zeros has scale 0. A block that is not finite has a scale that is not, and decodes to such numbers.
     whole = (blocks / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8)
     return torch.cat((scale.view(torch.uint8), whole.view(torch.uint8)), dim=1)
@@ -76,9 +75,14 @@ class MeanOverReplicas:
 
     def __init__(self, tensors: Sequence[Tensor], replicas: Axis, codec: Codec) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
-        self._device = tensors[0].device
         self._replicas, self._codec = replicas, codec
-        mine = codec.encode(_as_blocks(tensors, replicas.size)).unflatten(0, (replicas.size, -1))
+        wanted = sum(blocks_of(tensor.numel()) for tensor in tensors)
+        blocks = torch.zeros(-(-wanted // replicas.size) * replicas.size, BLOCK, device=tensors[0].device)
+        flat, start = blocks.view(-1), 0
+        for tensor in tensors:  # each begins a block
+            flat[start : start + tensor.numel()].copy_(tensor.reshape(-1))
+            start += blocks_of(tensor.numel()) * BLOCK
+        mine = codec.encode(blocks).unflatten(0, (replicas.size, -1))
         theirs = torch.empty_like(mine)
         self._buffers = mine, theirs  # kept until they have arrived
         self._arrives = dist.all_to_all_single(theirs, mine, group=replicas.group, async_op=True)
@@ -104,26 +108,11 @@ class MeanOverReplicas:
         self.gather()
         _wait(self._arrives)
         _, everyone = self._buffers
-        return list(_from_blocks(self._codec.decode(everyone.flatten(0, 1)), self._shapes))
-
-
-def _as_blocks(tensors: Sequence[Tensor], replicas: int) -> Tensor:
-    """Lays the tensors into blocks, float32 [n, BLOCK]: each begins a block, and n is a multiple of `replicas`."""
-    wanted = sum(blocks_of(tensor.numel()) for tensor in tensors)
-    blocks = torch.zeros(-(-wanted // replicas) * replicas, BLOCK, device=tensors[0].device)
-    flat, start = blocks.view(-1), 0
-    for tensor in tensors:
-        flat[start : start + tensor.numel()].copy_(tensor.reshape(-1))
-        start += blocks_of(tensor.numel()) * BLOCK
-    return blocks
-
-
-def _from_blocks(blocks: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-    flat, start = blocks.view(-1), 0
-    for shape in shapes:
-        numel = shape.numel()
-        yield flat[start : start + numel].view(shape)
-        start += blocks_of(numel) * BLOCK
+        flat, start, means = self._codec.decode(everyone.flatten(0, 1)).view(-1), 0, []
+        for shape in self._shapes:
+            means.append(flat[start : start + shape.numel()].view(shape))
+            start += blocks_of(shape.numel()) * BLOCK
+        return means
 
 
 def _wait(work: dist.Work | None) -> None:
