@@ -49,12 +49,11 @@ class Links:
         self._timeout_ms = timeout_ms(pipeline, device)
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
-            for source, target in _ways(schedule) if can_share(device.type) else []:
-                if target == self.rank:
-                    with suppress(OSError):  # where there is no room, the backend carries this way's messages
-                        path = folder / f"{source}-{target}"
-                        reserve(path)
-                        mine[source, target] = path
+            for source, target in [way for way in _ways(schedule) if way[1] == self.rank and can_share(device.type)]:
+                with suppress(OSError):  # where there is no room, the backend carries this way's messages
+                    path = folder / f"{source}-{target}"
+                    reserve(path)
+                    mine[source, target] = path
             incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             own = socket.gethostname(), folder, digest, mine

@@ -123,7 +123,7 @@ def generate(trainer: Trainer, tokenizer: ByteTokenizer, *, prompt: str, tokens:
         outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # this rank has the last stage, and chooses the token
-            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0).wait()  # [vocab / tp] -> [vocab]
+            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()  # [vocab / tp] -> [vocab]
             logits = logits[: tokenizer.vocab_size]  # ids beyond the tokenizer's only make the vocabulary divisible
             likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
             token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
