@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from parallel3d.errors import ConfigError, RankError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.tools.reply import Reply, write_output
 
-_PRELOAD = ("torch", "parallel3d.tools.calibrate.worker", "parallel3d.models.llama")
+RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
+_WORKER = "parallel3d.tools.calibrate.worker"
 _PATIENCE_S = 1800.0  # timeout of a collective: under a launcher the others wait for rank 0
-_TARGET = "parallel3d.tools.calibrate.worker:worker"
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -35,9 +36,13 @@ def answer(options: argparse.Namespace) -> Reply:
         print(f"{options.output}: there already, checked as it is (--again measures anew)", file=sys.stderr)
         text = options.output.read_text()
     else:
-        measured = _under_launcher(rendezvous, options) if rendezvous else _started_here(options)
-        if rendezvous is not None and rendezvous.rank > 0:
-            return Reply(page=list)
+        if rendezvous is not None:
+            measured = _under_launcher(rendezvous, options)
+            if rendezvous.rank > 0:
+                return Reply(page=list)
+        else:
+            worlds = sorted({1, *(options.ranks or _usual_ranks(options.device))})
+            measured = {ranks: _started(options, ranks) for ranks in worlds}
         from parallel3d.tools.calibrate.hardware_file import hardware_text
 
         text = hardware_text(measured, date=datetime.now(UTC).date().isoformat())
@@ -54,21 +59,23 @@ def answer(options: argparse.Namespace) -> Reply:
     return check(text, device=options.device)
 
 
-def _started_here(options: argparse.Namespace) -> dict[int, Any]:
-    """Measures with each world of local workers, and returns the results by the number of ranks."""
-    return {ranks: _started(options, ranks) for ranks in sorted({1, *(options.ranks or _usual_ranks(options.device))})}
-
-
-def _started(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Returns what so many workers, started here, have measured. Raises RankError where a worker failed."""
+def run_workers(function: str, recipe: Recipe) -> Any:
+    """Runs a function of calibrate's workers in as many local processes as the recipe's layout has ranks, and returns
+    what rank 0 writes. Raises RankError where a worker failed."""
     from parallel3d.launch.local import launch_local
 
-    print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
+    preload = ("torch", _WORKER, "parallel3d.training.trainer", "parallel3d.models.llama")
     with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-        status = launch_local(_TARGET, _recipe(options, ranks, folder), ranks, preload=_PRELOAD)
+        ranks = recipe.parallel.world_size
+        status = launch_local(f"{_WORKER}:{function}", replace(recipe, run_dir=folder), ranks, preload=preload)
         if status != 0:
             raise RankError(f"calibrate: {ranks} workers did not finish (exit status {status})")
-        return _results(folder)
+        return json.loads((Path(folder) / RESULTS).read_text())
+
+
+def _started(options: argparse.Namespace, ranks: int) -> Any:
+    print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
+    return run_workers("measure", _recipe(options, ranks))
 
 
 def _usual_ranks(device: str) -> list[int]:
@@ -84,38 +91,27 @@ def _usual_ranks(device: str) -> list[int]:
 
 def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
     """Measures the launcher's world. Rank 0 measures one process before, and alone returns the results."""
-    from parallel3d.tools.calibrate.worker import worker
+    from parallel3d.tools.calibrate.worker import measure
 
     size = rendezvous.world_size
     if size != rendezvous.local_world_size:
         raise ConfigError(f"calibrate: measures one host, and its {size} ranks are on several; start it on one of them")
     measured = {1: _started(options, 1)} if rendezvous.rank == 0 else {}
-    if size == 1:
-        return measured
-    with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-        worker(_recipe(options, size, folder), rendezvous)
-        return {**measured, size: _results(folder)} if rendezvous.rank == 0 else {}
+    if size > 1:
+        with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
+            measure(replace(_recipe(options, size), run_dir=folder), rendezvous)
+            if rendezvous.rank == 0:
+                measured[size] = json.loads((Path(folder) / RESULTS).read_text())
+    return measured
 
 
-def _recipe(options: argparse.Namespace, ranks: int, folder: str) -> Recipe:
-    """Returns a recipe that says what a launcher wants to know: the world's size, its device and where results go."""
+def _recipe(options: argparse.Namespace, ranks: int) -> Recipe:
+    """Returns a recipe that says what a launcher wants to know: the world's size and its device."""
+    steps = 1 if options.quick else 2
     return Recipe(
         model=ModelConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn_hidden=8, vocab=8),
         parallel=ParallelConfig(dp_replicate=ranks),
         train=TrainConfig(
-            steps=1 if options.quick else 2,
-            global_batch_size=ranks,
-            seq_len=8,
-            device=options.device,
-            timeout_s=_PATIENCE_S,
+            steps=steps, global_batch_size=ranks, seq_len=8, device=options.device, timeout_s=_PATIENCE_S
         ),
-        run_dir=folder,
     )
-
-
-def _results(folder: str) -> dict[str, Any]:
-    from parallel3d.tools.calibrate.worker import RESULTS
-
-    found = json.loads((Path(folder) / RESULTS).read_text())
-    assert isinstance(found, dict)
-    return found

@@ -3,7 +3,6 @@ measured of this one."""
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 import yaml
 
 from parallel3d.planner.hardware.calibration import Overhead
-from parallel3d.planner.hardware.cluster import Cluster, Device, Link
+from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
 
+ANY = load_cluster("cpu", [HARDWARE])  # for questions that are answered by the measured curves alone
 _MOST_CPU_RANKS = 8
 _SHARE = 0.98  # the share of a GPU's memory that a process can have
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
@@ -36,9 +37,8 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
             ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]))
     # A host without GPUs runs as many ranks as one likes; that they share its cores is in `measured`.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
-    device = _device_tree(alone, processes[min(processes)], most=most)
     tree = {
-        "device": device,
+        "device": _device_tree(alone, processes[min(processes)], most=most),
         "node": _node_tree(ranks, most),
         "network": _NETWORK,
         "measured": {"cores": cores, "synchronous": on_cpu, "processes": processes, "ranks": ranks},
@@ -83,27 +83,3 @@ def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
         "latency_us": latency / (size - 1) * 1e6,
         "efficiency": 1.0,
     }
-
-
-def host_memory_bytes() -> int:
-    """Returns the memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-# A cluster for questions that are answered by the measured curves alone.
-ANY = Cluster(
-    name="any",
-    device=Device(
-        name="any",
-        peak_flops={"bf16": 1.0},
-        memory_bytes=1.0,
-        memory_bandwidth=1.0,
-        processors=1,
-        matmul_efficiency=1.0,
-        memory_efficiency=1.0,
-        attention_flops={"forward": 1.0, "backward": 1.0},
-    ),
-    gpus_per_node=1,
-    node=Link(bandwidth=1.0, latency_s=0.0, efficiency=1.0),
-    network=Link(bandwidth=1.0, latency_s=0.0, efficiency=1.0),
-)

@@ -34,12 +34,10 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     keys: Sequence[int] = (512, 2048, 8192) if gpu else (64, 256) if quick else (64, 256, 1024)
     depths = (64, 128) if gpu else (32, 64) if quick else (32, 64, 128)
     largest = 28 if gpu else 24 if quick else 26
-    attention: dict[str, Any] = {}
-    for precision in _DTYPES:
-        attention[precision] = _attention(device, precision, keys if gpu or precision == "fp32" else (256,), depths)
+    few_keys = keys if gpu else (256,)
     return {
         "matmul": {p: _matmul(device, p, sides if p == "fp32" else coarse) for p in _DTYPES},
-        "attention": attention,
+        "attention": {p: _attention(device, p, keys if p == "fp32" else few_keys, depths) for p in _DTYPES},
         "memory": _memory(device, [2**n for n in range(14, largest + 1, 2)]),
     }
 

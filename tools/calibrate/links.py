@@ -4,21 +4,21 @@ gloo or NCCL), and how much ranks that compute at once slow each other down."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.collectives import all_reduce, gather, reduce_scatter
 from parallel3d.mesh import Axis, build_mesh
+from parallel3d.models.llama import Llama
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
 from parallel3d.tools.calibrate.kernels import Rows, best_s, timed_s
+from parallel3d.tools.calibrate.probes import LARGER, LARGER_SEQ
 
 _FEATURES = 256
 _ROUNDS = 5
@@ -43,22 +43,17 @@ def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[i
     return found
 
 
-def together_s(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of a call that all ranks make at once: the least of several rounds, of the slowest rank."""
+def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
+    """Returns the seconds of a call that all ranks make at once: the least of several rounds, each of its slowest
+    rank. Every rank makes as many calls a round as rank 0 thinks right."""
     work()
-    calls = _agreed(max(1, int(0.01 / max(1e-6, timed_s(work, device, 2)))), device)
+    calls = torch.tensor(max(1, int(round_s / max(1e-6, timed_s(work, device, 2)))), device=device)
+    dist.broadcast(calls, src=0)
     least = float("inf")
     for _ in range(_ROUNDS):
         dist.barrier()
-        least = min(least, timed_s(work, device, calls))
-    return _largest(least, device)
-
-
-def _agreed(number: int, device: torch.device) -> int:
-    """Returns rank 0's number on every rank."""
-    value = torch.tensor(float(number), device=device)
-    dist.broadcast(value, src=0)
-    return int(value.item())
+        least = min(least, _largest(timed_s(work, device, int(calls)), device))
+    return least
 
 
 def _largest(number: float, device: torch.device) -> float:
@@ -77,28 +72,25 @@ class _Passing(nn.Module):
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
     """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it receives."""
     pp = build_mesh(ParallelConfig(pp=world_size), device.type)["pp"]
-    return [[float(size), _action_s(pp, device, size)] for size in sizes]
 
+    def loss(y: Tensor, _: Tensor) -> Tensor:
+        return y.flatten()[0]
 
-def _action_s(pp: DeviceMesh, device: torch.device, size: int) -> float:
-    few, many = 2 * pp.size(), 6 * pp.size()
-    seconds = []
-    for microbatches in (few, many):
-        schedule = build_schedule("1f1b", pp=pp.size(), microbatches=microbatches)
-        spec = TensorSpec((size // (4 * _FEATURES), _FEATURES), torch.float32)
-        runtime = PipelineRuntime(
-            [_Passing()], schedule, pp, lambda y, _: y.flatten()[0], boundaries=spec, device=device
-        )
-        inputs = torch.zeros(microbatches, size // (4 * _FEATURES), _FEATURES, device=device)
-        seconds.append(together_s(lambda: runtime.run(inputs), device))  # noqa: B023  # called before the next
-    return max(1e-7, (seconds[1] - seconds[0]) / (many - few) / 2)
+    def step_s(size: int, microbatches: int) -> float:
+        schedule = build_schedule("1f1b", pp=world_size, microbatches=microbatches)
+        shape = (size // (4 * _FEATURES), _FEATURES)
+        spec = TensorSpec(shape, torch.float32)
+        runtime = PipelineRuntime([_Passing()], schedule, pp, loss, boundaries=spec, device=device)
+        inputs = torch.zeros(microbatches, *shape, device=device)
+        return together_s(lambda: runtime.run(inputs), device)
+
+    few, many = 2 * world_size, 6 * world_size
+    seconds = {size: (step_s(size, many) - step_s(size, few)) / (many - few) / 2 for size in sizes}
+    return [[float(size), max(1e-7, each)] for size, each in seconds.items()]
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
     """Returns the seconds of a block's forward and backward: by one rank while the others wait, and by all at once."""
-    from parallel3d.models.llama import Llama
-    from parallel3d.tools.calibrate.probes import LARGER, LARGER_SEQ
-
     model = Llama(LARGER, device=device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -113,11 +105,4 @@ def measure_contention(device: torch.device) -> tuple[float, float]:
         if rank == dist.get_rank():
             alone = best_s(work, device, round_s=0.05)
     dist.barrier()
-    start = time.perf_counter()
-    work()
-    calls = _agreed(max(1, int(0.1 / (time.perf_counter() - start))), device)
-    rounds = []
-    for _ in range(_ROUNDS):
-        dist.barrier()
-        rounds.append(_largest(timed_s(work, device, calls), device))
-    return _largest(alone, device), min(rounds)
+    return _largest(alone, device), together_s(work, device, round_s=0.1)

@@ -8,8 +8,9 @@ Which runs there are is decided without torch; `time_probes` trains them with th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 
@@ -43,10 +44,9 @@ def probe(
     axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int, *, seq: int | None = None
 ) -> Probe:
     seq = seq or (TINY_SEQ if model is TINY else LARGER_SEQ)
-    numbers = {key: getattr(model, key) for key in ("hidden", "heads", "kv_heads", "ffn_hidden", "vocab")}
     batch = microbatches * parallel.dp * parallel.microbatch_size
     recipe = Recipe(
-        model=ModelConfig(layers=layers, **numbers),
+        model=replace(model, layers=layers),
         parallel=parallel,
         train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
@@ -62,13 +62,9 @@ def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
 def probes(world_size: int) -> list[Probe]:
     """Returns the runs to time with so many ranks, each along one axis."""
     if world_size == 1:
-        alone = ParallelConfig()
-        found = _tiny("alone", alone)
-        for seq, size in LARGER_SIZES:
-            how = ParallelConfig(microbatch_size=size)
-            found += [
-                probe("alone", how, LARGER, layers, m, seq=seq) for layers in LARGER_LAYERS for m in LARGER_MICROBATCHES
-            ]
+        found = _tiny("alone", ParallelConfig())
+        for (seq, size), layers, m in product(LARGER_SIZES, LARGER_LAYERS, LARGER_MICROBATCHES):
+            found.append(probe("alone", ParallelConfig(microbatch_size=size), LARGER, layers, m, seq=seq))
         for kind in ("selective", "full"):
             found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
         return found
@@ -95,9 +91,13 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     of one. Every rank of the world calls it."""
     import torch.distributed as dist
 
+    from parallel3d.mesh import build_mesh
     from parallel3d.tools.calibrate.kernels import timed_s
 
-    meshes = _meshes(recipes, device)
+    # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes 100 times a second:
+    # the groups of forty meshes made a small step with four ranks on two cores take 40% longer.
+    layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
+    meshes = {sizes: build_mesh(parallel, device.type) for sizes, parallel in layouts.items()}
     works = [_step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes]
     for work in works:
         for _ in range(2):
@@ -110,38 +110,23 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     return least
 
 
-def _meshes(recipes: Sequence[Recipe], device: torch.device) -> dict[tuple[int, ...], DeviceMesh]:
-    """Builds one mesh for all recipes of the same sizes, by the sizes. Each of gloo's groups has a thread that wakes
-    100 times a second: the groups of forty meshes made a small step with four ranks on two cores take 40% longer."""
-    from parallel3d.mesh import build_mesh
-
-    layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
-    return {sizes: build_mesh(parallel, device.type) for sizes, parallel in layouts.items()}
-
-
 def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
+    """Returns a call of one training step, on tokens that all ranks of one data rank draw alike."""
+    import torch
     import torch.distributed as dist
 
+    from parallel3d.data.loader import Batch
     from parallel3d.models import model_class
     from parallel3d.training.trainer import Trainer
 
     trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class(recipe.model.architecture))
-    batch = _batch(recipe, dist.get_rank())
-    return lambda: trainer.train_step(batch)
-
-
-def _batch(recipe: Recipe, rank: int) -> Any:
-    import torch
-
-    from parallel3d.data.loader import Batch
-
-    place = recipe.parallel.coordinates(rank)
+    place = recipe.parallel.coordinates(dist.get_rank())
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
-    # All ranks of one data rank draw the same tokens.
     generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
     tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
-    return Batch(
+    batch = Batch(
         inputs=tokens[..., :-1].contiguous(),
         labels=tokens[..., 1:].contiguous(),
         samples=torch.arange(tokens[..., 0].numel()).view(shape[:2]),
     )
+    return lambda: trainer.train_step(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,64 +12,49 @@ import torch
 from parallel3d.config.recipe import Recipe
 from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.worker_process import cores
-from parallel3d.tools.calibrate.hardware_file import host_memory_bytes
+from parallel3d.tools.calibrate.command import RESULTS
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
 from parallel3d.tools.calibrate.probes import probes, time_probes
 
-RESULTS = "measured.json"
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]  # from four rows of features on, so that few ranks divide them
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
 
 
-@dataclass
-class Measurements:
-    """What the ranks of one world have measured, in seconds."""
+def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    """Measures on every rank, in seconds; `recipe.train.steps` of 1 asks for quick measurements. One process is
+    measured with one thread, and with as many threads as there are cores."""
+    device = choose_device(recipe.train.device, rendezvous)
+    quick, size = recipe.train.steps == 1, rendezvous.world_size
+    with process_group(rendezvous, device, recipe.train.timeout_s):
+        found = _host(device)
+        if size > 1:
+            found["contention"] = measure_contention(device)
+            found["collectives"] = measure_collectives(size, device, _COLLECTIVES)
+            found["transfers"] = measure_transfers(size, device, _TRANSFERS)
+            found["probes"] = {torch.get_num_threads(): _time_probes(size, device, quick=quick)}
+        else:
+            found |= {"kernels": {}, "probes": {}}  # by threads
+            for threads in sorted({1, cores()}) if device.type == "cpu" else [1]:
+                if device.type == "cpu":
+                    torch.set_num_threads(threads)
+                found["kernels"][threads] = measure_kernels(device, quick=quick)
+                found["probes"][threads] = _time_probes(1, device, quick=quick)
+    _write(found, recipe, rendezvous)
 
-    device: str
-    torch: str
-    cores: int
-    memory_bytes: int
-    processors: int  # multiprocessors of a GPU
-    kernels: dict[int, dict[str, Any]] = field(default_factory=dict)  # by threads
-    probes: dict[int, dict[str, float]] = field(default_factory=dict)  # by threads, by name
-    contention: tuple[float, float] = (1.0, 1.0)
-    collectives: dict[str, Any] = field(default_factory=dict)
-    transfers: list[list[float]] = field(default_factory=list)
 
-
-def worker(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """Measures on every rank. Rank 0 writes the results into `recipe.run_dir`; `recipe.train.steps` of 1 asks for quick
-    ones."""
-    assert recipe.run_dir is not None
-    quick = recipe.train.steps == 1
+def train(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    """Times the recipe's own steps on every rank."""
     device = choose_device(recipe.train.device, rendezvous)
     with process_group(rendezvous, device, recipe.train.timeout_s):
-        found = _alone(device, quick=quick) if rendezvous.world_size == 1 else _together(rendezvous, device, quick)
+        (seconds,) = time_probes([recipe], device, rounds=5)
+    _write(seconds, recipe, rendezvous)
+
+
+def _write(found: object, recipe: Recipe, rendezvous: Rendezvous) -> None:
+    assert recipe.run_dir is not None
     if rendezvous.rank == 0:
-        Path(recipe.run_dir).mkdir(parents=True, exist_ok=True)
-        (Path(recipe.run_dir) / RESULTS).write_text(json.dumps(vars(found)))
-
-
-def _alone(device: torch.device, *, quick: bool) -> Measurements:
-    """Measures one process with one thread, and with as many threads as there are cores."""
-    found = _nothing_yet(device)
-    for threads in sorted({1, cores()}) if device.type == "cpu" else [1]:
-        if device.type == "cpu":
-            torch.set_num_threads(threads)
-        found.kernels[threads] = measure_kernels(device, quick=quick)
-        found.probes[threads] = _time_probes(1, device, quick=quick)
-    return found
-
-
-def _together(rendezvous: Rendezvous, device: torch.device, quick: bool) -> Measurements:
-    size = rendezvous.world_size
-    found = _nothing_yet(device)
-    found.contention = measure_contention(device)
-    found.collectives = measure_collectives(size, device, _COLLECTIVES)
-    found.transfers = measure_transfers(size, device, _TRANSFERS)
-    found.probes[torch.get_num_threads()] = _time_probes(size, device, quick=quick)
-    return found
+        (Path(recipe.run_dir) / RESULTS).write_text(json.dumps(found))
 
 
 def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[str, float]:
@@ -78,10 +63,10 @@ def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[
     return {each.name: taken for each, taken in zip(found, seconds, strict=True)}
 
 
-def _nothing_yet(device: torch.device) -> Measurements:
-    version = str(torch.__version__)
+def _host(device: torch.device) -> dict[str, Any]:
+    """Returns what a device is called and has: its memory, and a GPU's multiprocessors."""
+    found = {"device": "CPU", "torch": str(torch.__version__), "cores": cores(), "processors": 1}
     if device.type == "cpu":
-        return Measurements("CPU", version, cores(), host_memory_bytes(), 1)
-    properties = torch.cuda.get_device_properties(device)
-    memory, processors = properties.total_memory, properties.multi_processor_count
-    return Measurements(properties.name, version, cores(), memory, processors)
+        return {**found, "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    gpu = torch.cuda.get_device_properties(device)
+    return {**found, "device": gpu.name, "memory_bytes": gpu.total_memory, "processors": gpu.multi_processor_count}

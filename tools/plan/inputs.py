@@ -78,7 +78,15 @@ def read_question(
     if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
         rows = model.shape.position_rows
         raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
-    cluster = _cluster(options)
+    cluster = with_links(
+        asked_cluster(options),
+        network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
+        node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
+        gpus_per_node=options.gpus_per_node,
+    )
+    device = cluster.device
+    bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
+    cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))
     precision = options.precision or (train.precision if train else "bf16")
     question = Question(
         shape=model.shape,
@@ -148,16 +156,3 @@ def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> T
         fragmentation=program.fragmentation if options.fragmentation is None else options.fragmentation,
         context_bytes=options.context_memory or program.context_bytes,
     )
-
-
-def _cluster(options: argparse.Namespace) -> Cluster:
-    """Returns the hardware of --gpu or --hardware, with what the other options change of it."""
-    cluster = with_links(
-        asked_cluster(options),
-        network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
-        node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
-        gpus_per_node=options.gpus_per_node,
-    )
-    device = cluster.device
-    bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
-    return replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))

@@ -26,7 +26,8 @@ _MOST_RANKS = 8  # shown one by one; of more, those that differ
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Answers for --layout, or for the layout of the recipe."""
+    """Answers for --layout, or for the layout of the recipe. Raises ConfigError for a layout that the trainer
+    refuses."""
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")

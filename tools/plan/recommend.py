@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from parallel3d.config.rules import validate
@@ -44,7 +44,8 @@ def answer(options: argparse.Namespace) -> Reply:
         write_output("--html", options.html, html_page(plan))
 
     def lines() -> Iterator[str]:
-        yield from page(plan, bold=_bold()).splitlines()
+        is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        yield from page(plan, bold=str if is_plain else lambda line: f"\033[1m{line}\033[0m").splitlines()
         if options.explain and plan.best is not None:
             yield from ("", *explained(plan.question, plan.best.parallel, whole=True))
 
@@ -111,8 +112,3 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
     nearest = sorted((*refused, *plan.answer.rejected), key=lambda rejected: rejected.short_bytes)
     answer = replace(plan.answer, strategies=plan.answer.strategies[len(refused) :], rejected=tuple(nearest))
     return replace(plan, answer=answer, verified=tuple(tried))
-
-
-def _bold() -> Callable[[str], str]:
-    is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return str if is_plain else lambda line: f"\033[1m{line}\033[0m"

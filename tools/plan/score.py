@@ -6,14 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, read_cases
-from parallel3d.planner.published.score import Errors, Score, score
+from parallel3d.planner.published.score import Score, score
 from parallel3d.planner.report.page import Accuracy
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.reply import Reply, write_output
@@ -69,19 +69,16 @@ def page(result: Score) -> Iterator[str]:
     right, balanced = _percent(result.fit.accuracy), _percent(result.fit.balanced_accuracy)
     yield f"fits or out of memory  {right} right, balanced {balanced}  ({result.fit.cases} runs)"
     for title, groups in (("source", result.by_source), ("reported apart", result.apart)):
-        yield from ("", *_table(title, groups))
+        yield ""
+        yield f"{title:24}  throughput: runs  median     p90   memory: runs  median     p90"
+        for name, found in groups.items():
+            cells = (
+                f"{each.cases or '-':>{width}}{_percent(each.median):>8}{_percent(each.p90):>8}"
+                for each, width in ((found["throughput"], 18), (found["memory"], 15))
+            )
+            yield f"{name:24}{''.join(cells)}"
     if result.skipped:
         yield from ("", *(f"skipped {name}: {why}" for name, why in result.skipped))
-
-
-def _table(title: str, groups: Mapping[str, Mapping[str, Errors]]) -> Iterator[str]:
-    yield f"{title:24}  throughput: runs  median     p90   memory: runs  median     p90"
-    for name, errors in groups.items():
-        cells = (
-            f"{each.cases or '-':>{width}}{_percent(each.median):>8}{_percent(each.p90):>8}"
-            for each, width in ((errors["throughput"], 18), (errors["memory"], 15))
-        )
-        yield f"{name:24}{''.join(cells)}"
 
 
 def _percent(value: float | None) -> str:

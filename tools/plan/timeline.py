@@ -32,7 +32,10 @@ def answer(options: argparse.Namespace) -> Reply:
         schedule = _load(options) if options.schedule_file else _build(options)
     except ScheduleError as error:  # the user's numbers or file, not a run that failed
         raise ConfigError(str(error)) from error
-    timeline = simulate(schedule, ActionTimes.uniform(schedule.stages, _times(options), transfer=options.transfer))
+    half = 1.0 if options.backward is None else options.backward / 2
+    input_s, weight_s = options.split or (half, half)
+    times = StageTimes(forward=options.forward, input=input_s, weight=weight_s, full_backward=options.backward)
+    timeline = simulate(schedule, ActionTimes.uniform(schedule.stages, times, transfer=options.transfer))
     if options.csv is not None:
         write_output("--csv", options.csv, to_csv(schedule))
     if options.svg is not None:
@@ -75,12 +78,6 @@ def _build(options: argparse.Namespace) -> Schedule:
     if options.schedule == _FORWARD_ONLY:
         return forward_only(**numbers)
     return build_schedule(options.schedule, **numbers, check=False)
-
-
-def _times(options: argparse.Namespace) -> StageTimes:
-    half = 1.0 if options.backward is None else options.backward / 2
-    input_s, weight_s = options.split or (half, half)
-    return StageTimes(forward=options.forward, input=input_s, weight=weight_s, full_backward=options.backward)
 
 
 def _figures(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
