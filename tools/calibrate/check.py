@@ -17,7 +17,7 @@ from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.question import Question, Strategy
-from parallel3d.tools.calibrate.command import run_workers
+from parallel3d.tools.calibrate.worker import run_workers, train
 from parallel3d.tools.reply import Reply
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
@@ -54,13 +54,13 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
     if cluster.measured is None:
         raise ConfigError("--check: the file has no section `measured`; parallel3d-plan calibrate -o FILE writes one")
-    train = TrainConfig(steps=1_000_000, global_batch_size=BATCH, seq_len=SEQ_LEN, device=device)
+    steps = TrainConfig(steps=1_000_000, global_batch_size=BATCH, seq_len=SEQ_LEN, device=device)
     least_s = [float("inf")] * len(LAYOUTS)
     for done in range(_PASSES * len(LAYOUTS)):  # twice through all, for what else the machine does meanwhile
         at = done % len(LAYOUTS)
         print(f"[{done + 1}/{_PASSES * len(LAYOUTS)}] {layout_text(LAYOUTS[at])}", file=sys.stderr, flush=True)
-        recipe = Recipe(model=MODEL, parallel=LAYOUTS[at], train=train, optimizer=OptimizerConfig(lr=1e-4))
-        least_s[at] = min(least_s[at], run_workers("train", recipe))
+        recipe = Recipe(model=MODEL, parallel=LAYOUTS[at], train=steps, optimizer=OptimizerConfig(lr=1e-4))
+        least_s[at] = min(least_s[at], run_workers(train, recipe))
     found = [
         CheckedStep(
             layout=layout_text(parallel),

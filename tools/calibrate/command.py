@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.errors import ConfigError, RankError
+from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.tools.reply import Reply, write_output
 
-RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
-_WORKER = "parallel3d.tools.calibrate.worker"
 _PATIENCE_S = 1800.0  # timeout of a collective: under a launcher the others wait for rank 0
 
 
@@ -59,23 +57,11 @@ def answer(options: argparse.Namespace) -> Reply:
     return check(text, device=options.device)
 
 
-def run_workers(function: str, recipe: Recipe) -> Any:
-    """Runs a function of calibrate's workers in as many local processes as the recipe's layout has ranks, and returns
-    what rank 0 writes. Raises RankError where a worker failed."""
-    from parallel3d.launch.local import launch_local
-
-    preload = ("torch", _WORKER, "parallel3d.training.trainer", "parallel3d.models.llama")
-    with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-        ranks = recipe.parallel.world_size
-        status = launch_local(f"{_WORKER}:{function}", replace(recipe, run_dir=folder), ranks, preload=preload)
-        if status != 0:
-            raise RankError(f"calibrate: {ranks} workers did not finish (exit status {status})")
-        return json.loads((Path(folder) / RESULTS).read_text())
-
-
 def _started(options: argparse.Namespace, ranks: int) -> Any:
+    from parallel3d.tools.calibrate.worker import measure, run_workers
+
     print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
-    return run_workers("measure", _recipe(options, ranks))
+    return run_workers(measure, _recipe(options, ranks))
 
 
 def _usual_ranks(device: str) -> list[int]:
@@ -91,7 +77,7 @@ def _usual_ranks(device: str) -> list[int]:
 
 def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
     """Measures the launcher's world. Rank 0 measures one process before, and alone returns the results."""
-    from parallel3d.tools.calibrate.worker import measure
+    from parallel3d.tools.calibrate.worker import RESULTS, measure
 
     size = rendezvous.world_size
     if size != rendezvous.local_world_size:

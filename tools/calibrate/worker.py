@@ -1,24 +1,43 @@
-"""One rank of `parallel3d-plan calibrate`: measures what its world has to measure; rank 0 writes it as JSON."""
+"""One rank of `parallel3d-plan calibrate`: measures what its world has to measure; rank 0 writes it as JSON. And how
+worlds of local ranks are started."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel3d.config.recipe import Recipe
+from parallel3d.errors import RankError
+from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.worker_process import cores
-from parallel3d.tools.calibrate.command import RESULTS
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
 from parallel3d.tools.calibrate.probes import probes, time_probes
 
+RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
+_PRELOAD = ("torch", __name__, "parallel3d.training.trainer", "parallel3d.models.llama")
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]  # from four rows of features on, so that few ranks divide them
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
+
+
+def run_workers(work: Callable[[Recipe, Rendezvous], None], recipe: Recipe) -> Any:
+    """Runs `measure` or `train` in as many local processes as the recipe's layout has ranks, and returns what rank 0
+    writes. Raises RankError where a worker failed."""
+    ranks = recipe.parallel.world_size
+    with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
+        target = f"{__name__}:{work.__name__}"
+        status = launch_local(target, replace(recipe, run_dir=folder), ranks, preload=_PRELOAD)
+        if status != 0:
+            raise RankError(f"calibrate: {ranks} workers did not finish (exit status {status})")
+        return json.loads((Path(folder) / RESULTS).read_text())
 
 
 def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:

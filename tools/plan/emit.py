@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -135,12 +134,11 @@ def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
         "max_positions": max(shape.position_rows, seq_len) if is_gpt else None,
     }
     more: dict[str, Any] = {}
-    if model.source == "name" and shape.name in shape_cards():
+    if model.config is not None:
+        more = {ours: float(model.config[theirs]) for theirs, ours in _HUGGING_FACE.items() if theirs in model.config}
+        more["window"] = sliding_window(model.config)
+    elif shape.name in shape_cards():
         more = {"name": shape.name, **{each.key: each.value for each in read_settings(shape_cards()[shape.name])}}
-    elif model.source == "config.json" and model.path is not None:
-        config = json.loads(model.path.read_text())
-        more = {ours: float(config[theirs]) for theirs, ours in _HUGGING_FACE.items() if theirs in config}
-        more["window"] = sliding_window(config)
     return ModelConfig(**{**more, **numbers})
 
 

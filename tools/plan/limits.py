@@ -46,12 +46,11 @@ _NAMES = {"all": ("cluster", "sequence", "batch", "model", "named"), "model": ("
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """One of the limits: what is told of it, and the question at its limit with a layout that fits, the best one for a
+    """One of the limits: what is told of it, and a layout that fits the question at its limit, the best one for a
     cluster; or the reason why there is no such question."""
 
     name: str
     told: str
-    at: Question | None = None
     strategy: Strategy | None = None
     length: RunLength | None = None  # the whole run, for a cluster and a known number of tokens
 
@@ -68,7 +67,7 @@ def answer(options: argparse.Namespace) -> Reply:
     return Reply(
         page=lambda: _page(asked, options, limits),
         tree=lambda: _tree(asked, options, limits),
-        status=0 if all(limit.at for limit in limits) else NOTHING_FITS,
+        status=0 if all(limit.strategy for limit in limits) else NOTHING_FITS,
     )
 
 
@@ -93,7 +92,7 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
         (best,) = fastest(q, top=1)
         told = f"{q.gpus} device{'s' * (q.gpus > 1)} ({nodes} node{'s' * (nodes > 1)}) hold it"
         length = None if run_tokens is None else best.length(run_tokens)
-        return Limit(name=name, told=told, at=q, strategy=best, length=length)
+        return Limit(name=name, told=told, strategy=best, length=length)
     if name == "sequence":
         ends = shape.positions == "learned" and q.seq_len == shape.position_rows
         told = f"sequences of up to {q.seq_len:,} tokens" + ends * ", where its table of positions ends"
@@ -102,7 +101,7 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
     else:
         width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, ffn {shape.ffn_hidden}"
         told = f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
-    return Limit(name=name, told=told, at=q, strategy=found)
+    return Limit(name=name, told=told, strategy=found)
 
 
 def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
@@ -132,19 +131,19 @@ def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit
         del said["gpus"]
     found = {
         limit.name: {
-            **{key: getattr(limit.at, key) for key in ("gpus", "seq_len", "global_batch_size")},
-            "model": model_tree(limit.at.shape),
+            **{key: getattr(limit.strategy.question, key) for key in ("gpus", "seq_len", "global_batch_size")},
+            "model": model_tree(limit.strategy.question.shape),
             "strategy": strategy_tree(limit.strategy, limit.length),
             "told": limit.told,
         }
         for limit in limits
-        if limit.at is not None and limit.strategy is not None
+        if limit.strategy is not None
     }
     return rounded({
         "schema": "parallel3d.limits/1",
         "input": {**said, "tokens": options.tokens},
         "limits": {limit.name: found.get(limit.name) for limit in limits},
-        "none": {limit.name: limit.told for limit in limits if limit.at is None},
+        "none": {limit.name: limit.told for limit in limits if limit.strategy is None},
         "notes": asked.model.notes,
     })  # fmt: skip
 

@@ -17,7 +17,7 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.page import limits
 from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.plan.inputs import read_parallel, read_question
 from parallel3d.tools.reply import NOTHING_FITS, Reply
@@ -32,29 +32,27 @@ def answer(options: argparse.Namespace) -> Reply:
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
     parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
-    question = replace(asked.question, gpus=parallel.world_size)
-    refuse([*layout_errors(question, parallel)])
-    found = Strategy(question, parallel)
+    found = Strategy(replace(asked.question, gpus=parallel.world_size), parallel)
+    refuse([*layout_errors(found.question, parallel)])
     return Reply(
-        page=lambda: [*_page(question, found, whole=options.explain), *asked.note_lines()],
-        tree=lambda: {**_tree(question, found), "notes": asked.model.notes},
-        status=0 if found.memory.total <= question.usable_bytes else NOTHING_FITS,
+        page=lambda: [*_page(found, whole=options.explain), *asked.note_lines()],
+        tree=lambda: {**_tree(found), "notes": asked.model.notes},
+        status=0 if found.memory.total <= found.question.usable_bytes else NOTHING_FITS,
     )
 
 
-def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> Iterator[str]:
+def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory follows, explained."""
-    run = question.planned_run(parallel)
-    ranks = memory_by_rank(run)
-    worst = max(ranks, key=lambda memory: memory.total)
+    run, usable_bytes = found.run, found.question.usable_bytes
+    ranks, worst = memory_by_rank(run), found.memory
     shown = telling_ranks(ranks, _MOST_RANKS)
     # The other kinds are in --explain and in the total.
     columns = [kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")]
     yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in columns) + f"{'GiB':>8}"
     for memory in shown:
         cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in columns)
-        share = memory.total / question.usable_bytes
-        mark = "  <" if memory is worst else ""
+        share = memory.total / usable_bytes
+        mark = "  <" if memory.rank == worst.rank else ""
         layers = run.ranks[memory.rank].layers
         yield f"{memory.rank:<5}{layers:>6}{cells}{gib(memory.total):>8} {bar(share)}{mark}"
     if len(shown) < len(ranks):
@@ -66,7 +64,7 @@ def explained(question: Question, parallel: ParallelConfig, *, whole: bool) -> I
     for kind, bytes_, text in explain(run, worst):
         lead = f"  {kind:<14}{_cell(bytes_):>7}  "
         yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
-    yield f"  {'total':<14}{_cell(worst.total):>7}  of {question.usable_bytes / GIB:.2f} usable"
+    yield f"  {'total':<14}{_cell(worst.total):>7}  of {usable_bytes / GIB:.2f} usable"
 
 
 def _cell(bytes_: float) -> str:
@@ -75,13 +73,14 @@ def _cell(bytes_: float) -> str:
     return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
 
 
-def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
-    shape, device, parallel = question.shape, question.cluster.device, found.parallel
+def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
+    question, parallel = found.question, found.parallel
+    shape, device = question.shape, question.cluster.device
     yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
     yield f"layout    {layout_text(parallel)}"
     yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each"
     yield ""
-    yield from explained(question, parallel, whole=whole)
+    yield from explained(found, whole=whole)
     yield ""
     short = found.memory.total - question.usable_bytes
     usable = f"{question.usable_bytes / GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
@@ -92,10 +91,8 @@ def _page(question: Question, found: Strategy, *, whole: bool) -> Iterator[str]:
         yield from textwrap.wrap("; ".join(limits(found)), WIDTH)
 
 
-def _tree(question: Question, found: Strategy) -> dict[str, Any]:
-    run = found.run
-    ranks = memory_by_rank(run)
-    worst = max(ranks, key=lambda memory: memory.total)
+def _tree(found: Strategy) -> dict[str, Any]:
+    question, run, worst = found.question, found.run, found.memory
     return rounded({
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
@@ -105,7 +102,7 @@ def _tree(question: Question, found: Strategy) -> dict[str, Any]:
         "global_batch_size": question.global_batch_size,
         "precision": question.precision,
         "usable_gib": question.usable_bytes / GIB,
-        "fits": found.memory.total <= question.usable_bytes,
+        "fits": worst.total <= question.usable_bytes,
         "worst_rank": worst.rank,
         "memory_gib": memory_tree(worst),
         "ranks": [
@@ -115,7 +112,7 @@ def _tree(question: Question, found: Strategy) -> dict[str, Any]:
                 "parameters": run.stage_parameters(run.ranks[memory.rank]),
                 "memory_gib": memory_tree(memory),
             }
-            for memory in ranks
+            for memory in memory_by_rank(run)
         ],
         "explain": [{"kind": kind, "gib": bytes_ / GIB, "because": text} for kind, bytes_, text in explain(run, worst)],
     })  # fmt: skip

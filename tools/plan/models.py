@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
@@ -30,16 +30,13 @@ NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # op
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape, and what it was read from: `said` is the user's word for it, `path` the file of a config.json or a
-    recipe, `recipe` the recipe that was read, `longest` the longest sequence by a config.json, and `notes` what a file
-    says and a plan does not count."""
+    """A shape, and what it was read from: `said` is the user's word for it, `recipe` the recipe and `config` the
+    config.json that was read, and `notes` what a file says and a plan does not count."""
 
     shape: ModelShape
-    source: Literal["name", "config.json", "recipe", "numbers"]
     said: str = ""
-    path: Path | None = None
     recipe: Recipe | None = None
-    longest: int | None = None
+    config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -65,7 +62,7 @@ def find_model(options: argparse.Namespace) -> Model:
     if options.model is None and not by_hand:
         raise ConfigError("--model: required; try --model llama3-8b, a config.json, or --layers 32 --hidden 4096 ...")
     if options.model is None:
-        return Model(shape=_from_numbers(options), source="numbers")
+        return Model(shape=_from_numbers(options))
     if by_hand:
         raise ConfigError(f"--{by_hand[0]}: does not go with --model {options.model}; give one of the two")
     return read_model(options.model)
@@ -80,13 +77,11 @@ def read_model(text: str) -> Model:
         raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
         shape, config = from_hugging_face(path), json.loads(path.read_text())
-        noted, longest = tuple(notes_on(config)), config.get("max_position_embeddings")
-        return Model(shape=shape, source="config.json", said=text, path=path, notes=noted, longest=longest)
+        return Model(shape=shape, said=text, config=config, notes=tuple(notes_on(config)))
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
-        path = recipes.get(text, path)
-        recipe = load_recipe(path, cards=cards)
-        return Model(shape=from_config(recipe.model), source="recipe", said=text, path=path, recipe=recipe)
+        recipe = load_recipe(recipes.get(text, path), cards=cards)
+        return Model(shape=from_config(recipe.model), said=text, recipe=recipe)
     names = shape_names(cards)
     plain = text.strip().lower().replace("_", "-")
     known = text if text in names else plain
@@ -94,7 +89,7 @@ def read_model(text: str) -> Model:
         near = get_close_matches(plain, [*names, *recipes], n=3, cutoff=0.5)
         advice = f"did you mean {' or '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"--model {text}: unknown; {advice}")
-    return Model(shape=named_shape(known, cards), source="name", said=text)
+    return Model(shape=named_shape(known, cards), said=text)
 
 
 def _from_numbers(options: argparse.Namespace) -> ModelShape:

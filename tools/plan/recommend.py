@@ -47,7 +47,7 @@ def answer(options: argparse.Namespace) -> Reply:
         is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         yield from page(plan, bold=str if is_plain else lambda line: f"\033[1m{line}\033[0m").splitlines()
         if options.explain and plan.best is not None:
-            yield from ("", *explained(plan.question, plan.best.parallel, whole=True))
+            yield from ("", *explained(plan.best, whole=True))
 
     return Reply(page=lines, tree=lambda: to_json(plan), status=NOTHING_FITS if plan.best is None else 0)
 
