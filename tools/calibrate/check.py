@@ -104,8 +104,9 @@ def question(cluster: Cluster, parallel: ParallelConfig) -> Question:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns Spearman's correlation, that of the places; equal values share theirs."""
-    return correlation(_places(first), _places(second))
+    """Returns Spearman's correlation, that of the places; equal values share theirs. It is 0 where all are equal."""
+    a, b = _places(first), _places(second)
+    return correlation(a, b) if len(set(a)) > 1 and len(set(b)) > 1 else 0.0
 
 
 def _places(values: Sequence[float]) -> list[float]:
