@@ -16,11 +16,11 @@ from parallel3d.tools.check_layout import command as check_layout
 from parallel3d.tools.check_layout.compare import Difference, LayoutComparison, compare
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.tools.check_layout.report import as_json, as_text
-from parallel3d.tools.check_layout.shrink import CheckSize, shrink
+from parallel3d.tools.check_layout.shrink import shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
 SPLIT = {"norm.weight": None, "up.weight": 0, "down.weight": 1}
-LAYOUT = ParallelConfig(tp=2, dp_replicate=3)
+ALONE, LAYOUT = ParallelConfig(), ParallelConfig(tp=2, dp_replicate=3)
 
 
 def drawn(seed: int) -> dict[str, Array]:
@@ -36,8 +36,9 @@ def norm_of(tensors: dict[str, Array]) -> float:
     return float(np.sqrt(sum(np.square(t).sum() for t in tensors.values())))
 
 
-def record(ranks: int) -> TrainingRecord:
+def record(parallel: ParallelConfig = ALONE) -> TrainingRecord:
     """Two steps of a run that is the same whatever its layout."""
+    ranks = parallel.world_size
     weights, steps = drawn(0), []
     for number in range(2):
         gradients = drawn(number + 1)
@@ -45,13 +46,14 @@ def record(ranks: int) -> TrainingRecord:
         steps.append(
             StepRecord(5.0 - number, norm_of(gradients), {}, seen_by(ranks, gradients), seen_by(ranks, weights))
         )
-    return TrainingRecord(seen_by(ranks, drawn(0)), seen_by(ranks, drawn(0)), steps, dict(SPLIT), ["up.weight"])
+    first = seen_by(ranks, drawn(0))
+    return TrainingRecord(parallel, dict(first), dict(first), steps, dict(SPLIT), ["up.weight"])
 
 
 def first(change: Callable[[TrainingRecord], None], parallel: ParallelConfig = LAYOUT) -> Difference:
-    layout = record(parallel.world_size)
+    layout = record(parallel)
     change(layout)
-    found = compare(record(1), layout, parallel).first
+    found = compare(record(), layout).first
     assert found is not None
     return found
 
@@ -66,7 +68,7 @@ def scale_gradients(factor: float, *names: str) -> Callable[[TrainingRecord], No
 
 
 def test_the_same_records_have_no_difference() -> None:
-    comparison = compare(record(1), record(6), LAYOUT)
+    comparison = compare(record(), record(LAYOUT))
     assert comparison.first is None
     assert [row.step for row in comparison.rows] == [1, 2]
     assert all(size == 0.0 for row in comparison.rows for _, size in row.worst.values())
@@ -173,13 +175,13 @@ def test_a_loss_that_differs_names_its_ratio_and_the_gradients() -> None:
 
 
 def test_the_report_tells_the_first_difference() -> None:
-    layout = record(6)
+    layout = record(LAYOUT)
     scale_gradients(2.0, "down.weight")(layout)
-    comparison: LayoutComparison = compare(record(1), layout, LAYOUT)
-    text = as_text(comparison, LAYOUT)
+    comparison: LayoutComparison = compare(record(), layout)
+    text = as_text(comparison)
     assert text.startswith("dp_replicate 3 x tp 2 against one process, 2 steps in float32")
     assert "differs first in step 2: gradient of down.weight, by 1 (limit 0.0001), on ranks 0, 1, 2, 3, 4, 5" in text
-    content = json.loads(as_json(comparison, LAYOUT))
+    content = json.loads(as_json(comparison))
     assert content["same"] is False and content["layout"]["tp"] == 2
     assert content["first_difference"]["name"] == "down.weight"
     assert content["steps"][1]["worst"]["gradient"]["name"] == "down.weight"
@@ -202,7 +204,7 @@ def big(**parallel: object) -> Recipe:
     ],
 )
 def test_shrinking_keeps_the_layout_and_what_it_divides(parallel: dict[str, object]) -> None:
-    recipe = shrink(big(**parallel), CheckSize(layers=3))
+    recipe = shrink(big(**parallel), layers=3)
     assert recipe.parallel.axes == ParallelConfig(**parallel).axes  # type: ignore[arg-type]
     assert recipe.model.layers == max(3, recipe.parallel.stages)
     assert recipe.model.heads == 2 * recipe.model.key_value_heads

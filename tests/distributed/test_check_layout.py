@@ -39,7 +39,7 @@ from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.record import record_recipe
-from parallel3d.tools.check_layout.shrink import CheckSize, shrink
+from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import update
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def small(name: str, **parallel: object) -> Recipe:
     layout = ParallelConfig(microbatch_size=2, **parallel)  # type: ignore[arg-type]
     model = replace(recipe.model, **changes)
     model = replace(model, tied_embeddings=tied or model.tied_embeddings)
-    return shrink(replace(recipe, model=model, parallel=layout), CheckSize(steps=STEPS))
+    return shrink(replace(recipe, model=model, parallel=layout), steps=STEPS)
 
 
 def toy(**parallel: int) -> ModelCheck:
@@ -169,7 +169,7 @@ def checked(world: Callable) -> Callable[[Recipe | ModelCheck, str], LayoutCompa
     def check(job: Recipe | ModelCheck, fault: str = "none") -> LayoutComparison:
         alone = replace(job, parallel=ParallelConfig(microbatch_size=job.parallel.microbatch_size))
         layout = world(job.parallel.world_size).run(record, fault, job)[0]
-        return compare(reference(world, alone), layout, job.parallel)
+        return compare(reference(world, alone), layout)
 
     return check
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import parallel3d
 from parallel3d.config.load import load_recipe
-from parallel3d.config.recipe import ParallelConfig
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.launch.failure import print_error
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
-from parallel3d.tools.check_layout.shrink import VOCAB, CheckSize, shrink
+from parallel3d.tools.check_layout.shrink import VOCAB, shrink
 
 if TYPE_CHECKING:
-    from parallel3d.tools.check_layout.compare import LayoutComparison
+    from parallel3d.tools.check_layout.data import TrainingRecord
+    from parallel3d.tools.check_layout.model import ModelCheck
 
 _DIFFERS = 1
 _MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
@@ -42,20 +43,6 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    try:
-        options = _parser().parse_intermixed_args(arguments)
-        parallel, comparison = _check_model(options) if options.model else _check_recipe(options)
-        from parallel3d.tools.check_layout.report import as_json, as_text
-    except Parallel3dError as error:
-        print_error(str(error))
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
-    print(as_json(comparison, parallel) if options.json else as_text(comparison, parallel))
-    return 0 if comparison.first is None else _DIFFERS
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="parallel3d-check-layout",
         description="Trains a few steps in a layout and in one process, from the same weights on the same batches, and "
@@ -73,19 +60,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
     )
-    return parser
+    try:
+        options = parser.parse_intermixed_args(arguments)
+        record, alone, job = _model_check(options) if options.model else _recipe_check(options)
+        from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
+        from parallel3d.tools.check_layout.compare import compare
+        from parallel3d.tools.check_layout.report import as_json, as_text
+
+        reference = run_ranks(record, alone, world_size=1)
+        comparison = compare(reference, run_ranks(record, job, world_size=job.parallel.world_size))
+    except Parallel3dError as error:
+        print_error(str(error))
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    print(as_json(comparison) if options.json else as_text(comparison))
+    return 0 if comparison.first is None else _DIFFERS
 
 
-def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutComparison]:
+def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], Recipe, Recipe]:
+    """Returns what records a run on every rank, the run of one process and that of the layout."""
     if options.recipe is None:
         raise ConfigError(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or --model module:function")
     if options.vocab:
         raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    size = CheckSize(
-        layers=options.layers or CheckSize.layers, hidden=options.hidden or CheckSize.hidden, steps=options.steps
-    )
-    recipe = shrink(recipe, size)
+    recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
     alone = replace(
         recipe,
@@ -93,22 +93,15 @@ def _check_recipe(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutCo
         train=replace(recipe.train, compile=False),
         optimizer=replace(recipe.optimizer, step_in_backward=False),
     )
-
-    from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
-    from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.record import record_recipe
 
-    reference = run_ranks(record_recipe, alone, world_size=1)
-    layout = run_ranks(record_recipe, recipe, world_size=recipe.parallel.world_size)
-    return recipe.parallel, compare(reference, layout, recipe.parallel)
+    return record_recipe, alone, recipe
 
 
-def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutComparison]:
+def _model_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], ModelCheck, ModelCheck]:
+    """Returns what `_recipe_check` does, for a function that builds a model."""
     parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
     _check_ranks(parallel)
-
-    from parallel3d.tools.bench.harness import run_ranks
-    from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.model import ModelCheck, accepted, load_function, record_model
 
     named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
@@ -117,15 +110,13 @@ def _check_model(options: argparse.Namespace) -> tuple[ParallelConfig, LayoutCom
     job = ModelCheck(
         target=options.model, parallel=parallel, options=asked, vocab=options.vocab or VOCAB, steps=options.steps
     )
-    reference = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
-    layout = run_ranks(record_model, job, world_size=parallel.world_size)
-    return parallel, compare(reference, layout, parallel)
+    return record_model, replace(job, parallel=ParallelConfig()), job
 
 
 def _layout_of(settings: Sequence[str]) -> ParallelConfig:
     """Returns the layout of settings such as `parallel.tp=2`, data and tensor axes alone: a model function has no
     stages."""
-    axes = {}
+    axes: dict[str, Any] = {}
     for text in settings:
         key, _, value = text.partition("=")
         name = key.removeprefix("parallel.")
@@ -136,9 +127,7 @@ def _layout_of(settings: Sequence[str]) -> ParallelConfig:
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"{text}: must be a whole number from 1; try {key}=2")
         axes[name] = int(value)
-    parallel = ParallelConfig(
-        dp_replicate=axes.get("dp_replicate", 1), dp_shard=axes.get("dp_shard", 1), tp=axes.get("tp", 1)
-    )
+    parallel = ParallelConfig(**axes)
     if parallel.world_size == 1:
         raise ConfigError("parallel: one process has nothing to be compared with; try parallel.tp=2")
     return parallel

@@ -3,7 +3,7 @@ largest is. Pure arithmetic on arrays: no process, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,6 @@ import numpy as np
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.tools.check_layout.diagnosis import (
-    CheckedLayout,
     causes_of_gradient,
     causes_of_loss,
     causes_of_norm,
@@ -65,171 +64,123 @@ class StepRow:
 
 @dataclass(frozen=True)
 class LayoutComparison:
+    parallel: ParallelConfig
     rows: tuple[StepRow, ...]
     first: Difference | None  # None: the same model
-
-
-def compare(alone: TrainingRecord, layout: TrainingRecord, parallel: ParallelConfig) -> LayoutComparison:
-    """Compares step by step; within a step in the order in which things are computed."""
-    case = CheckedLayout(parallel, layout.split, frozenset(layout.tied))
-    first = _first_weight(alone, layout, case)
-    rows = []
-    before, start = alone.start, layout.start
-    for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), start=1):
-        found = _sizes(reference, ours, before, case)
-        rows.append(_row(number, reference, ours, found))
-        if first is None:
-            first = _first_of_step(number, reference, ours, found, case, start)
-        before, start = reference.parameters, ours.parameters
-    return LayoutComparison(tuple(rows), first)
 
 
 Sizes = dict[str, dict[int, float]]  # name -> rank -> size of the difference
 
 
-def _sizes(reference: StepRecord, ours: StepRecord, before: Views, case: CheckedLayout) -> dict[What, Sizes]:
+def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
+    """Compares step by step; within a step in the order in which things are computed."""
+    weights = _view_sizes(alone.initial, layout.initial, _only(alone.initial))
+    first = _first_difference(0, {"initial weight": weights}, alone, layout)
+    rows = []
+    before = alone.start
+    for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), start=1):
+        found = _sizes(reference, ours, before, layout.parallel)
+        worst = {}
+        for what, sizes in found.items():
+            named = [(name, size) for name, by_rank in sizes.items() for size in by_rank.values()]
+            worst[what] = max(named, key=lambda pair: pair[1], default=("", 0.0))
+        rows.append(StepRow(number, (reference.loss, ours.loss), (reference.grad_norm, ours.grad_norm), worst))
+        if first is None:
+            first = _first_difference(number, found, alone, layout)
+        before = reference.parameters
+    return LayoutComparison(layout.parallel, tuple(rows), first)
+
+
+def _sizes(reference: StepRecord, ours: StepRecord, before: Views, parallel: ParallelConfig) -> dict[What, Sizes]:
     updates = {name: views[0] - before[name][0] for name, views in reference.parameters.items()}
+    outputs: Sizes = {}  # without those whose shapes do not say which part of the whole a rank has
+    for name, views in reference.activations.items():
+        scale = _largest(views[0]) or 1.0
+        for rank, array in ours.activations.get(name, {}).items():
+            part = expected_part(views[0], array.shape, rank, parallel)
+            if part is not None:
+                outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
     return {
-        "output": _output_sizes(reference.activations, ours.activations, case),
+        "output": outputs,
         "loss": {"": {0: _relative(ours.loss, reference.loss)}},
-        "gradient": _view_sizes(reference.gradients, ours.gradients, _scales(_only(reference.gradients))),
+        "gradient": _view_sizes(reference.gradients, ours.gradients, _only(reference.gradients)),
         "gradient norm": {"": {0: _relative(ours.grad_norm, reference.grad_norm)}},
-        "parameter": _view_sizes(reference.parameters, ours.parameters, _scales(updates), rounding=_ROUNDING),
+        "parameter": _view_sizes(reference.parameters, ours.parameters, updates, rounding=_ROUNDING),
     }
 
 
-def _first_weight(alone: TrainingRecord, layout: TrainingRecord, case: CheckedLayout) -> Difference | None:
-    sizes = _view_sizes(alone.initial, layout.initial, _scales(_only(alone.initial)))
-
-    def causes(name: str, ranks: tuple[int, ...]) -> list[str]:
-        return causes_of_weights(alone.initial[name][0], layout.initial.get(name, {}), case)
-
-    return _difference(0, "initial weight", sizes, causes)
-
-
-def _first_of_step(
-    number: int, reference: StepRecord, ours: StepRecord, found: dict[What, Sizes], case: CheckedLayout, start: Views
+def _first_difference(
+    number: int, found: Mapping[What, Sizes], alone: TrainingRecord, layout: TrainingRecord
 ) -> Difference | None:
-    def causes(what: What) -> Callable[[str, tuple[int, ...]], list[str]]:
-        def of(name: str, ranks: tuple[int, ...]) -> list[str]:
-            match what:
-                case "output":
-                    return causes_of_output(name, reference.activations[name][0], ours.activations[name], start, case)
-                case "loss":
-                    return causes_of_loss(ours.loss, reference.loss, case)
-                case "gradient":
-                    differing = _differing(found[what], LIMITS[what])
-                    return causes_of_gradient(name, differing, _only(reference.gradients), ours.gradients, case)
-                case "gradient norm":
-                    norms = (reference.grad_norm, ours.grad_norm)
-                    return list(causes_of_norm(norms, _only(reference.gradients), case)[1])
-                case "parameter":
-                    return causes_of_parameter(ours.parameters.get(name, {}), start.get(name, {}))
-            return []
-
-        return of
-
-    for what, sizes in found.items():
-        difference = _difference(number, what, sizes, causes(what))
-        if difference is None:
-            continue
-        if what == "gradient norm":
-            named, _ = causes_of_norm((reference.grad_norm, ours.grad_norm), _only(reference.gradients), case)
-            return _with_parameters(difference, tuple(named))
-        if what == "loss":
-            return _with_parameters(difference, tuple(_differing(found["gradient"], LIMITS["gradient"])))
-        if what == "output":
-            return _with_parameters(difference, _parameters_of(difference.name, reference.parameters))
-        return difference
-    return None
-
-
-def _difference(
-    step: int, what: What, sizes: Sizes, causes: Callable[[str, tuple[int, ...]], list[str]]
-) -> Difference | None:
-    names = _differing(sizes, LIMITS[what])
-    if not names:
+    """Returns the first kind of difference in step `number` that is over its limit; 0 is before training."""
+    differing = {}
+    for kind, sizes in found.items():
+        differing[kind] = [name for name, by_rank in sizes.items() if max(by_rank.values()) > LIMITS[kind]]
+    what = next((what for what, names in differing.items() if names), None)
+    if what is None:
         return None
-    name = names[0]
-    ranks = tuple(rank for rank, size in sizes[name].items() if size > LIMITS[what])
-    size = max(sizes[name].values())
+    name, *also = differing[what]
+    parameters: Sequence[str] = [name]
+    if what == "initial weight":
+        causes = causes_of_weights(alone.initial[name][0], layout.initial.get(name, {}), layout)
+    else:
+        reference, ours = alone.steps[number - 1], layout.steps[number - 1]
+        start = layout.steps[number - 2].parameters if number > 1 else layout.start
+        gradients = _only(reference.gradients)
+        match what:
+            case "output":
+                causes = causes_of_output(name, reference.activations[name][0], ours.activations[name], start, layout)
+                # The parameters that the module itself has, or else those of the modules inside it.
+                below = [parameter for parameter in reference.parameters if parameter.startswith(f"{name}.")]
+                parameters = [p for p in below if p.count(".") == name.count(".") + 1] or below
+            case "loss":
+                causes = causes_of_loss(ours.loss, reference.loss, layout)
+                parameters = differing["gradient"]
+            case "gradient":
+                causes = causes_of_gradient(name, differing[what], gradients, ours.gradients, layout)
+            case "gradient norm":
+                parameters, causes = causes_of_norm((reference.grad_norm, ours.grad_norm), gradients, layout)
+            case "parameter":
+                causes = causes_of_parameter(ours.parameters.get(name, {}), start.get(name, {}))
     return Difference(
-        step, what, name, size, ranks, (name,) if name else (), tuple(names[1:]), tuple(causes(name, ranks))
+        step=number,
+        what=what,
+        name=name,
+        size=max(found[what][name].values()),
+        ranks=tuple(rank for rank, size in found[what][name].items() if size > LIMITS[what]),
+        parameters=tuple(parameters),
+        also=tuple(also),
+        causes=tuple(causes),
     )
 
 
-def _with_parameters(difference: Difference, parameters: tuple[str, ...]) -> Difference:
-    return Difference(**{**vars(difference), "parameters": parameters})
-
-
-def _parameters_of(module: str, parameters: Mapping[str, object]) -> tuple[str, ...]:
-    """Returns the parameters that the module itself has, or else those of the modules inside it."""
-    below = [name for name in parameters if name.startswith(f"{module}.")]
-    own = [name for name in below if name.count(".") == module.count(".") + 1]
-    return tuple(own or below)
-
-
-def _differing(sizes: Sizes, limit: float) -> list[str]:
-    return [name for name, by_rank in sizes.items() if not all(size <= limit for size in by_rank.values())]
-
-
-def _row(number: int, reference: StepRecord, ours: StepRecord, found: dict[What, Sizes]) -> StepRow:
-    worst: dict[What, tuple[str, float]] = {}
-    for what, sizes in found.items():
-        worst[what] = max(
-            ((name, size) for name, by_rank in sizes.items() for size in by_rank.values()),
-            key=lambda pair: pair[1],
-            default=("", 0.0),
-        )
-    return StepRow(number, (reference.loss, ours.loss), (reference.grad_norm, ours.grad_norm), worst)
-
-
-def _view_sizes(reference: Views, ours: Views, scales: Mapping[str, float], *, rounding: float = 0.0) -> Sizes:
-    """Returns how far each rank's view of each tensor is from the reference, in units of the tensor's scale."""
+def _view_sizes(reference: Views, ours: Views, scaled_by: Mapping[str, Array], *, rounding: float = 0.0) -> Sizes:
+    """Returns how far each rank's view of each tensor is from the reference, in units of the largest entry that
+    `scaled_by` has of its name."""
+    scales = {name: _largest(array) for name, array in scaled_by.items()}
+    floor = _FLOOR * max(scales.values(), default=0.0) or 1.0
     sizes: Sizes = {}
     for name, views in reference.items():
-        allowed = rounding * float(np.abs(views[0]).max(initial=0.0))
+        scale, allowed = max(scales[name], floor), rounding * _largest(views[0])
         seen = ours.get(name, {})
-        sizes[name] = {rank: _distance(array, views[0], scales[name], allowed) for rank, array in seen.items()}
-        if not seen:
-            sizes[name] = {0: np.inf}
+        sizes[name] = {rank: _distance(array, views[0], scale, allowed) for rank, array in seen.items()} or {0: np.inf}
     return sizes
 
 
-def _output_sizes(reference: Views, ours: Views, case: CheckedLayout) -> Sizes:
-    """Does what `_view_sizes` does, for outputs, of which each rank has a part. An output is left out where shapes do
-    not say which part."""
-    sizes: Sizes = {}
-    for name, views in reference.items():
-        scale = float(np.abs(views[0]).max(initial=0.0)) or 1.0
-        for rank, array in ours.get(name, {}).items():
-            part = expected_part(views[0], array.shape, rank, case.parallel)
-            if part is not None:
-                sizes.setdefault(name, {})[rank] = _distance(array, part, scale, 0.0)
-    return sizes
-
-
-def _distance(ours: Array, reference: Array, scale: float, allowed: float) -> float:
+def _distance(ours: Array, reference: Array, scale: float, allowed: float = 0.0) -> float:
     if ours.shape != reference.shape:
         return np.inf
-    distance = float(np.abs(ours - reference).max(initial=0.0))
+    distance = _largest(ours - reference)
     return max(0.0, distance - allowed) / scale if np.isfinite(distance) else np.inf  # max() would lose a NaN
 
 
-def _scales(tensors: Mapping[str, Array]) -> dict[str, float]:
-    largest = {name: float(np.abs(array).max(initial=0.0)) for name, array in tensors.items()}
-    floor = _FLOOR * max(largest.values(), default=0.0) or 1.0
-    return {name: max(size, floor) for name, size in largest.items()}
+def _largest(array: Array) -> float:
+    return float(np.abs(array).max(initial=0.0))
 
 
 def _only(views: Views) -> dict[str, Array]:
     """Returns the tensors of a record of one process."""
-    return dict(_items(views))
-
-
-def _items(views: Views) -> Iterator[tuple[str, Array]]:
-    for name, by_rank in views.items():
-        yield name, by_rank[0]
+    return {name: by_rank[0] for name, by_rank in views.items()}
 
 
 def _relative(ours: float, reference: float) -> float:

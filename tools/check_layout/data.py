@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.config.recipe import ParallelConfig
+
 Array = NDArray[np.floating]
 Views = dict[str, dict[int, Array]]  # name -> rank -> what that rank sees; ranks that see the same share an array
 
@@ -24,8 +26,9 @@ class StepRecord:
 
 @dataclass
 class TrainingRecord:
-    """A run's first weights, as the model was initialised and as they were jittered, and its steps."""
+    """A run's layout, its first weights, as the model was initialised and as they were jittered, and its steps."""
 
+    parallel: ParallelConfig
     initial: Views = field(default_factory=dict)
     start: Views = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)

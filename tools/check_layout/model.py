@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
@@ -28,12 +27,13 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
-from parallel3d.tools.check_layout.data import StepRecord, TrainingRecord
-from parallel3d.tools.check_layout.record import activations_of, collect, gathered, jitter, joined, put, whole
+from parallel3d.tools.check_layout.data import TrainingRecord, Views
+from parallel3d.tools.check_layout.record import collect, jitter, plain_name, put, record_steps, whole
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
 BATCH = 8  # sequences a step, or one for each data rank
 _LR = 1e-3
+_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,36 +45,52 @@ class ModelCheck:
     options: Mapping[str, int]
     vocab: int
     steps: int
-    seed: int = 0
 
 
 def record_model(job: ModelCheck) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone. One process is given no mesh."""
-    mesh = build_mesh(job.parallel, "cpu") if job.parallel.world_size > 1 else None
+    parallel = job.parallel
+    mesh = build_mesh(parallel, "cpu") if parallel.world_size > 1 else None
     build = load_function(job.target)
     arguments = accepted(build, {**job.options, "vocab": job.vocab}, asked=job.options)
-    torch.manual_seed(job.seed)
+    torch.manual_seed(_SEED)
     alone: nn.Module = build(None, **arguments)
-    jitter(alone.named_parameters(), job.seed)
+    jitter(alone.named_parameters(), _SEED)
     model = alone
-    record = TrainingRecord()
     if mesh is not None:
-        torch.manual_seed(job.seed)
+        torch.manual_seed(_SEED)
         model = build(mesh, **arguments)
         _copy_weights(alone, model)
-    record.start = record.initial = collect(_named(model))
+    weights = collect(_named(model))
+    record = TrainingRecord(parallel, initial=weights, start=weights)
     record.split = {name: _split_dim(parameter) for name, parameter in _named(model)}
-    record.tied = _tied(alone)
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(p), name)) for name, p in alone.named_parameters(remove_duplicate=False)]
+    record.tied = sorted({plain_name(original) for name, original in pairs if name != original})
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, eps=EPS)
-    for step in range(job.steps):
-        with activations_of([model]) as activations:
-            loss = _forward_and_backward(model, job, mesh, step)
+    place = parallel.coordinates(dist.get_rank())
+    batch = -(-BATCH // parallel.dp) * parallel.dp
+
+    def train_step(step: int) -> tuple[float, float, Views]:
+        """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
+        ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=torch.Generator().manual_seed(_SEED + step))
+        ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
+        output, labels = model(ids[:, :-1].contiguous()), ids[:, 1:].contiguous()
+        logits = getattr(output, "logits", output)
+        if mesh is not None and logits.shape[-1] < job.vocab:
+            loss = vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
+        else:
+            loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        loss.backward()
+        total = loss.detach().double() / parallel.world_size
+        dist.all_reduce(total)
         gradients = collect((name, parameter.grad) for name, parameter in _named(model))
         norm = _grad_norm(model)
         optimizer.step()
         optimizer.zero_grad()
-        seen = gathered({_plain(name): tensor for name, tensor in joined(activations).items()})
-        record.steps.append(StepRecord(loss, norm, seen, gradients, collect(_named(model))))
+        return float(total), norm, gradients
+
+    record_steps(record, [model], lambda: _named(model), train_step, job.steps)
     return record
 
 
@@ -108,7 +124,7 @@ def accepted(build: Callable[..., Any], options: Mapping[str, int], *, asked: Ma
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    weights = {_plain(name): parameter for name, parameter in source.named_parameters()}
+    weights = {plain_name(name): parameter for name, parameter in source.named_parameters()}
     for name, parameter in _named(target):
         if name not in weights:
             raise ConfigError(f"{name}: a parameter of the layout that one process does not have; keep the names alike")
@@ -118,29 +134,6 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
                 f"it a DTensor, whose shape is the whole one"
             )
         put(parameter, weights[name].detach())
-
-
-def _forward_and_backward(model: nn.Module, job: ModelCheck, mesh: DeviceMesh | None, step: int) -> float:
-    """Runs on this data rank's share of the batch, and returns the mean loss over all ranks."""
-    parallel = job.parallel
-    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
-    batch = -(-BATCH // parallel.dp) * parallel.dp
-    ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=generator)
-    place = parallel.coordinates(dist.get_rank())
-    ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
-    output = model(ids[:, :-1].contiguous())
-    logits = getattr(output, "logits", output)
-    loss = _mean_loss(logits, ids[:, 1:].contiguous(), mesh, job)
-    loss.backward()
-    total = loss.detach().double() / (parallel.world_size)
-    dist.all_reduce(total)
-    return float(total)
-
-
-def _mean_loss(logits: Tensor, labels: Tensor, mesh: DeviceMesh | None, job: ModelCheck) -> Tensor:
-    if mesh is not None and logits.shape[-1] < job.vocab:
-        return vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
 def _grad_norm(model: nn.Module) -> float:
@@ -165,17 +158,5 @@ def _split_dim(parameter: Tensor) -> int | None:
     return None
 
 
-def _tied(model: nn.Module) -> list[str]:
-    first: dict[int, str] = {}
-    pairs = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
-    return sorted({_plain(original) for name, original in pairs if name != original})
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield _plain(name), parameter
-
-
-def _plain(name: str) -> str:
-    """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
-    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]

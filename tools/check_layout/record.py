@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.loader import BatchLoader
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
@@ -34,48 +31,80 @@ JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hide
 
 
 def record_recipe(recipe: Recipe) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is whole on rank 0 alone."""
-    mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
+    """Trains on every rank of the default group; the record is whole on rank 0 alone. Batches are of random ids: the
+    run's own data is not read."""
+    mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
-    record = TrainingRecord()
-    tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
-    record.initial = collect(tensors)
-    jitter(tensors, recipe.train.seed)
+    record = TrainingRecord(recipe.parallel)
+
+    def tensors() -> list[tuple[str, Tensor]]:
+        return [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
+
+    record.initial = collect(tensors())
+    jitter(tensors(), train.seed)
     for data in trainer.data:
         data.publish()
-    record.start = collect(tensors)
-    record.split = _merged({p.name: p.spec.dim for p in trainer.parameters})
+    record.start = collect(tensors())
+    everyone: list[dict[str, int | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, {p.name: p.spec.dim for p in trainer.parameters})
+    record.split = {name: dim for theirs in everyone for name, dim in theirs.items()}
     record.tied = sorted(trainer.tied)
-    loader = random_loader(recipe, rank)
-    for step in range(recipe.train.steps):
-        with activations_of([stage.module for stage in trainer.stages]) as activations:
-            gradients: list[tuple[str, Tensor | None]] = []
-            result = trainer.train_step(loader.batch(step), observe=partial(_keep_gradient, gradients))
-        parameters = collect((p.name, p.distributed(p.local.detach())) for p in trainer.parameters)
-        seen = gathered(joined(activations))
-        record.steps.append(StepRecord(result.loss, result.grad_norm, seen, collect(gradients), parameters))
+    length = train.steps * train.global_batch_size * train.seq_len + 1
+    ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
+    loader = training_loader(recipe, ids, dist.get_rank())
+
+    def train_step(step: int) -> tuple[float, float, Views]:
+        gradients: list[tuple[str, Tensor | None]] = []
+
+        def keep(parameter: LocalParameter) -> None:
+            """Keeps a copy between the norm and the clipping, because the gradient is scaled or dropped next."""
+            grad = parameter.local.grad
+            gradients.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
+
+        result = trainer.train_step(loader.batch(step), observe=keep)
+        return result.loss, result.grad_norm, collect(gradients)
+
+    record_steps(record, [stage.module for stage in trainer.stages], tensors, train_step, train.steps)
     return record
 
 
-def _keep_gradient(kept: list[tuple[str, Tensor | None]], parameter: LocalParameter) -> None:
-    """Keeps a copy of the gradient between the norm and the clipping, because the gradient is scaled or dropped
-    next."""
-    grad = parameter.local.grad
-    kept.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
+def record_steps(
+    record: TrainingRecord,
+    models: list[nn.Module],
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    train_step: Callable[[int], tuple[float, float, Views]],
+    steps: int,
+) -> None:
+    """Adds to the record what each step leaves behind: `train_step(step)` returns loss, gradient norm and gradients,
+    and `tensors()` the parameters after it.
+
+    Recorded of a module that has parameters are its outputs of all microbatches as one batch, where they have one
+    shape. Forwards that a backward recomputes and the parts of a compiled block are left out.
+    """
+    outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
+        def keep(module: nn.Module, inputs: object, output: object) -> None:
+            if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
+                outputs[name].append(output.detach().clone())
+
+        return keep
+
+    hidden = {module for model in models for module in inside_compiled(model)}
+    for model in models:
+        for name, module in model.named_modules():
+            if name and module not in hidden and any(True for _ in module.parameters()):
+                module.register_forward_hook(keeper(plain_name(name)))
+    for step in range(steps):
+        outputs.clear()
+        loss, grad_norm, gradients = train_step(step)
+        alike = {name: torch.cat(parts) for name, parts in outputs.items() if len({part.shape for part in parts}) == 1}
+        record.steps.append(StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors())))
 
 
-def random_loader(recipe: Recipe, rank: int) -> BatchLoader:
-    """Returns batches of random ids for the data rank that `rank` belongs to. The run's own data is not read."""
-    train = recipe.train
-    length = train.steps * train.global_batch_size * train.seq_len + 1
-    ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
-    return training_loader(recipe, ids, rank)
-
-
-def joined(activations: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Returns the microbatches of each module as one batch, where they have one shape."""
-    alike = {name: parts for name, parts in activations.items() if len({part.shape for part in parts}) == 1}
-    return {name: torch.cat(parts) for name, parts in alike.items()}
+def plain_name(name: str) -> str:
+    """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def collect(tensors: Iterable[tuple[str, Tensor | None]]) -> Views:
@@ -103,12 +132,6 @@ def gathered(tensors: dict[str, Tensor]) -> Views:
     return views
 
 
-def _merged(mine: dict[str, int | None]) -> dict[str, int | None]:
-    everyone: list[dict[str, int | None]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: dim for theirs in everyone for name, dim in theirs.items()}
-
-
 @torch.no_grad()
 def jitter(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
     """Adds noise to every parameter in place, drawn whole by its name, the same in every layout."""
@@ -128,31 +151,3 @@ def put(tensor: Tensor, value: Tensor) -> None:
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
     local_tensor(tensor.detach()).copy_(value)
-
-
-@contextmanager
-def activations_of(models: Iterable[nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Yields the outputs of every module that has parameters, one tensor a microbatch, in the order of their first
-    forward. Forwards that a backward recomputes and the parts of a compiled block are left out."""
-    outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
-        def keep(module: nn.Module, inputs: object, output: object) -> None:
-            if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
-                outputs[name].append(output.detach().clone())
-
-        return keep
-
-    models = list(models)
-    hidden = {module for model in models for module in inside_compiled(model)}
-    hooks = [
-        module.register_forward_hook(keeper(name))
-        for model in models
-        for name, module in model.named_modules()
-        if name and module not in hidden and any(True for _ in module.parameters())
-    ]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -4,55 +4,63 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from parallel3d.config.recipe import ParallelConfig
-from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison, StepRow
+from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison
 
 _MOST_NAMES = 4
 
 
-def as_text(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
-    return "\n".join(_lines(comparison, parallel))
-
-
-def as_json(comparison: LayoutComparison, parallel: ParallelConfig) -> str:
+def as_json(comparison: LayoutComparison) -> str:
     """Returns one object: `same`, `layout`, `limits`, `steps`, and `first_difference` (null where all agree). A size
     that is missing or not finite is null."""
     content = {
         "same": comparison.first is None,
-        "layout": asdict(parallel),
+        "layout": asdict(comparison.parallel),
         "limits": LIMITS,
-        "steps": [_step(row) for row in comparison.rows],
+        "steps": [
+            {
+                "step": row.step,
+                "loss": {"reference": row.loss[0], "layout": row.loss[1]},
+                "gradient_norm": {"reference": row.grad_norm[0], "layout": row.grad_norm[1]},
+                "worst": {what: {"name": name, "difference": size} for what, (name, size) in row.worst.items()},
+            }
+            for row in comparison.rows
+        ],
         "first_difference": None if comparison.first is None else asdict(comparison.first),
     }
     return json.dumps(_finite(content), indent=2, allow_nan=False)
 
 
-def _lines(comparison: LayoutComparison, parallel: ParallelConfig) -> Iterator[str]:
-    axes = " x ".join(f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1) or "one process"
-    yield f"{axes} against one process, {len(comparison.rows)} steps in float32; differences are relative"
-    yield ""
-    yield "step        loss  differs by        norm  differs by  gradients    weights"
+def as_text(comparison: LayoutComparison) -> str:
+    """Returns a row for each step, then the first difference and its usual causes."""
+    sizes = comparison.parallel.axes.items()
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one process"
+    lines = [
+        f"{axes} against one process, {len(comparison.rows)} steps in float32; differences are relative",
+        "",
+        "step        loss  differs by        norm  differs by  gradients    weights",
+    ]
     for row in comparison.rows:
         worst = {what: size for what, (_, size) in row.worst.items()}
-        yield (
+        lines.append(
             f"{row.step:>4}  {row.loss[0]:>10.6f}  {worst['loss']:>10.1e}  {row.grad_norm[0]:>10.6f}  "
             f"{worst['gradient norm']:>10.1e}  {worst['gradient']:>9.1e}  {worst['parameter']:>9.1e}"
         )
-    yield ""
     if comparison.first is None:
-        yield "the same model: every output, loss, gradient, norm and weight agrees"
+        told: Iterable[str] = ["the same model: every output, loss, gradient, norm and weight agrees"]
     else:
-        yield from _told(comparison.first)
+        told = _told(comparison.first)
+    return "\n".join([*lines, "", *told])
 
 
 def _told(first: Difference) -> Iterator[str]:
     when = f"in step {first.step}" if first.step else "before training"
-    what = {"": first.what}.get(first.name, f"{first.what} of {first.name}")
+    what = f"{first.what} of {first.name}" if first.name else first.what
     size = "missing or not finite" if not math.isfinite(first.size) else f"{first.size:.3g}"
-    yield f"differs first {when}: {what}, by {size} (limit {LIMITS[first.what]:g}), on {_ranks(first.ranks)}"
+    ranks = f"rank{'s' if len(first.ranks) > 1 else ''} {', '.join(map(str, first.ranks))}"
+    yield f"differs first {when}: {what}, by {size} (limit {LIMITS[first.what]:g}), on {ranks}"
     if first.parameters and first.parameters != (first.name,):
         yield f"parameters: {_some(first.parameters)}"
     if first.also:
@@ -62,22 +70,9 @@ def _told(first: Difference) -> Iterator[str]:
         yield from (f"  - {cause}" for cause in first.causes)
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _some(names: tuple[str, ...]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _step(row: StepRow) -> dict[str, object]:
-    return {
-        "step": row.step,
-        "loss": {"reference": row.loss[0], "layout": row.loss[1]},
-        "gradient_norm": {"reference": row.grad_norm[0], "layout": row.grad_norm[1]},
-        "worst": {what: {"name": name, "difference": size} for what, (name, size) in row.worst.items()},
-    }
 
 
 def _finite(content: object) -> object:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe
+from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
 
 SEQ_LEN, VOCAB = 16, 264
 EPS = 1e-3  # AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole rate
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckSize:
-    """How small a recipe becomes, and how many steps are compared."""
-
-    layers: int = 2  # at least one for each pipeline stage
-    hidden: int = 64
-    steps: int = 3
-
-
-def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
-    """Returns the recipe in float32 on the CPU, its model and batch cut down. The numbers still keep what tp, dp and
-    the schedule ask of them; a vocabulary that tp does not divide stays so. Raises ConfigError."""
+def shrink(recipe: Recipe, *, layers: int | None = None, hidden: int | None = None, steps: int = 3) -> Recipe:
+    """Returns the recipe in float32 on the CPU, its model and batch cut down, with a layer for each pipeline stage at
+    least. The numbers still keep what tp, dp and the schedule ask of them; a vocabulary that tp does not divide stays
+    so. Raises ConfigError."""
     parallel, train = recipe.parallel, recipe.train
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
+    # All in float32: bf16 would turn the last bit of a gradient into the first of a state.
+    optimizer = replace(recipe.optimizer, warmup_steps=0, decay_steps=None, state_dtype=None, stochastic_rounding=False)
+    if optimizer.name == "muon":
+        optimizer = replace(optimizer, ns_dtype="fp32")
+    if optimizer.name in ("adamw", "muon"):
+        optimizer = replace(optimizer, eps=EPS)
     small = replace(
         recipe,
-        model=_shrink_model(recipe.model, size, tp=parallel.tp, stages=parallel.stages),
+        model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, parallel.tp),
         parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),  # they count real layers
         train=replace(
             train,
-            steps=size.steps,
+            steps=steps,
             global_batch_size=parallel.dp * microbatch_size * microbatches,
             seq_len=_up(SEQ_LEN, parallel.tp),
             precision="fp32",
@@ -46,7 +44,7 @@ def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
             sample_top_k=1,
             timeout_s=min(train.timeout_s, 120.0),
         ),
-        optimizer=_shrink_optimizer(recipe.optimizer),
+        optimizer=optimizer,
         data=replace(recipe.data, ignore_token_ids=()),
         checkpoint=CheckpointConfig(),
         run_dir=None,
@@ -55,26 +53,18 @@ def shrink(recipe: Recipe, size: CheckSize) -> Recipe:
     return small
 
 
-def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Returns the optimizer all in float32: bf16 would turn the last bit of a gradient into the first of a state."""
-    small = replace(optimizer, warmup_steps=0, decay_steps=None, state_dtype=None, stochastic_rounding=False)
-    if small.name == "muon":
-        small = replace(small, ns_dtype="fp32")
-    return replace(small, eps=EPS) if small.name in ("adamw", "muon") else small
-
-
-def _shrink_model(model: ModelConfig, size: CheckSize, *, tp: int, stages: int) -> ModelConfig:
+def _shrink_model(model: ModelConfig, layers: int, hidden: int, tp: int) -> ModelConfig:
     """Returns a smaller model, in which grouped heads stay grouped, by two at most."""
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(tp, 2))
     if kv_heads * group % tp:
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
-    hidden = _up(size.hidden, 2 * heads)  # rotary positions want an even number for each head
+    hidden = _up(hidden, 2 * heads)  # rotary positions want an even number for each head
     return replace(
         model,
         name=None,
-        layers=max(size.layers, stages),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=None if model.kv_heads is None else kv_heads,
