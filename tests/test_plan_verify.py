@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.tools.plan.command import main
-from parallel3d.tools.verify.chunks import Chunks
 from parallel3d.tools.verify.command import Verified, verify
+from parallel3d.tools.verify.dry_run import Chunks
 
 LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
 GPT = ModelConfig(architecture="gpt", layers=3, hidden=2048, heads=16, ffn_hidden=8192, vocab=50257, max_positions=2048)

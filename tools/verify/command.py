@@ -36,7 +36,6 @@ class Verified:
 
     recipe: Recipe
     rank: int
-    pipeline_rank: int
     model: RankMemory
     dry: DryRun
     parameters: int  # by the model
@@ -58,9 +57,24 @@ class Verified:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Verifies the rank that is asked for."""
+    """Verifies the rank that is asked for. Raises ConfigError for one that the layout does not have."""
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    found = verify(recipe, _rank(recipe, options))
+    rank, parallel = options.rank, recipe.parallel
+    if rank is not None and options.pipeline_rank is not None:
+        raise ConfigError("--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank")
+    if rank is None:
+        pipeline_rank = options.pipeline_rank
+        if pipeline_rank is None:
+            pipeline_rank = worst_rank(run_of_recipe(recipe)).rank
+        if not 0 <= pipeline_rank < parallel.pp:
+            raise ConfigError(
+                f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to {parallel.pp - 1}; "
+                f"try --pipeline-rank 0"
+            )
+        rank = pipeline_rank * (parallel.world_size // parallel.pp)
+    if not 0 <= rank < parallel.world_size:
+        raise ConfigError(f"--rank {rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0")
+    found = verify(recipe, rank)
     return Reply(page=lambda: _page(found), tree=lambda: _tree(found))
 
 
@@ -75,7 +89,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     count = rank_numel(
         run.shape, parts, run.layout.tp, shards=run.layout.optimizer_shards, at=(place.tp, place.dp_shard)
     )
-    return Verified(recipe, rank, place.pp, parallel3d_memory(run, place.pp), dry, count)
+    return Verified(recipe, rank, parallel3d_memory(run, place.pp), dry, count)
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
@@ -93,28 +107,6 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
         training=optimizer_memory(recipe),
     )
     return question.planned_run(recipe.parallel)
-
-
-def _rank(recipe: Recipe, options: argparse.Namespace) -> int:
-    """The rank that is asked for. Raises ConfigError for one that the layout does not have."""
-    parallel = recipe.parallel
-    if options.rank is not None and options.pipeline_rank is not None:
-        raise ConfigError("--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank")
-    if options.rank is not None:
-        if not 0 <= options.rank < parallel.world_size:
-            raise ConfigError(
-                f"--rank {options.rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0"
-            )
-        return int(options.rank)
-    pipeline_rank = options.pipeline_rank
-    if pipeline_rank is None:
-        pipeline_rank = worst_rank(run_of_recipe(recipe)).rank
-    if not 0 <= pipeline_rank < parallel.pp:
-        raise ConfigError(
-            f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to {parallel.pp - 1}; "
-            f"try --pipeline-rank 0"
-        )
-    return int(pipeline_rank) * (parallel.world_size // parallel.pp)
 
 
 def _page(found: Verified) -> Iterator[str]:
@@ -140,7 +132,7 @@ def _tree(found: Verified) -> object:
     tree = {
         "schema": "parallel3d.verify/1",
         "rank": found.rank,
-        "pipeline_rank": found.pipeline_rank,
+        "pipeline_rank": found.recipe.parallel.coordinates(found.rank).pp,
         "world_size": found.recipe.parallel.world_size,
         "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
         "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},

@@ -28,7 +28,6 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.tools.verify.chunks import Chunks
 from parallel3d.tools.verify.ledger import Ledger, Snapshot
 from parallel3d.torch_private import READ_A_VALUE, FakeTensor, FakeTensorMode, cutting_by, tree_iter, world_of_none
 from parallel3d.training.trainer import Trainer
@@ -80,6 +79,28 @@ class ShapesOnly(FakeTensorMode):
         # parameters that anyone remembers.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for; each is cut when it is asked
+    for. `fully_shard` cuts each parameter into one tensor for every data rank and takes two of them. That is nothing to
+    a real tensor; of fake ones, each some 0.1 ms of Python, 16,384 ranks times a model's parameters are a quarter of an
+    hour.
+    """
+
+    tensor: Tensor
+    num_chunks: int
+    dim: int
+
+    def __getitem__(self, rank: int) -> Tensor:
+        """Returns the part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`, fewer at the end."""
+        rows = self.tensor.size(self.dim)
+        each = -(-rows // self.num_chunks)
+        begin = rank * each
+        if begin >= max(rows, 1):
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, begin, min(each, rows - begin))
 
 
 @contextmanager
@@ -134,7 +155,9 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
             connect=OfflineLinks,
         )
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
-        batch = _batch(recipe)
+        shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
+        ids, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:2], dtype=torch.int64)
+        batch = Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples)
         trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
         for parameter in trainer.parameters:
             parameter.sync_views()
@@ -144,9 +167,12 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
-        count = sum(local.numel() for local in locals_)
         return DryRun(
-            ledger.peak, _place(ledger.peak, actions), count, recipe.microbatches, time.perf_counter() - start
+            peak=ledger.peak,
+            at=_place(ledger.peak, actions),
+            parameter_count=sum(local.numel() for local in locals_),
+            microbatches=recipe.microbatches,
+            seconds=time.perf_counter() - start,
         )
 
 
@@ -160,29 +186,19 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
 
 def shortened(recipe: Recipe) -> Recipe:
     """The recipe with so few microbatches as hold as much on every rank: the same again and again adds nothing."""
-    parallel, train = recipe.parallel, recipe.train
+    parallel, pp = recipe.parallel, recipe.parallel.pp
     if SCHEDULES[parallel.schedule].holds_whole_batch:
         return recipe
 
     def peaks(microbatches: int) -> tuple[int, ...]:
         schedule = build_schedule(
-            parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+            parallel.schedule, pp=pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
         )
         return schedule.peak_live_microbatches
 
+    # Multiples of pp, which interleaved schedules like, and one at least to accumulate onto.
+    few = [count for count in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if count < recipe.microbatches]
     whole = peaks(recipe.microbatches)
-    few = next(m for m in _few(parallel.pp, recipe.microbatches) if peaks(m) == whole)
-    batch = few * parallel.dp * parallel.microbatch_size
-    return replace(recipe, train=replace(train, global_batch_size=batch))
-
-
-def _few(pp: int, microbatches: int) -> Iterator[int]:
-    """Yields multiples of pp, which interleaved schedules like, and one at least to accumulate onto."""
-    yield from (m for m in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if m < microbatches)
-    yield microbatches
-
-
-def _batch(recipe: Recipe) -> Batch:
-    shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
-    ids = torch.zeros(shape, dtype=torch.int64)
-    return Batch(inputs=ids, labels=torch.zeros_like(ids), samples=torch.zeros(shape[:2], dtype=torch.int64))
+    count = next((count for count in few if peaks(count) == whole), recipe.microbatches)
+    batch = count * parallel.dp * parallel.microbatch_size
+    return replace(recipe, train=replace(recipe.train, global_batch_size=batch))
