@@ -23,7 +23,6 @@ LINKED = ("models", "recipes", "tools")  # the folders that parallel3d/ links to
 MOST_FILES = 12
 MORE_FILES = {  # rooms that are a list of like things, in which a reader opens one file
     "parallel3d/layers": 22,  # a file for each layer
-    "tools/bench": 13,  # a file for each benchmark, and the stacks that they are compared with
 }
 MOST_ARGUMENTS = 8
 

@@ -18,8 +18,7 @@ from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools.bench import command as bench
 from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement, run_ranks
-from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary
-from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary, PlainStack
 from parallel3d.tools.bench.report import (
     Options,
     Round,

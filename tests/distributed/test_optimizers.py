@@ -24,7 +24,6 @@ from parallel3d.models.llama import Llama
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.bench.plain_llama import PlainLlama
-from parallel3d.tools.bench.plain_stack import plain_optimizers
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
@@ -37,6 +36,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     plain_curve,
+    plain_optimizers,
     train,
 )
 

@@ -1,4 +1,5 @@
-"""A Llama in plain torch, one module after the other: the referee of the tests and the peer of the benchmarks.
+"""A Llama in plain torch, one module after the other, and its training in one process by a plain loop: the referee of
+the tests and the peer of the benchmarks.
 
 It shares nothing with the project's own layers but the numbers of `ModelConfig` and the names of the parameters, so
 that an error in the layers cannot hide in their referee. On a pipeline stage `embed`, `norm` and `head` may be None
@@ -9,13 +10,14 @@ Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, Recipe
+from parallel3d.data.loader import Batch
 
 
 class PlainRotary:
@@ -124,3 +126,49 @@ class PlainLlama(nn.Module):
         must have all of this stage's."""
         for name, parameter in self.named_parameters():  # a tied weight comes once, as embed.weight
             parameter.copy_(weights[name])
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels [B, S]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class PlainStack:
+    """One process, whose `train_step` takes the whole global batch whatever layout `recipe.parallel` names."""
+
+    def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+        self.grad_clip = recipe.train.grad_clip
+        self.model = PlainLlama(recipe.model)
+        self.model.load(weights)
+        self.optimizers: list[torch.optim.Optimizer] = [adamw(self.model.parameters(), recipe.optimizer.resolved)]
+
+    def train_step(self, batch: Batch) -> tuple[float, float]:
+        """One step on `batch`; returns the mean loss over its tokens and the norm of its gradient."""
+        self.model.zero_grad()
+        total = torch.zeros(())
+        for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
+            loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
+            loss.backward()
+            total += loss.detach()
+        # An infinite limit measures the norm and leaves the gradient as it is.
+        limit = float("inf") if self.grad_clip is None else self.grad_clip
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return total.item(), norm.item()
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, object]]:
+    """Returns the groups of torch's optimizers: the first one, the matrices, decays; norms do not."""
+    parameters = list(parameters)
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Returns AdamW at the peak learning rate, held constant."""
+    groups = parameter_groups(parameters, config)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=True)

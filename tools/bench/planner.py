@@ -16,28 +16,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
-from parallel3d.planner.published.score import Prediction, Score, score
+from parallel3d.planner.published.cases import CaseFile, read_cases
+from parallel3d.planner.published.score import Score, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.report import Options, ResultRow, chosen, row_of
+
+if TYPE_CHECKING:
+    from parallel3d.tools.bench.peers.calculon import Calculon
+    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+
+    Peer = Calculon | LlmAnalysis
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
 BAR = 1.0  # ours / peer: to be the better one
 _EFFICIENCIES = [step / 1000 for step in range(1, 1001)]
-
-
-class Peer(Protocol):
-    """Another planner."""
-
-    def cannot(self, case: PublishedCase) -> str:
-        """Returns why the planner cannot express a case; empty where it can."""
-
-    def predict(self, case: PublishedCase) -> Prediction:
-        """Returns the prediction of a case that the planner can express."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.harness import TimedCase, check_agreement, run_cases, time_in_turn
-from parallel3d.tools.bench.plain_stack import PlainStack
+from parallel3d.tools.bench.plain_llama import PlainStack
 from parallel3d.tools.bench.report import Options, ResultRow, Round
 from parallel3d.tools.bench.torch_stack import TorchStack
 from parallel3d.training.trainer import Trainer

@@ -38,8 +38,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.bench.plain_llama import PlainLlama
-from parallel3d.tools.bench.plain_stack import adamw, token_loss
+from parallel3d.tools.bench.plain_llama import PlainLlama, adamw, token_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TORCH_SCHEDULES: dict[ScheduleName, Any] = {
