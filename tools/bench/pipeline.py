@@ -14,12 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -31,7 +37,6 @@ from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
 from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_cases, run_ranks, time_in_turn
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
-from parallel3d.tools.bench.torch_stack import torch_schedule
 
 BUBBLE_STEPS = 7
 BUBBLE_POINTS = 5.0  # by which the measured bubble may differ
@@ -76,7 +81,11 @@ class PipelineCase:
 OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
 # Matrix products of tens of milliseconds, beside which a transfer is nothing.
 COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
-SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zb": 2}  # the stages of a rank
+TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # the stages of a rank, and torch's own
+    "1f1b": (1, Schedule1F1B),
+    "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
+    "interleaved_zb": (2, ScheduleInterleavedZeroBubble),
+}
 BUBBLE_SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_v": 2}
 
 
@@ -84,7 +93,7 @@ def bench_pipeline(options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, and returns their rows."""
     cases: dict[str, Case] = {}
     for size in (OVERHEAD, COMPUTE):
-        for schedule, stages in SCHEDULES.items():
+        for schedule, (stages, _) in TORCH_SCHEDULES.items():
             for pp in (2, 4):
                 case = PipelineCase(size=size, schedule=schedule, pp=pp, virtual_stages=stages)
                 cases[case.name] = TimedCase(
@@ -201,7 +210,8 @@ def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Ten
         )
         for index, module in zip(schedule.stages_of(rank), modules, strict=True)
     ]
-    peer = torch_schedule(case.schedule, stages, case.size.microbatches, nn.functional.mse_loss)
+    single_or_all, build = stages if len(stages) > 1 else stages[0], TORCH_SCHEDULES[case.schedule][1]
+    peer = build(single_or_all, case.size.microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
     inputs, labels = _batch(case)
     first = (inputs.flatten(0, 1),) if rank == schedule.placement[0] else ()
     target = labels.flatten(0, 1) if rank == schedule.placement[-1] else None

@@ -7,22 +7,15 @@ one is taken: one gradient reduction a step, parameters gathered once a step, st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,19 +27,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
-from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.bench.plain_llama import PlainLlama, adamw, token_loss
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-TORCH_SCHEDULES: dict[ScheduleName, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zb": ScheduleInterleavedZeroBubble,
-}
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
@@ -100,10 +84,8 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
 
 
 def apply_fsdp(model: PlainLlama, mesh: DeviceMesh) -> None:
-    """Shards over the last axis of `mesh` and replicates over the first where it has two; one group a block.
-
-    A block stays gathered until the last microbatch's backward: gathering it anew for each one only costs time.
-    """
+    """Shards over `mesh`, one group a block. A block stays gathered until the last microbatch's backward: gathering it
+    anew for each one only costs time."""
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -118,48 +100,32 @@ def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
         model.set_reshard_after_backward(is_last)
 
 
-def torch_schedule(
-    name: ScheduleName, stages: list[PipelineStage], microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
-    """Returns torch's own schedule of a rank's stages, which leaves the gradients as the microbatches' sum."""
-    single_or_all = stages if len(stages) > 1 else stages[0]
-    return TORCH_SCHEDULES[name](single_or_all, microbatches, loss_fn=loss_fn, scale_grads=False)
-
-
 class TorchStack:
     """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global batch. `mesh` has
     all four axes."""
 
     def __init__(self, recipe: Recipe, mesh: DeviceMesh, weights: Mapping[str, Tensor]) -> None:
-        if recipe.model.tied_embeddings or recipe.parallel.recompute != "none" or recipe.train.precision != "fp32":
+        parallel = recipe.parallel
+        if recipe.model.tied_embeddings or parallel.recompute != "none" or recipe.train.precision != "fp32":
             raise ConfigError("TorchStack trains in fp32, without tied embeddings and without recompute")
+        if parallel.schedule != "1f1b" or parallel.dp_replicate > 1:
+            raise ConfigError("TorchStack pipelines by 1f1b alone, and shards over dp_shard alone")
         self.mesh = mesh
         self.grad_clip = recipe.train.grad_clip
         self.microbatches = recipe.microbatches
-        self.device = torch.device(mesh.device_type)
-        stages = [mesh["pp"].get_local_rank() + i * mesh["pp"].size() for i in range(recipe.parallel.virtual_stages)]
-        self.parts = []
-        for stage in stages:
-            part = cut_stage(recipe.model, stage, recipe.parallel.stages).to_empty(device=self.device)
-            part.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
-            if mesh["tp"].size() > 1:
-                apply_tp(part, mesh["tp"], recipe.parallel.sequence_parallel)
-            if recipe.parallel.dp > 1:
-                replicated = recipe.parallel.dp_replicate > 1
-                apply_fsdp(part, mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"])
-            self.parts.append(part)
-        self.has_loss = stages[-1] == recipe.parallel.stages - 1
-        self.schedule: Any = self._build_schedule(recipe.parallel, stages) if mesh["pp"].size() > 1 else None
-        self.optimizer = adamw((p for part in self.parts for p in part.parameters()), recipe.optimizer)
-
-    def _build_schedule(self, parallel: ParallelConfig, indices: list[int]) -> Any:
-        group = self.mesh.get_group("pp")
-        stages = [
-            PipelineStage(part, index, parallel.stages, self.device, group=group)
-            for part, index in zip(self.parts, indices, strict=True)
-        ]
-        # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
-        return torch_schedule(parallel.schedule, stages, self.microbatches, self._loss)
+        stage = mesh["pp"].get_local_rank()
+        self.model = cut_stage(recipe.model, stage, parallel.pp).to_empty(device="cpu")
+        self.model.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
+        if parallel.tp > 1:
+            apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
+        if parallel.dp > 1:
+            apply_fsdp(self.model, mesh["dp_shard"])
+        self.schedule: Schedule1F1B | None = None
+        if parallel.pp > 1:
+            part = PipelineStage(self.model, stage, parallel.pp, torch.device("cpu"), group=mesh.get_group("pp"))
+            # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
+            self.schedule = Schedule1F1B(part, self.microbatches, loss_fn=self._loss, scale_grads=False)
+        self.optimizer = adamw(self.model.parameters(), recipe.optimizer)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss(logits, labels) / self.microbatches
@@ -167,17 +133,14 @@ class TorchStack:
     def train_step(self, batch: Batch) -> tuple[float, float]:
         """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
         self.optimizer.zero_grad()
-        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
         vocabulary_is_cut: AbstractContextManager[None] = (
             loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
         )
         with vocabulary_is_cut:
-            losses = self._accumulate(inputs, labels) if self.schedule is None else self._pipeline(inputs, labels)
-            loss = sum(losses, torch.zeros((), device=self.device))
-        for axis in ("dp_replicate", "dp_shard"):
-            if self.mesh[axis].size() > 1:
-                dist.all_reduce(loss, group=self.mesh.get_group(axis))
-                loss = loss / self.mesh[axis].size()
+            loss = sum(self._losses(batch.inputs, batch.labels), torch.zeros(()))
+        if self.mesh["dp_shard"].size() > 1:
+            dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))
+            loss = loss / self.mesh["dp_shard"].size()
         # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does not mix them.
         grads = [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
         squares = [_whole(nn.utils.get_total_norm(group, foreach=True)) ** 2 for group in grads]
@@ -191,20 +154,20 @@ class TorchStack:
         self.optimizer.step()
         return loss.item(), norm.item()
 
-    def _accumulate(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
-        (model,) = self.parts
+    def _losses(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
+        """Runs forward and backward, and yields the microbatches' losses; a rank without the head has none."""
+        if self.schedule is not None:
+            losses: list[Tensor] = []
+            first = (inputs.flatten(0, 1),) if self.model.embed is not None else ()
+            target = labels.flatten(0, 1) if self.model.head is not None else None
+            self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
+            yield from (_whole(loss.detach()) for loss in losses)
+            return
         for index in range(self.microbatches):
-            sync_in_last_backward(model, index, index == self.microbatches - 1)
-            loss = self._loss(model(inputs[index]), labels[index])
+            sync_in_last_backward(self.model, index, index == self.microbatches - 1)
+            loss = self._loss(self.model(inputs[index]), labels[index])
             loss.backward()
             yield _whole(loss.detach())
-
-    def _pipeline(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
-        losses: list[Tensor] = []
-        first = (inputs.flatten(0, 1),) if self.parts[0].embed is not None else ()
-        target = labels.flatten(0, 1) if self.has_loss else None
-        self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
-        yield from (_whole(loss.detach()) for loss in losses)
 
 
 def _whole(number: Tensor) -> Tensor:

@@ -135,14 +135,11 @@ def gathered(tensors: dict[str, Tensor]) -> Views:
 @torch.no_grad()
 def jitter(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
     """Adds noise to every parameter in place, drawn whole by its name, the same in every layout."""
-    done: set[int] = set()
     for name, tensor in tensors:
-        if id(tensor) not in done:
-            done.add(id(tensor))
-            digest = hashlib.blake2b(f"jitter/{seed}/{name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            noise = JITTER * torch.randn(tuple(tensor.shape), generator=generator)
-            put(tensor, whole(tensor) + noise.to(tensor.dtype))
+        digest = hashlib.blake2b(f"jitter/{seed}/{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        noise = JITTER * torch.randn(tuple(tensor.shape), generator=generator)
+        put(tensor, whole(tensor) + noise.to(tensor.dtype))
 
 
 @torch.no_grad()
