@@ -102,14 +102,13 @@ def _model_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRec
     """Returns what `_recipe_check` does, for a function that builds a model."""
     parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
     _check_ranks(parallel)
-    from parallel3d.tools.check_layout.model import ModelCheck, accepted, load_function, record_model
+    from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
 
     named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
     asked = {name: value for name, value in named.items() if value is not None}
-    accepted(load_function(options.model), asked, asked=asked)  # refused here, before any process starts
-    job = ModelCheck(
-        target=options.model, parallel=parallel, options=asked, vocab=options.vocab or VOCAB, steps=options.steps
-    )
+    vocab = options.vocab or VOCAB
+    load_builder(options.model, asked, vocab)  # refuses here, before any process starts
+    job = ModelCheck(target=options.model, parallel=parallel, options=asked, vocab=vocab, steps=options.steps)
     return record_model, replace(job, parallel=ParallelConfig()), job
 
 

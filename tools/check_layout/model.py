@@ -14,12 +14,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
@@ -51,15 +52,14 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone. One process is given no mesh."""
     parallel = job.parallel
     mesh = build_mesh(parallel, "cpu") if parallel.world_size > 1 else None
-    build = load_function(job.target)
-    arguments = accepted(build, {**job.options, "vocab": job.vocab}, asked=job.options)
+    build = load_builder(job.target, job.options, job.vocab)
     torch.manual_seed(_SEED)
-    alone: nn.Module = build(None, **arguments)
+    alone = build(None)
     jitter(alone.named_parameters(), _SEED)
     model = alone
     if mesh is not None:
         torch.manual_seed(_SEED)
-        model = build(mesh, **arguments)
+        model = build(mesh)
         _copy_weights(alone, model)
     weights = collect(_named(model))
     record = TrainingRecord(parallel, initial=weights, start=weights)
@@ -94,9 +94,10 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     return record
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Returns the function that `module:function` names, from the working directory too. Raises ConfigError where there
-    is no such function."""
+def load_builder(target: str, asked: Mapping[str, int], vocab: int) -> Callable[[DeviceMesh | None], nn.Module]:
+    """Returns the function that `module:function` names, from the working directory too, with the options that the user
+    asked for and, where it takes one, the vocabulary. Raises ConfigError where there is no such function, or it does
+    not take an option."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigError(f"--model {target}: must be module:function, such as my_model:build")
@@ -106,21 +107,15 @@ def load_function(target: str) -> Callable[..., Any]:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--model {target}: {error}; run this where {module_name}.py is, or install it") from error
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(found):
+    build: Callable[..., nn.Module] | None = getattr(module, name, None)
+    if not callable(build):
         raise ConfigError(f"--model {target}: {module_name} has no function {name}")
-    return found
-
-
-def accepted(build: Callable[..., Any], options: Mapping[str, int], *, asked: Mapping[str, int]) -> dict[str, int]:
-    """Returns the options that the function takes. Raises ConfigError for one that the user asked for and it does not
-    take."""
     parameters = inspect.signature(build).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name in asked:
-        if name not in parameters and not takes_all:
-            raise ConfigError(f"--{name}: {build.__name__} has no parameter {name}; give it one, or drop the option")
-    return {name: value for name, value in options.items() if takes_all or name in parameters}
+    for option in asked:
+        if option not in parameters and not takes_all:
+            raise ConfigError(f"--{option}: {name} has no parameter {option}; give it one, or drop the option")
+    return partial(build, **{**({"vocab": vocab} if takes_all or "vocab" in parameters else {}), **asked})
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:

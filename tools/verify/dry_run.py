@@ -3,16 +3,16 @@ full size that sends nothing. The model, the sharding, the pipeline's runtime, i
 trainer's own. Of torch it needs no GPU, and of this machine no more than Python's objects.
 
 What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is not for CPUs, the
-kernels that only GPUs have are put in the place of the CPU's (`gpu_kernels`), because they keep less.
+kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`), because it keeps less.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -103,21 +103,11 @@ class Chunks:
         return self.tensor.narrow(self.dim, begin, min(each, rows - begin))
 
 
-@contextmanager
-def gpu_kernels() -> Iterator[None]:
+def fused_rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
     """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a token, where the
-    CPU's operators keep several copies in float32. By its name in torch: a mode for functions is off in recompute."""
-    plain = F.rms_norm
-
-    def fused(x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
-        y: Tensor = _FusedRMSNorm.apply(x, weight)
-        return y
-
-    F.rms_norm = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm = plain
+    CPU's operators keep several copies in float32."""
+    y: Tensor = _FusedRMSNorm.apply(x, weight)
+    return y
 
 
 class _FusedRMSNorm(Function):
@@ -146,7 +136,8 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         ledger = modes.enter_context(Ledger())
         modes.enter_context(cutting_by(Chunks))
         if fused_norm:
-            modes.enter_context(gpu_kernels())
+            # By its name in torch, because a mode for functions is off in recompute.
+            modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
         trainer = Trainer(
             recipe,
             mesh=mesh,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -61,7 +62,6 @@ class Ledger(TorchDispatchMode):
         self._total = 0
         self._action = 0
         self._phase: Made = "between"
-        self._resize: Callable[..., Any] | None = None
         self.peak = Snapshot({}, {}, 0)
 
     def begin(self, phase: Made) -> None:
@@ -87,20 +87,21 @@ class Ledger(TorchDispatchMode):
             piece.made = made
 
     def __enter__(self) -> Ledger:
-        resize = self._resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What happens within a DTensor's operator is not seen: it tries each new one out at the global shape.
