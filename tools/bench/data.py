@@ -4,8 +4,7 @@
     SHARD_OPTIMIZER               the same, with ZeroRedundancyOptimizer
     SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which is what carries them: what asking for it costs
 
-Losses must agree before anything is timed. Two sizes: `overhead`, whose model has next to nothing to compute, and
-`compute`, where matrix products rule. Two data ranks, four microbatches of one sequence on each, AdamW.
+The sizes are those of `bench step`, on two data ranks, with four microbatches of one sequence on each, and AdamW.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`bench layers`: a transformer block, forward and backward, against torch's own tensor parallelism and one process;
 and the peak memory of the loss in chunks against the whole.
 
-The peer of a block is the same block in plain torch, laid out by `parallelize_module` (DTensor) as `bench step` lays it
-out. Both start from the same weights, see the same activations, and must agree in their outputs and input gradients
-before anything is timed. Two sizes: `hidden 64`, where overhead rules, and `hidden 1024`, where matrix products do.
+The peer of a block is the same block in plain torch, from the same weights, laid out by `parallelize_module` (DTensor)
+as `bench step` lays it out. Outputs and input gradients must agree before anything is timed. Overhead rules at
+`hidden 64`, and matrix products at `hidden 1024`.
 """
 
 from __future__ import annotations

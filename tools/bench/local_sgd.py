@@ -35,12 +35,7 @@ LAYOUT = (
 )
 # A replica has half of the batch, and a lower rate keeps it near the others; in a run of thirty synchronisations the
 # paper's outer momentum of 0.9 does not settle (docs/low-bandwidth.md).
-DILOCO = (
-    "optimizer.lr=1.5e-3",
-    "local_sgd.sync_every=20",
-    "local_sgd.outer_lr=0.7",
-    "local_sgd.outer_momentum=0.5",
-)
+DILOCO = ("optimizer.lr=1.5e-3", "local_sgd.sync_every=20", "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.5")
 CASES = {
     "sync_every 20": DILOCO,
     "sync_every 20, int8, 4 fragments, overlap 4": (
@@ -56,9 +51,17 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
     """Trains every case that `options` names, and returns two rows of each. `options.steps` are the steps of a run,
     over which the learning rate decays."""
     names, steps = chosen(CASES, options), options.steps or STEPS
+    length = (
+        f"train.steps={steps}",
+        f"optimizer.decay_steps={steps}",
+        f"optimizer.warmup_steps={min(30, steps // 10)}",  # the recipe's own
+        "train.device=cpu",
+        "train.eval_sequences=256",  # the loss of fewer sequences says more about them than about the run
+    )
     results = {}
     for name in announced([_PEER, *names]):
-        recipe = recipe_of(CASES.get(name, ()), steps)
+        overrides = (*LAYOUT, *length, *CASES.get(name, ()))
+        recipe = load_recipe(find_recipe("quickstart"), overrides, cards=shape_cards())
         results[name] = run_ranks(train, recipe, world_size=recipe.parallel.world_size)
     rows = []
     for name in names:
@@ -67,17 +70,6 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
         rows.append(row_of(name, "validation_loss", [(loss, peer_loss)], bar))
         rows.append(row_of(name, "MiB_to_replicas", [(mib, peer_mib)], BYTES_BAR))
     return rows
-
-
-def recipe_of(overrides: tuple[str, ...], steps: int) -> Recipe:
-    length = (
-        f"train.steps={steps}",
-        f"optimizer.decay_steps={steps}",
-        f"optimizer.warmup_steps={min(30, steps // 10)}",  # the recipe's own
-        "train.device=cpu",
-        "train.eval_sequences=256",  # the loss of fewer sequences says more about them than about the run
-    )
-    return load_recipe(find_recipe("quickstart"), (*LAYOUT, *length, *overrides), cards=shape_cards())
 
 
 def train(recipe: Recipe) -> tuple[float, float]:

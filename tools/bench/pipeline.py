@@ -171,8 +171,7 @@ def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
         total = torch.tensor(int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB)
         dist.all_reduce(total)
         resident.append(total.item())
-    before, after = resident
-    return after, before
+    return resident[1], resident[0]
 
 
 def own_stages(case: PipelineCase) -> list[nn.Module]:

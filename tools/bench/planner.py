@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
 BAR = 1.0  # ours / peer: to be the better one
-_EFFICIENCIES = [step / 1000 for step in range(1, 1001)]
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,9 @@ def bench_planner(options: Options) -> list[ResultRow]:
     return [row(name, figure, *scores[who], of=figure.of(every)[1]) for name, (who, figure) in wanted.items()]
 
 
-def _peer(who: str) -> Peer:
-    """Returns the planner of that name. Raises ConfigError where it, or the checkout's peers, are not there."""
+def _peer(who: str, efficiency: float = ADVISED) -> Peer:
+    """Returns the planner of that name; llm-analysis assumes this efficiency. Raises ConfigError where the planner, or
+    the checkout's peers, are not there."""
     try:
         from parallel3d.tools.bench.peers.calculon import Calculon
         from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
@@ -90,7 +90,7 @@ def _peer(who: str) -> Peer:
             "parallel3d, which has them in tools/bench/peers"
         ) from missing
     if who.startswith("llm-analysis"):
-        return LlmAnalysis(efficiency=ADVISED)
+        return LlmAnalysis(efficiency=efficiency)
     return Calculon(approximate=who == "Calculon approximated")
 
 
@@ -103,11 +103,9 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     for name, why in (*ours.skipped, *theirs.skipped):  # else the two would be judged by different runs
         raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
     if who == "llm-analysis fitted":
-        from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
-
         best = fitted_efficiency(theirs, ADVISED)
         print(f"{who}: efficiency {best:g}", file=sys.stderr)
-        theirs = score(both, LlmAnalysis(efficiency=best).predict)
+        theirs = score(both, _peer(who, best).predict)
     return ours, theirs
 
 
@@ -138,4 +136,5 @@ def fitted_efficiency(predicted: Score, at: float) -> float:
     throughput is in proportion to its efficiency and which predicts this score at the efficiency `at`."""
     # Predicted over measured throughput of each run that was timed.
     ratios = [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
-    return min(_EFFICIENCIES, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))
+    efficiencies = (step / 1000 for step in range(1, 1001))
+    return min(efficiencies, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))

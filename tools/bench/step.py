@@ -123,7 +123,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         stack: PlainStack | TorchStack = PlainStack(plan, weights)
     else:
         stack = TorchStack(plan, build_mesh(plan.parallel, "cpu"), weights)
-    # Two steps agree: the second one depends on the first one's gradients. They warm up both as well.
+    # Two steps agree, because the second one depends on the first one's gradients; they warm up both as well.
     ours, peer = (lambda batch: trainer.train_step(batch).loss), (lambda batch: stack.train_step(batch)[0])
     return time_train_steps(plan, ours, peer, agreement_steps=2, rounds=rounds, steps=steps)
 
@@ -133,10 +133,8 @@ def time_train_steps(
 ) -> list[Round]:
     """Checks that both contestants, functions from this rank's batch to the global loss, train alike for some steps;
     then times them in turn on further batches. Raises RankError where the losses differ."""
-    first, further = (
-        [random_batch(recipe, dist.get_rank(), seed) for seed in range(begin, end)]
-        for begin, end in ((0, agreement_steps), (agreement_steps, agreement_steps + steps))
-    )
+    batches = [random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)]
+    first, further = batches[:agreement_steps], batches[agreement_steps:]
     check_agreement((f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first))
     return time_in_turn(lambda at: ours(further[at]), lambda at: peer(further[at]), rounds=rounds, steps=steps)
 

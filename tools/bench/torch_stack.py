@@ -8,7 +8,7 @@ one is taken: one gradient reduction a step, parameters gathered once a step, st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -65,15 +65,9 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
         **norm,
     }
     block: dict[str, ParallelStyle] = {
-        "attention": whole,
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.o": RowwiseParallel(output_layouts=between),
-        "mlp": whole,
-        "mlp.gate": ColwiseParallel(),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=between),
+        **dict.fromkeys(("attention", "mlp"), whole),
+        **{name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")},
+        **{name: RowwiseParallel(output_layouts=between) for name in ("attention.o", "mlp.down")},
         **{f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()},
     }
     # A stage in the middle has no ends, and parallelize_module warns of names that match nothing.
@@ -133,10 +127,7 @@ class TorchStack:
     def train_step(self, batch: Batch) -> tuple[float, float]:
         """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
         self.optimizer.zero_grad()
-        vocabulary_is_cut: AbstractContextManager[None] = (
-            loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext()
-        )
-        with vocabulary_is_cut:
+        with loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext():
             loss = sum(self._losses(batch.inputs, batch.labels), torch.zeros(()))
         if self.mesh["dp_shard"].size() > 1:
             dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from parallel3d.tools.check_layout.data import TrainingRecord
     from parallel3d.tools.check_layout.model import ModelCheck
 
-_DIFFERS = 1
 _MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
 _EPILOG = """\
 examples:
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     print(as_json(comparison) if options.json else as_text(comparison))
-    return 0 if comparison.first is None else _DIFFERS
+    return 0 if comparison.first is None else 1
 
 
 def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], Recipe, Recipe]:
@@ -99,24 +98,10 @@ def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRe
 
 
 def _model_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], ModelCheck, ModelCheck]:
-    """Returns what `_recipe_check` does, for a function that builds a model."""
-    parallel = _layout_of([*([options.recipe] if options.recipe else []), *options.overrides])
-    _check_ranks(parallel)
-    from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
-
-    named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
-    asked = {name: value for name, value in named.items() if value is not None}
-    vocab = options.vocab or VOCAB
-    load_builder(options.model, asked, vocab)  # refuses here, before any process starts
-    job = ModelCheck(target=options.model, parallel=parallel, options=asked, vocab=vocab, steps=options.steps)
-    return record_model, replace(job, parallel=ParallelConfig()), job
-
-
-def _layout_of(settings: Sequence[str]) -> ParallelConfig:
-    """Returns the layout of settings such as `parallel.tp=2`, data and tensor axes alone: a model function has no
-    stages."""
+    """Returns what `_recipe_check` does, for a function that builds a model. The settings name the data and tensor axes
+    alone, such as `parallel.tp=2`, because such a model has no stages."""
     axes: dict[str, Any] = {}
-    for text in settings:
+    for text in (*([options.recipe] if options.recipe else []), *options.overrides):
         key, _, value = text.partition("=")
         name = key.removeprefix("parallel.")
         if key == name or name not in ("dp_replicate", "dp_shard", "tp"):
@@ -129,7 +114,15 @@ def _layout_of(settings: Sequence[str]) -> ParallelConfig:
     parallel = ParallelConfig(**axes)
     if parallel.world_size == 1:
         raise ConfigError("parallel: one process has nothing to be compared with; try parallel.tp=2")
-    return parallel
+    _check_ranks(parallel)
+    from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
+
+    named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
+    asked = {name: value for name, value in named.items() if value is not None}
+    vocab = options.vocab or VOCAB
+    load_builder(options.model, asked, vocab)  # refuses here, before any process starts
+    job = ModelCheck(target=options.model, parallel=parallel, options=asked, vocab=vocab, steps=options.steps)
+    return record_model, replace(job, parallel=ParallelConfig()), job
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:

@@ -202,10 +202,8 @@ def _orders(reference: Array, ours: Array, layout: TrainingRecord) -> list[str]:
 
 def _ratio(ours: Array, reference: Array) -> float | None:
     """Returns k where ours is k x reference; None where ours is not a multiple."""
-    if ours.shape != reference.shape:
-        return None
     square = float(np.vdot(reference, reference))
-    if square == 0.0:
+    if ours.shape != reference.shape or square == 0.0:
         return None
     k = float(np.vdot(ours, reference)) / square
     return k if _alike(ours, k * reference) else None

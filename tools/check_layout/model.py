@@ -146,8 +146,7 @@ def _grad_norm(model: nn.Module) -> float:
 def _split_dim(parameter: Tensor) -> int | None:
     """Returns the dim that tp splits; None where tp replicates the parameter."""
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        for name, placement in zip(names, parameter.placements, strict=True):
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if name == "tp" and isinstance(placement, Shard):
                 return placement.dim
     return None

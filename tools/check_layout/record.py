@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,18 +84,15 @@ def record_steps(
     """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def keeper(name: str) -> Callable[[nn.Module, object, object], None]:
-        def keep(module: nn.Module, inputs: object, output: object) -> None:
-            if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
-                outputs[name].append(output.detach().clone())
-
-        return keep
+    def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
+            outputs[name].append(output.detach().clone())
 
     hidden = {module for model in models for module in inside_compiled(model)}
     for model in models:
         for name, module in model.named_modules():
             if name and module not in hidden and any(True for _ in module.parameters()):
-                module.register_forward_hook(keeper(plain_name(name)))
+                module.register_forward_hook(partial(keep, plain_name(name)))
     for step in range(steps):
         outputs.clear()
         loss, grad_norm, gradients = train_step(step)

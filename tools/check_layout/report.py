@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison
@@ -48,14 +48,13 @@ def as_text(comparison: LayoutComparison) -> str:
             f"{row.step:>4}  {row.loss[0]:>10.6f}  {worst['loss']:>10.1e}  {row.grad_norm[0]:>10.6f}  "
             f"{worst['gradient norm']:>10.1e}  {worst['gradient']:>9.1e}  {worst['parameter']:>9.1e}"
         )
-    if comparison.first is None:
-        told: Iterable[str] = ["the same model: every output, loss, gradient, norm and weight agrees"]
-    else:
-        told = _told(comparison.first)
-    return "\n".join([*lines, "", *told])
+    return "\n".join([*lines, "", *_told(comparison.first)])
 
 
-def _told(first: Difference) -> Iterator[str]:
+def _told(first: Difference | None) -> Iterator[str]:
+    if first is None:
+        yield "the same model: every output, loss, gradient, norm and weight agrees"
+        return
     when = f"in step {first.step}" if first.step else "before training"
     what = f"{first.what} of {first.name}" if first.name else first.what
     size = "missing or not finite" if not math.isfinite(first.size) else f"{first.size:.3g}"

@@ -135,7 +135,6 @@ def _tree(found: Verified) -> object:
         "pipeline_rank": found.recipe.parallel.coordinates(found.rank).pp,
         "world_size": found.recipe.parallel.world_size,
         "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
-        "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
         "kinds": [
             {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB} for kind, model, run in found.rows()
         ],
@@ -143,6 +142,6 @@ def _tree(found: Verified) -> object:
         "difference_pct": 100 * found.difference,
         "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
         "seconds": found.dry.seconds,
+        "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
     }
-    counts = tree.pop("parameters")  # exact
-    return {**rounded(tree), "parameters": counts}
+    return rounded(tree)

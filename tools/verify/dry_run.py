@@ -83,11 +83,9 @@ class ShapesOnly(FakeTensorMode):
 
 @dataclass(frozen=True)
 class Chunks:
-    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for; each is cut when it is asked
-    for. `fully_shard` cuts each parameter into one tensor for every data rank and takes two of them. That is nothing to
-    a real tensor; of fake ones, each some 0.1 ms of Python, 16,384 ranks times a model's parameters are a quarter of an
-    hour.
-    """
+    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for. A part is cut when it is asked
+    for: `fully_shard` takes two of all the ranks' parts, and to cut every one, a fake tensor of some 0.1 ms of Python,
+    would take a quarter of an hour with 16,384 ranks."""
 
     tensor: Tensor
     num_chunks: int

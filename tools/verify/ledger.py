@@ -121,9 +121,9 @@ class Ledger(TorchDispatchMode):
         key = storage_id(storage)
         if key in self._pieces:
             return
-        piece = _Piece(0, self._phase, self._action, weakref.ref(storage, lambda _: self._gone(key)))
-        self._pieces[key] = piece
-        self._grow(piece, storage.nbytes())
+        watch = weakref.ref(storage, lambda _: self._grow(self._pieces.pop(key), 0))
+        self._pieces[key] = _Piece(0, self._phase, self._action, watch)
+        self._grow(self._pieces[key], storage.nbytes())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         piece = self._pieces.get(storage_id(storage))
@@ -145,10 +145,6 @@ class Ledger(TorchDispatchMode):
             self._at_work[piece.made] += more
         if self._total > self.peak.total:
             self.peak = self._snapshot()
-
-    def _gone(self, key: int) -> None:
-        piece = self._pieces.pop(key)
-        self._grow(piece, 0)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(dict(self._made), dict(self._at_work), self._action)

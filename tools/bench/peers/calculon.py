@@ -118,12 +118,9 @@ class Calculon:
             "optimizer_sharding": layout.optimizer_shards > 1,
             "tensor_par_comm_type": "rs_ag" if layout.sequence_parallel else "ar",
             "tensor_par_overlap": "none",
-            "seq_par_ag_redo": False,
-            "data_par_overlap": False,
-            "weight_offload": False,
-            "activations_offload": False,
-            "optimizer_offload": False,
             "training": True,
+            **dict.fromkeys(("seq_par_ag_redo", "data_par_overlap"), False),
+            **dict.fromkeys(("weight_offload", "activations_offload", "optimizer_offload"), False),
         }
         model = self._llm(application, logging.getLogger("calculon"))
         model.compile(system, self._llm.Execution.from_json(execution))
