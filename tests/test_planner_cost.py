@@ -40,7 +40,7 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
     muon = MuonCosts(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
 
     def more_s(ranks: int) -> float:
-        one = run(a100, dp_shard=ranks, sharding="FULL_SHARD", parameter_shards=ranks)
+        one = run(a100, dp_shard=ranks, sharding="FULL_SHARD", parameter_shards=ranks, optimizer_shards=ranks)
         return (
             step_cost(replace(one, optimizer=OptimizerMemory(muon=muon))).parts.optimizer
             - step_cost(one).parts.optimizer

@@ -13,7 +13,6 @@ from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
@@ -45,7 +44,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
     assert step_cost(few).parts.dp == pytest.approx(step_cost(many).parts.dp)
     alone = [step_cost(sharded(TORCHTITAN, dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
     assert alone[1] > 3 * alone[0]
-    blocks = 8 * layer_parameters(few.shape)
+    blocks = 8 * few.block_parameters
     first = memory_by_rank(few)[1]
     assert first.buffers == pytest.approx(6 * blocks, rel=0.05)  # 2 bytes gathered, 4 of gradients
 

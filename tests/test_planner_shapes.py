@@ -12,7 +12,7 @@ from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
-from parallel3d.planner.model.parameters import stage_parameters, total_parameters
+from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.planned_run import _cut_by_cost, spread
 from parallel3d.planner.model.shapes import StageSlice, from_config
 from parallel3d.schedules.balance import PartCosts, balanced_cut
@@ -71,7 +71,7 @@ def test_stage_parameters_are_those_of_the_real_modules(tp: int, stages: int, mo
                 parameter = getattr(module, name)
                 real[id(parameter)] = parameter.numel() // (tp if spec.dim is not None else 1)
         part = StageSlice(layers=blocks.end - blocks.first, embedding=blocks.is_first_stage, head=blocks.is_last_stage)
-        assert stage_parameters(from_config(config), part, tp) == sum(real.values())
+        assert rank_numel(from_config(config), (part,), tp, repeats_kv_heads=True) == sum(real.values())
 
 
 @pytest.mark.parametrize("stages", range(1, 9))

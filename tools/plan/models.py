@@ -18,7 +18,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
 from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
-from parallel3d.planner.model.parameters import layer_parameters, stage_parameters, total_parameters
+from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
@@ -133,11 +133,12 @@ def _list(shapes: list[ModelShape]) -> Iterator[str]:
 
 def _show(shape: ModelShape) -> Iterator[str]:
     total = total_parameters(shape)
-    embedding = stage_parameters(shape, StageSlice(layers=0, embedding=True, head=False))
+    embedding = rank_numel(shape, (StageSlice(layers=0, embedding=True, head=False),), 1)
+    block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     yield f"{shape.name}: {total:,} parameters ({si(total)})"
     yield f"  embedding        {embedding:>18,}" + "  (also the output table)" * shape.tied_embeddings
-    yield f"  {shape.layers:>3} layers each  {layer_parameters(shape):>18,}"
-    yield f"  norm and head    {total - embedding - shape.layers * layer_parameters(shape):>18,}"
+    yield f"  {shape.layers:>3} layers each  {block:>18,}"
+    yield f"  norm and head    {total - embedding - shape.layers * block:>18,}"
     yield f"layers {shape.layers}, hidden {shape.hidden}, heads {shape.heads} of {shape.head_dim},"
     norm = "LayerNorm" if shape.layer_norm else "RMSNorm"
     biases = "biases" if shape.biases else "biases on q, k, v" if shape.qkv_biases else "no biases"

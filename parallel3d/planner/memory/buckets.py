@@ -13,6 +13,7 @@ from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.model.parameters import block_tables, end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
+from parallel3d.planner.model.training import master_bytes
 from parallel3d.sharding.bytes import bucket_borders
 
 
@@ -31,7 +32,7 @@ class GradientBucket:
 
 def buckets_of(run: PlannedRun, part: StageSlice) -> tuple[GradientBucket, ...]:
     """The buckets of a stage, the first to be sent first."""
-    layout, master = run.layout, 2 if run.precision == "bf16_pure" else 4
+    layout, master = run.layout, master_bytes(run.precision)
     is_split = layout.strategy == "SHARD_OPTIMIZER" and layout.dp_shard > 1
     sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), layout.bucket_bytes)
     shards = layout.dp_shard if is_split else 1

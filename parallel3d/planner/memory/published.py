@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.model.parameters import layer_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice, norm_parameters
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 
@@ -52,14 +51,14 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 
 def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
     """Parameters of a slice of the model on one device, the token table padded as the program pads it."""
-    shape, tp = run.shape, run.layout.tp
-    count = stage.layers * layer_parameters(shape, tp)
+    shape = run.shape
+    count = stage.layers * run.block_parameters
     table = run.rank_vocab * shape.hidden
     if stage.embedding:
         count += table + (shape.position_rows * shape.hidden if shape.positions == "learned" else 0)
-        count += norm_parameters(shape) if shape.embedding_norm else 0
+        count += shape.norm_parameters if shape.embedding_norm else 0
     if stage.head:
-        count += norm_parameters(shape)
+        count += shape.norm_parameters
         if not (shape.tied_embeddings and stage.embedding):
             count += table
     return count
@@ -101,9 +100,9 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     layout, program, shape = run.layout, run.program, run.shape
     bytes_ = 0.0
     if layout.parameter_shards > 1 or program.always_sharded:
-        block = min(layer_parameters(shape, layout.tp), program.gathered_parameters / 2)
+        block = min(run.block_parameters, program.gathered_parameters / 2)
         if run.gathers_each_microbatch:
-            ends = parameters - part.layers * layer_parameters(shape, layout.tp)
+            ends = parameters - part.layers * run.block_parameters
             bytes_ += block * (2 * program.gather_bytes + 2 * program.reduce_bytes)
             bytes_ += ends * (program.gather_bytes + program.reduce_bytes)
         else:  # gathered once a step, and the gradients whole until the last backward

@@ -31,10 +31,10 @@ from parallel3d.optimizers.step_bytes import (
 from parallel3d.planner.memory.block_work import BlockTensors, WeightGradients, delayed_bytes
 from parallel3d.planner.memory.model_ends import EndTensors
 from parallel3d.planner.memory.rank_schedule import RankSchedule
-from parallel3d.planner.model.muon import hidden_tables, muon_matrices
-from parallel3d.planner.model.parameters import block_tables, end_tables
+from parallel3d.planner.model.parameters import block_tables, end_tables, hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
+from parallel3d.planner.model.training import master_bytes
 from parallel3d.schedules.registry import schedule_traits
 from parallel3d.sharding.bytes import frees_after_forward
 
@@ -75,7 +75,7 @@ class RankState:
         layout = run.layout
         self.run, self.rank, self.layout = run, rank, layout
         self.item = int(run.item_bytes)
-        self.master = 2 if run.precision == "bf16_pure" else 4
+        self.master = master_bytes(run.precision)
         self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
@@ -165,7 +165,8 @@ class RankState:
         most = run.optimizer.step_bytes * max(self.largest_shard(stage, vectors_alone) for stage in (None, *self.kinds))
         if run.optimizer.muon is None:
             return most
-        ranks, matrices = self.layout.dp * self.layout.tp, muon_matrices(run, self._blocks)
+        ranks, tp = self.layout.dp * self.layout.tp, self.layout.tp
+        matrices = muon_matrices(run.shape, tp, self.layout.optimizer_shards) * self._blocks
         return max(most, muon_step_bytes(matrices, ranks=ranks, step=run.optimizer.muon, is_narrow=is_narrow))
 
     def largest_shard(self, stage: RankStage | None, vectors_alone: bool = False) -> int:

@@ -16,11 +16,28 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
-_HUGGING_FACE_LLAMAS = ("llama", "mistral", "qwen2")  # `model_type` of what is a Llama, Qwen 2 with biases
+_GPT2 = {  # the keys of a config.json, by those of a recipe's `model:`
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "ffn_hidden": "n_inner",
+    "vocab": "vocab_size",
+    "max_positions": "n_positions",
+}
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn_hidden": "intermediate_size",
+    "vocab": "vocab_size",
+}
+_KEYS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA}  # by `model_type`; Qwen 2 has biases
+_OPTIONAL = ("n_inner", "num_key_value_heads")
 
 
 def shape_names(cards: Mapping[str, Path]) -> list[str]:
-    """Every name that `named_shape` knows; `cards` are those of models/."""
+    """Returns every name that `named_shape` knows; `cards` are those of models/."""
     return sorted({*cards, *_load(_TABLE)})
 
 
@@ -33,12 +50,12 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
         near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4)
         advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"model {name}: unknown; {advice}")
-    return _from_entry(name, table[name])
+    return ModelShape(name=name, **table[name])
 
 
 def from_hugging_face(path: Path) -> ModelShape:
-    """Reads the shape of a `config.json`. Raises ConfigError where it is of another family or its numbers do not
-    agree."""
+    """Reads the shape of a `config.json`, named by its folder where it has that name. Raises ConfigError where it is of
+    another family or its numbers do not agree."""
     try:
         config = json.loads(path.read_text())
     except OSError as problem:
@@ -48,35 +65,33 @@ def from_hugging_face(path: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must hold keys and values, as a transformers model's config.json does")
     kind = config.get("model_type", "(not given)")
-    try:
-        if kind == "gpt2":
-            shape = _from_gpt2(_name(path), config)
-        elif kind in _HUGGING_FACE_LLAMAS:
-            shape = _from_llama(_name(path), config)
-        else:
-            known = ", ".join(("gpt2", *_HUGGING_FACE_LLAMAS))
-            raise ConfigError(f"{path}: model_type = {kind}: must be one of {known}")
-    except KeyError as missing:
-        raise ConfigError(f"{path}: {missing.args[0]}: required and not given") from missing
-    except ValueError as problem:
-        raise ConfigError(f"{path}: {problem}") from problem
+    if kind not in _KEYS:
+        raise ConfigError(f"{path}: model_type = {kind}: must be one of {', '.join(_KEYS)}")
+    numbers: dict[str, Any] = {}
+    for ours, theirs in _KEYS[kind].items():
+        value = config.get(theirs)
+        if theirs not in config and theirs not in _OPTIONAL:
+            raise ConfigError(f"{path}: {theirs}: required and not given")
+        if isinstance(value, bool) or not isinstance(value, int | float | None) or (value or 0) % 1:
+            raise ConfigError(f"{path}: {theirs} = {json.dumps(value)}: must be a whole number")
+        numbers[ours] = value if value is None else int(value)
+    is_gpt, hidden, heads, head_dim = kind == "gpt2", numbers["hidden"], numbers["heads"], config.get("head_dim")
+    if is_gpt and numbers["ffn_hidden"] is None:
+        numbers["ffn_hidden"] = 4 * hidden
+    if not is_gpt and head_dim is not None and heads > 0 and head_dim * heads != hidden:
+        must = f"must be hidden_size / num_attention_heads = {hidden // heads}"
+        raise ConfigError(f"{path}: head_dim = {head_dim}: {must}")
+    shape = from_config(
+        ModelConfig(
+            name=path.resolve().parent.name if path.stem == "config" else path.stem,
+            architecture="gpt" if is_gpt else "llama",
+            tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
+            qkv_bias=kind == "qwen2",
+            **numbers,
+        )
+    )
     check_shape(shape, str(path))
     return shape
-
-
-def _name(path: Path) -> str:
-    """Names a model by where its file is: by its folder, or by the file itself."""
-    return path.resolve().parent.name if path.stem == "config" else path.stem
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Reads a whole number of a config.json. Raises KeyError where it misses, ValueError where it is something else."""
-    value = config[key] if default is None else config.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise ValueError(f"{key} = {json.dumps(value)}: must be a whole number")
-    return int(value)
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -124,55 +139,3 @@ def _load(path: Path) -> dict[str, Any]:
     loaded = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     assert isinstance(loaded, dict)
     return loaded
-
-
-def _from_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
-    assert entry["kind"] == "relu2"
-    return ModelShape(
-        name=name,
-        layers=entry["layers"],
-        hidden=entry["hidden"],
-        heads=entry["heads"],
-        kv_heads=entry.get("kv_heads", entry["heads"]),
-        ffn_hidden=entry["ffn_hidden"],
-        vocab=entry["vocab"],
-        feed_forward="relu2",
-        layer_norm=True,
-    )
-
-
-def _from_gpt2(name: str, config: Mapping[str, Any]) -> ModelShape:
-    hidden = _whole(config, "n_embd")
-    return ModelShape(
-        name=name,
-        layers=_whole(config, "n_layer"),
-        hidden=hidden,
-        heads=_whole(config, "n_head"),
-        kv_heads=_whole(config, "n_head"),
-        ffn_hidden=_whole(config, "n_inner", 4 * hidden),
-        vocab=_whole(config, "vocab_size"),
-        feed_forward="gelu",
-        positions="learned",
-        position_rows=_whole(config, "n_positions"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        biases=True,
-        layer_norm=True,
-    )
-
-
-def _from_llama(name: str, config: Mapping[str, Any]) -> ModelShape:
-    heads, hidden = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
-    head_dim = config.get("head_dim")
-    if head_dim is not None and heads > 0 and head_dim * heads != hidden:
-        raise ValueError(f"head_dim = {head_dim}: must be hidden_size / num_attention_heads = {hidden // heads}")
-    return ModelShape(
-        name=name,
-        layers=_whole(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_whole(config, "num_key_value_heads", heads),
-        ffn_hidden=_whole(config, "intermediate_size"),
-        vocab=_whole(config, "vocab_size"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_biases=config["model_type"] == "qwen2",
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from parallel3d.optimizers.step_bytes import MuonMatrix
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.row_split import shard_rows
 
@@ -56,6 +57,26 @@ def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) 
     return tuple(tables)
 
 
+def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
+    """Returns the tables of a block that Muon steps, on a tp rank: q, k and v, o, then the MLP's."""
+    return tuple(table for table in block_tables(shape, tp) if table.columns > 1)
+
+
+@lru_cache(maxsize=256)
+def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
+    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a matrix's rows."""
+    found: list[MuonMatrix] = []
+    for at, table in enumerate(hidden_tables(shape, tp)):
+        own = table.shard(shards) // table.times
+        if at in (2, 4):  # row-parallel: tp splits the columns
+            matrix = MuonMatrix(shape.hidden, table.columns * tp, shards * tp, own)
+        else:
+            ranks = 1 if at == 1 and shape.kv_heads % tp else tp
+            matrix = MuonMatrix(table.rows * ranks, shape.hidden, shards * ranks, own)
+        found += [matrix] * table.times
+    return tuple(found)
+
+
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
     """Counts the rows of the token table on a tp rank."""
     return len(shard_rows(shape.vocab, rank, tp))
@@ -79,37 +100,23 @@ def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> t
     return tuple(tables)
 
 
-def block_numel(shape: ModelShape, tp: int) -> int:
-    """Counts the parameters of one block on a tp rank of this project's own layers."""
-    return sum(table.numel for table in block_tables(shape, tp))
-
-
 @lru_cache(maxsize=4096)
 def rank_numel(
-    shape: ModelShape, parts: tuple[StageSlice, ...], tp: int, *, shards: int = 1, at: tuple[int, int] = (0, 0)
+    shape: ModelShape,
+    parts: tuple[StageSlice, ...],
+    tp: int,
+    *,
+    shards: int = 1,
+    at: tuple[int, int] = (0, 0),
+    repeats_kv_heads: bool = False,
 ) -> int:
     """Counts the parameters of these stages that a rank holds of `shards` data shards. `at` is the rank's place on tp
     and on dp_shard."""
-    tp_rank, shard = at
-    blocks = sum(part.layers for part in parts)
-    count = blocks * sum(table.shard(shards, shard) for table in block_tables(shape, tp))
-    for part in parts:
-        count += sum(table.shard(shards, shard) for table in end_tables(shape, part, tp, tp_rank))
-    return count
-
-
-@lru_cache(maxsize=4096)
-def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Counts the parameters of one block on a tp rank of another program."""
-    return sum(table.numel for table in block_tables(shape, tp, repeats_kv_heads=True))
-
-
-def stage_parameters(shape: ModelShape, part: StageSlice, tp: int = 1) -> int:
-    """Counts the parameters of a stage on one tp rank of another program. A tied table is on both ends of a pipeline,
-    and once where they meet."""
-    return part.layers * layer_parameters(shape, tp) + sum(table.numel for table in end_tables(shape, part, tp))
+    block = sum(table.shard(shards, at[1]) for table in block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads))
+    ends = sum(table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0]))
+    return sum(part.layers for part in parts) * block + ends
 
 
 def total_parameters(shape: ModelShape) -> int:
     """Counts the parameters of the whole model, a tied table once."""
-    return stage_parameters(shape, StageSlice(layers=shape.layers, embedding=True, head=True))
+    return rank_numel(shape, (StageSlice(layers=shape.layers, embedding=True, head=True),), 1)

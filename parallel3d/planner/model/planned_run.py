@@ -11,8 +11,8 @@ from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.groups import Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
-from parallel3d.planner.model.parameters import block_numel, layer_parameters, rank_numel, stage_parameters
-from parallel3d.planner.model.shapes import ModelShape, StageSlice, layer_matrix_parameters
+from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.row_split import largest_shard
 from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
@@ -90,13 +90,11 @@ class PlannedRun:
     @cached_property
     def block_parameters(self) -> int:
         """Parameters of one block on a tp rank, as the program cuts it."""
-        tp = self.layout.tp
-        return block_numel(self.shape, tp) if self.runs_parallel3d else layer_parameters(self.shape, tp)
+        return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
-        tp = self.layout.tp
-        return rank_numel(self.shape, (part,), tp) if self.runs_parallel3d else stage_parameters(self.shape, part, tp)
+        return rank_numel(self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d)
 
     @property
     def on_cpu(self) -> bool:
@@ -152,30 +150,14 @@ class PlannedRun:
 
     @cached_property
     def tp_group(self) -> Group:
-        return self._group(self.layout.tp, 1)
-
-    @cached_property
-    def cp_group(self) -> Group:
-        return self._group(self.layout.cp, self.layout.tp)
-
-    @cached_property
-    def dp_group(self) -> Group:
-        """Ranks that hold the same parameters: data and context parallel ones."""
-        return self._group(self.layout.dp * self.layout.cp, self.layout.tp)
-
-    @cached_property
-    def stage_group(self) -> Group:
-        """All ranks that have the same stages."""
-        return self._group(self.layout.dp * self.layout.cp * self.layout.tp, 1)
-
-    def shard_group(self, shards: int) -> Group:
-        return self._group(shards, self.layout.tp)
+        return self.group(self.layout.tp, 1)
 
     def replica_group(self, shards: int) -> Group:
-        """Returns the group of the ranks that hold the same shard."""
-        return self._group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
+        """Returns the group of the data and context parallel ranks that hold the same shard."""
+        return self.group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
 
-    def _group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> Group:
+        """Returns the group of so many ranks, `stride` apart; data and context parallel ones are tp apart."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 
@@ -213,8 +195,7 @@ def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """Cuts the layers as the trainer does, by `ModelConfig.part_costs`."""
-    weights = layer_matrix_parameters(shape)
-    costs = PartCosts.of(block_weights=weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
+    costs = PartCosts.of(block_weights=shape.block_weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
     return tuple(balanced_cut(shape.layers, stages, costs))
 
 

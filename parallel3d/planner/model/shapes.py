@@ -53,6 +53,19 @@ class ModelShape:
         """Matrices that go from hidden to ffn_hidden: gate and up of SwiGLU, else one."""
         return 2 if self.feed_forward == "swiglu" else 1
 
+    @property
+    def block_weights(self) -> int:
+        """The weights of one block's matrices, which a token is multiplied with."""
+        matrices = self.feed_forward_inputs + 1
+        return block_weights(
+            hidden=self.hidden, kv_hidden=self.kv_hidden, ffn_hidden=self.ffn_hidden, ffn_matrices=matrices
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """The parameters of one norm over the hidden features."""
+        return self.hidden * (2 if self.layer_norm else 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSlice:
@@ -92,23 +105,3 @@ def from_config(config: ModelConfig) -> ModelShape:
         qk_norm=config.qk_norm,
         layer_norm=is_gpt,
     )
-
-
-def layer_matrix_parameters(shape: ModelShape) -> int:
-    """Counts the weights of one block's matrices, which a token is multiplied with."""
-    return block_weights(
-        hidden=shape.hidden,
-        kv_hidden=shape.kv_hidden,
-        ffn_hidden=shape.ffn_hidden,
-        ffn_matrices=shape.feed_forward_inputs + 1,
-    )
-
-
-def norm_parameters(shape: ModelShape) -> int:
-    """Counts the parameters of one norm over the hidden features."""
-    return shape.hidden * (2 if shape.layer_norm else 1)
-
-
-def parameters_of_matmuls(shape: ModelShape) -> int:
-    """Counts the weights that a token is multiplied with: every matrix and the output table, not the look-up."""
-    return shape.layers * layer_matrix_parameters(shape) + shape.vocab * shape.hidden

@@ -34,45 +34,64 @@ class UnmodeledSetting:
     instead: str
 
 
+def master_bytes(precision: str) -> int:
+    """Returns the bytes of a number of the weights that the optimizer steps."""
+    return 2 if precision == "bf16_pure" else 4
+
+
 def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     """Reads it from a recipe; `unmodeled_settings` says what it leaves out."""
-    state_bytes, step_bytes = _optimizer_bytes(recipe)
+    optimizer, master = recipe.optimizer.resolved, master_bytes(recipe.train.precision)
+    width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
+    is_sgd, rounds, muon = optimizer.name == "sgd", optimizer.stochastic_rounding, None
+    states = int(bool(optimizer.momentum)) if is_sgd else 2
+    if optimizer.name == "muon":
+        assert optimizer.ns_steps is not None
+        muon = MuonCosts(
+            state_bytes=width,
+            item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
+            nesterov=bool(optimizer.nesterov),
+            iterations=optimizer.ns_steps,
+        )
+    has_narrow_states = optimizer.name != "adafactor" and optimizer.state_dtype != "fp32"
     return OptimizerMemory(
-        state_bytes=state_bytes,
-        step_bytes=step_bytes,
-        is_adafactor=recipe.optimizer.name == "adafactor",
-        muon=_muon(recipe),
-        stochastic_rounding_states=_rounded_states(recipe),
+        state_bytes=float(width * states),
+        step_bytes=narrow_step_bytes(is_sgd, state_bytes=width, master_bytes=master, rounds_stochastically=rounds),
+        is_adafactor=optimizer.name == "adafactor",
+        muon=muon,
+        stochastic_rounding_states=states * has_narrow_states if rounds else None,
         has_dropout=recipe.model.dropout > 0,
-        steps_in_backward=recipe.optimizer.step_in_backward,
+        steps_in_backward=optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
 
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
     """Yields the settings that would change the memory and are not counted."""
-    yield from _unmodeled_rounding(recipe)
-    if recipe.model.attention_dropout:
-        setting = f"model.attention_dropout = {recipe.model.attention_dropout}"
-        known = "the memory model knows dropout between the layers alone"
-        yield UnmodeledSetting(setting=setting, known=known, instead="model.attention_dropout=0")
-    if recipe.local_sgd.sync_every is not None:
-        setting = f"local_sgd.sync_every = {recipe.local_sgd.sync_every}"
-        known = "the memory model knows replicas that sum their gradients in each step"
-        yield UnmodeledSetting(setting=setting, known=known, instead="local_sgd.sync_every=null")
-
-
-def _unmodeled_rounding(recipe: Recipe) -> Iterator[UnmodeledSetting]:
-    optimizer = recipe.optimizer
+    optimizer, dropout, every = recipe.optimizer, recipe.model.attention_dropout, recipe.local_sgd.sync_every
     if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
         other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
-        known = f"the memory model knows no such steps with {other}"
-        instead = "optimizer.stochastic_rounding=false"
-        yield UnmodeledSetting(setting="optimizer.stochastic_rounding = true", known=known, instead=instead)
+        yield UnmodeledSetting(
+            setting="optimizer.stochastic_rounding = true",
+            known=f"the memory model knows no such steps with {other}",
+            instead="optimizer.stochastic_rounding=false",
+        )
+    if dropout:
+        yield UnmodeledSetting(
+            setting=f"model.attention_dropout = {dropout}",
+            known="the memory model knows dropout between the layers alone",
+            instead="model.attention_dropout=0",
+        )
+    if every is not None:
+        yield UnmodeledSetting(
+            setting=f"local_sgd.sync_every = {every}",
+            known="the memory model knows replicas that sum their gradients in each step",
+            instead="local_sgd.sync_every=null",
+        )
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """What a plan, which chooses layouts of its own, does not count of a recipe."""
+    """Yields what a plan, which chooses layouts of its own, does not count of a recipe."""
     yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unmodeled_settings(recipe))
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
@@ -80,47 +99,3 @@ def notes(recipe: Recipe) -> Iterator[str]:
     if recipe.optimizer.step_in_backward:
         where = "where a layout has one microbatch a step; others are counted with a step after the backward"
         yield f"optimizer.step_in_backward = true is counted {where}"
-
-
-def _optimizer_bytes(recipe: Recipe) -> tuple[float, float]:
-    """Returns the bytes of a parameter's states, and those that a step makes for each number of the parameter."""
-    optimizer, width = recipe.optimizer.resolved, _state_bytes(recipe)
-    states = int(bool(optimizer.momentum)) if optimizer.name == "sgd" else 2
-    rounds = optimizer.stochastic_rounding
-    step = narrow_step_bytes(
-        optimizer.name == "sgd", state_bytes=width, master_bytes=_master_bytes(recipe), rounds_stochastically=rounds
-    )
-    return float(width * states), step
-
-
-def _muon(recipe: Recipe) -> MuonCosts | None:
-    optimizer = recipe.optimizer.resolved
-    if optimizer.name != "muon":
-        return None
-    assert optimizer.ns_steps is not None
-    return MuonCosts(
-        state_bytes=_state_bytes(recipe),
-        item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
-        nesterov=bool(optimizer.nesterov),
-        iterations=optimizer.ns_steps,
-    )
-
-
-def _master_bytes(recipe: Recipe) -> int:
-    return 2 if recipe.train.precision == "bf16_pure" else 4
-
-
-def _state_bytes(recipe: Recipe) -> int:
-    """Returns the bytes of a number in one state."""
-    return {None: _master_bytes(recipe), "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
-
-
-def _rounded_states(recipe: Recipe) -> int | None:
-    """Counts the 16-bit states of a parameter that a step widens with it (`optimizers.rounding`); None where
-    no step rounds."""
-    optimizer = recipe.optimizer.resolved
-    if not optimizer.stochastic_rounding:
-        return None
-    if optimizer.name == "adafactor" or optimizer.state_dtype == "fp32":
-        return 0
-    return 2 if optimizer.name != "sgd" else int(bool(optimizer.momentum))

@@ -33,7 +33,7 @@ class CalibratedHost:
         self.contention = self.ranks.contention if self.ranks else 1.0
         self.slowdown = max(1.0, on_host / cores) * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
-        whole, shards = layout.strategy in REPLICATED, 1 if layout.strategy == "NO_SHARD" else layout.dp_shard
+        whole, shards = layout.strategy in REPLICATED, layout.optimizer_shards
         self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
         self.dp = measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards)
         self.dp += measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards)

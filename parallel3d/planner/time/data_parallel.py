@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from parallel3d.planner.model.parameters import stage_parameters
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, contention_s
@@ -13,13 +12,13 @@ def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> 
     sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may
     send in buckets."""
     program, layout, cluster = run.program, run.layout, run.cluster
-    group = run.dp_group
+    group = run.group(layout.dp * layout.cp, layout.tp)
     if group.size == 1:
         return 0.0
     gradients = rank_parameters * program.reduce_bytes
     shards = layout.optimizer_shards
     if shards > 1:
-        inner, outer = run.shard_group(shards), run.replica_group(shards)
+        inner, outer = run.group(shards, layout.tp), run.replica_group(shards)
         reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
         reduce_s += all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)
         gather_s = all_gather_s(cluster, inner, rank_parameters * program.gather_bytes, one_ring=program.one_ring)
@@ -39,9 +38,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
     the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head, both
     ways."""
-    program, layout, shape = run.program, run.layout, run.shape
+    program, layout = run.program, run.layout
     gather_s, reduce_s = _unit_s(run, run.block_parameters)
-    ends = stage_parameters(shape, StageSlice(layers=0, embedding=True, head=True), layout.tp)
+    ends = run.stage_parameters(StageSlice(layers=0, embedding=True, head=True))
     ends_gather_s, ends_reduce_s = _unit_s(run, ends)
     layers = max(part.layers for part in run.ranks)
     freed = layout.pp == 1 or layout.gather == "microbatch"
@@ -59,7 +58,7 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
 def _unit_s(run: PlannedRun, parameters: int) -> tuple[float, float]:
     """Returns the seconds to gather one unit's parameters, and to reduce their gradients."""
     program, layout, cluster = run.program, run.layout, run.cluster
-    inner, outer = run.shard_group(layout.parameter_shards), run.replica_group(layout.parameter_shards)
+    inner, outer = run.group(layout.parameter_shards, layout.tp), run.replica_group(layout.parameter_shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
     reduce_s = all_gather_s(cluster, inner, parameters * program.reduce_bytes, one_ring=program.one_ring)
     reduce_s += all_reduce_s(

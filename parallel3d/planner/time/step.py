@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
-from parallel3d.planner.model.muon import hidden_tables, muon_matrices, muon_shards
+from parallel3d.planner.model.parameters import hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
@@ -142,8 +142,8 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     kernels, layout = _kernels(run), run.layout
     block, tp = block_times(run, kernels), _tp_s(run)
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
-    kv = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
-    cp = 0.5 * all_gather_s(run.cluster, run.cp_group, 2 * 2.0 * layout.microbatch_size * run.seq_len * kv)
+    bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
+    cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
     tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(layout.recompute, 0.0) * tp
     return MicrobatchTimes(
@@ -281,13 +281,15 @@ def _muon_s(run: PlannedRun) -> float:
         return 0.0
     blocks, kernels, seconds = max(part.layers for part in run.ranks), _kernels(run), 0.0
     precision = "fp32" if muon.item_bytes == 4 else "bf16"
-    for shape, count in Counter(busiest_shapes(muon_matrices(run, blocks), ranks=layout.dp * layout.tp)).items():
+    ranks, shards = layout.dp * layout.tp, layout.optimizer_shards
+    matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
+    for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
         short, long = sorted(shape)
         products = ((short, short, long), (short, short, short), (short, long, short))
         once_s = sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
         seconds += muon.iterations * count * once_s
-    own = blocks * sum(table.shard(muon_shards(run)) for table in hidden_tables(run.shape, layout.tp))
-    return seconds + 2 * all_gather_s(run.cluster, run.stage_group, float(muon.item_bytes * own), one_ring=True)
+    own = blocks * sum(table.shard(shards) for table in hidden_tables(run.shape, layout.tp))
+    return seconds + 2 * all_gather_s(run.cluster, run.group(ranks, 1), float(muon.item_bytes * own), one_ring=True)
 
 
 def _tied_embeddings_s(run: PlannedRun) -> float:
