@@ -10,8 +10,7 @@ import pytest
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.optimizers.step_bytes import MuonCosts
-from parallel3d.planner.hardware.cluster import Cluster, load_cluster
-from parallel3d.planner.hardware.groups import axis_group
+from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.ranks import memory_by_rank, quick_worst_bytes, worst_rank
 from parallel3d.planner.model.flops import model_flops_per_token
@@ -101,7 +100,7 @@ def test_heads_that_tensor_cores_cannot_load_are_slow(a100: Cluster) -> None:
 
 def test_attention_backward_costs_more_than_its_forward(a100: Cluster) -> None:
     kernels = Kernels(device=a100.device, precision="bf16")
-    sizes = {"batch_heads": 32, "queries": 4096, "keys": 4096, "head_dim": 128, "causal": True}
+    sizes = {"batch_heads": 32, "queries": 4096, "keys": 4096, "head_dim": 128}
     forward, backward = (flash_attention_s(kernels, backward=b, **sizes) for b in (False, True))  # type: ignore[arg-type]
     assert 2.5 * forward < backward < 4 * forward
 

@@ -8,7 +8,7 @@ ranks take that share the cores of a host.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from typing import Any
@@ -24,14 +24,12 @@ class Curve:
     def at(self, size: float) -> float:
         if size <= 0:
             return 0.0
-        sizes = [point[0] for point in self.points]
-        right = bisect_right(sizes, size)
-        if right == 0 or right == len(sizes):
-            end, seconds = self.points[0 if right == 0 else -1]
-            return seconds * size / end
-        (x0, y0), (x1, y1) = self.points[right - 1], self.points[right]
-        share = log(size / x0) / log(x1 / x0)
-        return exp((1 - share) * log(y0) + share * log(y1))
+        sizes, seconds = zip(*self.points, strict=True)
+        if not sizes[0] <= size < sizes[-1]:
+            end = 0 if size < sizes[0] else -1
+            return float(seconds[end] * size / sizes[end])
+        at, share = _place(sizes, size)
+        return exp((1 - share) * log(seconds[at]) + share * log(seconds[at + 1]))
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,12 @@ class Overhead:
     step: float  # once a step
     parameter: float  # for each parameter that the rank holds, once a step
 
-    def __add__(self, other: Overhead) -> Overhead:
-        return Overhead(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+    def plus(self, other: Overhead, factor: float = 1.0) -> Overhead:
+        """Returns the sum with `factor` times the other."""
+        return Overhead(**{name: value + factor * getattr(other, name) for name, value in vars(self).items()})
 
-    def scaled(self, factor: float) -> Overhead:
-        return Overhead(**{name: factor * value for name, value in vars(self).items()})
+
+NO_OVERHEAD = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +70,7 @@ class OneProcess:
     """What one process takes alone, with so many threads (or a GPU)."""
 
     matmul: Mapping[str, Grid]  # by precision
-    attention: Mapping[
-        str, tuple[Grid, Grid]
-    ]  # by keys and head dim: operations of a causal attention, forward and backward
+    attention: Mapping[str, tuple[Grid, Grid]]  # by precision: a causal one, by keys and head dim, forward and backward
     byte_s: float  # seconds per byte of a block's other operators, were each group of them one kernel
     gradient_s: float  # seconds to add a weight's gradient to that of earlier microbatches
     logit_s: float  # seconds of the loss per logit, forward and backward
@@ -104,29 +101,28 @@ class Calibration:
 
     def process(self, ranks: int) -> OneProcess:
         """Returns the measurement of one of so many ranks of a host, whose threads are its share of the cores."""
-        threads = max(1, self.cores // ranks)
-        return self.processes[max((n for n in self.processes if n <= threads), default=min(self.processes))]
+        return self.processes[_nearest(self.processes, max(1, self.cores // ranks))]
 
     def together(self, ranks: int) -> ManyRanks | None:
         """Returns the measurement with so many ranks, or the next fewer; None where ranks do not share a host."""
         if not self.ranks or ranks == 1:
             return None
-        return self.ranks[max((n for n in self.ranks if n <= ranks), default=min(self.ranks))]
+        return self.ranks[_nearest(self.ranks, ranks)]
 
     def overhead(self, axis: str, size: int) -> Overhead:
         """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller size that was."""
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
-            return Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
-        near = max((n for n in sizes if n <= size), default=min(sizes))
-        return self.ranks[near].axes[axis].scaled(log(size) / log(near))
+            return NO_OVERHEAD
+        near = _nearest(sizes, size)
+        return NO_OVERHEAD.plus(self.ranks[near].axes[axis], log(size) / log(near))
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
         """Seconds that a collective takes beyond those of the smallest message, which are in the overhead of the
         axis."""
         if size == 1 or not self.ranks:
             return 0.0
-        near = max((n for n in self.ranks if n <= size), default=min(self.ranks))
+        near = _nearest(self.ranks, size)
         curve = self.ranks[near].collectives[kind]
         return max(0.0, curve.at(bytes_) - curve.points[0][1]) * log(size) / log(near)
 
@@ -138,7 +134,16 @@ def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
         cores=int(tree["cores"]),
         synchronous=bool(tree["synchronous"]),
         processes={int(n): one_process_from_tree(each) for n, each in tree["processes"].items()},
-        ranks={int(n): _together(each) for n, each in (tree.get("ranks") or {}).items()},
+        ranks={
+            int(n): ManyRanks(
+                contention=float(each["contention"]),
+                action_s=float(each["action_s"]),
+                transfer=_curve(each["transfer"]),
+                axes={axis: Overhead(**added) for axis, added in each["axes"].items()},
+                collectives={kind: _curve(points) for kind, points in each["collectives"].items()},
+            )
+            for n, each in (tree.get("ranks") or {}).items()
+        },
     )
 
 
@@ -151,16 +156,6 @@ def one_process_from_tree(tree: Mapping[str, Any]) -> OneProcess:
         logit_s=float(tree["logit_s"]),
         overhead=Overhead(**tree["overhead"]),
         recompute={kind: float(seconds) for kind, seconds in tree["recompute"].items()},
-    )
-
-
-def _together(tree: Mapping[str, Any]) -> ManyRanks:
-    return ManyRanks(
-        contention=float(tree["contention"]),
-        action_s=float(tree["action_s"]),
-        transfer=_curve(tree["transfer"]),
-        axes={axis: Overhead(**each) for axis, each in tree["axes"].items()},
-        collectives={kind: _curve(points) for kind, points in tree["collectives"].items()},
     )
 
 
@@ -179,6 +174,11 @@ def _grid(rows: Sequence[Sequence[float]]) -> Grid:
     if not rates or len(rates) != len(sides) * len(depths):
         raise ValueError("a grid of [side, depth, operations per second] with every side at every depth")
     return Grid(tuple(sides), tuple(depths), tuple(tuple(rates[side, depth] for depth in depths) for side in sides))
+
+
+def _nearest(measured: Collection[int], wanted: int) -> int:
+    """Returns what was measured of this number, or of the next smaller one; of the smallest where there is none."""
+    return max((number for number in measured if number <= wanted), default=min(measured))
 
 
 def _place(values: Sequence[float], value: float) -> tuple[int, float]:

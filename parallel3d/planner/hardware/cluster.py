@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,26 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
 from parallel3d.planner.hardware.units import GIB
 
-_LINK_KEYS = ("gb_per_s", "latency_us", "efficiency")
-_KEYS = {  # the keys of a hardware file, by section
-    "device": (
-        *("name", "family", "peak_tflops", "memory_gib", "memory_gb_per_s", "processors", "matmul_efficiency"),
-        *("memory_efficiency", "attention_tflops", "kernel_s", "launch_s", "price_per_hour"),
-    ),
-    "node": ("gpus", *_LINK_KEYS),
-    "network": (*_LINK_KEYS, "oversubscription", "whole_nodes"),
+# The numbers of a hardware file by section and key: the field that each fills, and the unit that it is written in.
+_LINK = {"gb_per_s": ("bandwidth", 1e9), "latency_us": ("latency_s", 1e-6), "efficiency": ("efficiency", 1.0)}
+_NUMBERS: dict[str, dict[str, tuple[str, float]]] = {
+    "device": {
+        "memory_gib": ("memory_bytes", GIB),
+        "memory_gb_per_s": ("memory_bandwidth", 1e9),
+        "processors": ("processors", 1),
+        "matmul_efficiency": ("matmul_efficiency", 1.0),
+        "memory_efficiency": ("memory_efficiency", 1.0),
+        "kernel_s": ("kernel_s", 1.0),
+        "launch_s": ("launch_s", 1.0),
+        "price_per_hour": ("price_per_hour", 1.0),
+    },
+    "node": {"gpus": ("gpus_per_node", 1), **_LINK},
+    "network": {**_LINK, "oversubscription": ("oversubscription", 1.0), "whole_nodes": ("whole_nodes", 1)},
 }
-_TOP_KEYS = (*_KEYS, "measured", "price_per_hour")
+_WHOLE = ("processors", "gpus", "whole_nodes")
+_OPTIONAL = ("kernel_s", "launch_s", "price_per_hour", "oversubscription", "whole_nodes")
+_DEVICE_KEYS = ("name", "family", "peak_tflops", "attention_tflops")  # beside its numbers
+_TOP_KEYS = (*_NUMBERS, "measured", "price_per_hour")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +90,45 @@ class Cluster:
     measured: Calibration | None = None  # by `parallel3d-plan calibrate`, on one such node
 
 
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks of one axis: how many, how many of them share a node, and from how many nodes they are picked."""
+
+    size: int
+    per_node: int
+    span: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+
+def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
+    """Returns the group of `size` ranks, `stride` apart, among `world` ranks. Where a node is no multiple of such
+    groups some of them lie across two nodes, and the slowest counts, unless all ranks are on one node."""
+    node = cluster.gpus_per_node
+    if world <= node:
+        return Group(size=size, per_node=size)
+    span = size * stride
+    per_node = gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
+    return Group(size=size, per_node=max(1, per_node), span=-(-span // node))
+
+
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
-    """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. Raises ConfigError naming
-    the nearest that there are."""
+    """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. A cluster's file names its
+    device's, which it is laid over: the links key by key, and the price. Raises ConfigError naming the nearest that
+    there are."""
     path = _path(name, folders)
     tree, device_file = _load(path), path
-    if isinstance(tree.get("device"), str):  # a cluster's file, which names its device's
-        is_file = Path(tree["device"]).suffix in (".yaml", ".yml")
-        device_file = path.parent / tree["device"] if is_file else _path(tree["device"], [*folders, path.parent])
-        tree = _over_device(_load(device_file), tree, path)
+    if isinstance(device := tree.get("device"), str):
+        is_file = Path(device).suffix in (".yaml", ".yml")
+        device_file = path.parent / device if is_file else _path(device, [*folders, path.parent])
+        below = _load(device_file)
+        if isinstance(below.get("device"), str):
+            raise ConfigError(f"hardware {path}: device = {device}: is a cluster's file; name a device's")
+        price = {key: tree[key] for key in ("price_per_hour",) if key in tree}
+        links = {section: {**below.get(section, {}), **tree.get(section, {})} for section in ("node", "network")}
+        tree = {"device": {**below.get("device", {}), **price}, **links}
     return replace(cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem)
 
 
@@ -114,8 +155,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"hardware {path}: must hold the sections device, node and network")
     _check_keys(tree, _TOP_KEYS, f"hardware {path}: ")
-    for section, keys in _KEYS.items():
-        own = tree.get(section, {})
+    for section, numbers in _NUMBERS.items():
+        own, keys = tree.get(section, {}), (*(_DEVICE_KEYS if section == "device" else ()), *numbers)
         if isinstance(own, Mapping):
             _check_keys(own, keys, f"hardware {path}: {section}.")
         elif section != "device" or not isinstance(own, str):
@@ -123,36 +164,32 @@ def _load(path: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _check_keys(tree: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    for key in tree:
+def _check_keys(given: Iterable[str], keys: tuple[str, ...], where: str) -> None:
+    for key in given:
         if key not in keys:
             near = get_close_matches(str(key), keys, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(keys)}"
             raise ConfigError(f"{where}{key}: unknown key; {advice}")
 
 
-def _over_device(device: Mapping[str, Any], cluster: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Lays a cluster's file over its device's: the links key by key, and the price."""
-    if isinstance(device.get("device"), str):
-        raise ConfigError(f"hardware {path}: device = {cluster['device']}: is a cluster's file; name a device's")
-    sections = {name: {**device.get(name, {}), **cluster.get(name, {})} for name in ("node", "network")}
-    price = {key: cluster[key] for key in ("price_per_hour",) if key in cluster}
-    return {"device": {**device.get("device", {}), **price}, **sections}
-
-
 def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
     """Builds a cluster from the keys of a device's file (docs/planner.md says what each means). `where` is what an
     error calls the file. Raises ConfigError for the first key that misses or holds no number."""
-    section = ""
+    found: dict[str, dict[str, Any]] = {}
     try:
+        for section, keys in _NUMBERS.items():
+            given = [key for key in keys if key not in _OPTIONAL or tree[section].get(key) is not None]
+            found[section] = {keys[key][0]: _number(tree[section], key) * keys[key][1] for key in given}
         section = "device"
-        device = _device(tree["device"], name)
-        section = "node"
-        node, gpus_per_node = _link(tree["node"]), _whole(tree["node"], "gpus")
-        section = "network"
-        network = _link(tree["network"])
-        usual = {"oversubscription": 1.0, "whole_nodes": Cluster.whole_nodes, **tree["network"]}
-        oversubscription, whole_nodes = _number(usual, "oversubscription"), _whole(usual, "whole_nodes")
+        own, rates = tree["device"], {}
+        for key in ("peak_tflops", "attention_tflops"):
+            if not isinstance(own[key], Mapping):
+                raise ValueError(f"{key} = {own[key]}: must hold a number for each name, such as {{bf16: 989.4}}")
+            said = {f"{key}.{each}": value for each, value in own[key].items()}
+            rates[key] = {each: 1e12 * _number(said, f"{key}.{each}") for each in own[key]}
+        if sorted(rates["attention_tflops"]) != ["backward", "forward"]:
+            there = ", ".join(rates["attention_tflops"])
+            raise ValueError(f"attention_tflops: has {there}, and must have forward and backward")
         section = "measured"
         measured = calibration_from_tree(tree["measured"]) if "measured" in tree else None
     except KeyError as missing:
@@ -162,17 +199,33 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
         raise ConfigError(f"hardware {where or name}: {told}") from missing
     except (TypeError, ValueError, AttributeError) as problem:
         raise ConfigError(f"hardware {where or name}: {section}.{problem}") from problem
+    node, network = (Link(**{to: found[part].pop(to) for to, _ in _LINK.values()}) for part in ("node", "network"))
     return Cluster(
         name=name,
-        device=device,
-        gpus_per_node=gpus_per_node,
+        device=Device(
+            name=str(own.get("name", name)),
+            peak_flops=rates["peak_tflops"],
+            attention_flops=rates["attention_tflops"],
+            family=str(own.get("family", "")),
+            **found["device"],
+        ),
         node=node,
         network=network,
-        oversubscription=oversubscription,
-        whole_nodes=whole_nodes,
+        **found["node"],
+        **found["network"],
         device_file=name,
         measured=measured,
     )
+
+
+def _number(tree: Mapping[str, Any], key: str) -> float:
+    try:
+        number = float(tree[key])
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} = {tree[key]}: must be a number") from None
+    if key in _WHOLE and (isinstance(tree[key], bool) or number % 1):
+        raise ValueError(f"{key} = {tree[key]}: must be a whole number")
+    return int(number) if key in _WHOLE else number
 
 
 def with_links(
@@ -185,50 +238,3 @@ def with_links(
     if node_gb_per_s is not None:
         node = replace(node, bandwidth=node_gb_per_s * 1e9)
     return replace(cluster, network=network, node=node, gpus_per_node=gpus_per_node or cluster.gpus_per_node)
-
-
-def _device(tree: Mapping[str, Any], name: str) -> Device:
-    optional = ("kernel_s", "launch_s", "price_per_hour")
-    attention = _numbers(tree, "attention_tflops")
-    if sorted(attention) != ["backward", "forward"]:
-        raise ValueError(f"attention_tflops: has {', '.join(attention)}, and must have forward and backward")
-    return Device(
-        name=str(tree.get("name", name)),
-        peak_flops={precision: teras * 1e12 for precision, teras in _numbers(tree, "peak_tflops").items()},
-        memory_bytes=_number(tree, "memory_gib") * GIB,
-        memory_bandwidth=_number(tree, "memory_gb_per_s") * 1e9,
-        processors=_whole(tree, "processors"),
-        matmul_efficiency=_number(tree, "matmul_efficiency"),
-        memory_efficiency=_number(tree, "memory_efficiency"),
-        attention_flops={way: teras * 1e12 for way, teras in attention.items()},
-        family=str(tree.get("family", "")),
-        **{key: _number(tree, key) for key in optional if tree.get(key) is not None},
-    )
-
-
-def _number(tree: Mapping[str, Any], key: str) -> float:
-    try:
-        return float(tree[key])
-    except (TypeError, ValueError):
-        raise ValueError(f"{key} = {tree[key]}: must be a number") from None
-
-
-def _numbers(tree: Mapping[str, Any], key: str) -> dict[str, float]:
-    if not isinstance(tree[key], Mapping):
-        raise ValueError(f"{key} = {tree[key]}: must hold a number for each name, such as {{bf16: 989.4}}")
-    return {name: _number({f"{key}.{name}": value}, f"{key}.{name}") for name, value in tree[key].items()}
-
-
-def _whole(tree: Mapping[str, Any], key: str) -> int:
-    number = _number(tree, key)
-    if isinstance(tree[key], bool) or number % 1:
-        raise ValueError(f"{key} = {tree[key]}: must be a whole number")
-    return int(number)
-
-
-def _link(tree: Mapping[str, Any]) -> Link:
-    return Link(
-        bandwidth=_number(tree, "gb_per_s") * 1e9,
-        latency_s=_number(tree, "latency_us") * 1e-6,
-        efficiency=_number(tree, "efficiency"),
-    )

@@ -17,7 +17,6 @@ class TrainingProgram:
     attention: Literal["flash", "softmax", "unfused"] = "flash"  # one tiled kernel; matmuls around a fused softmax
     attention_speed: float = 1.0  # of the device's figure, which is of the best kernel
     hopper_attention: float = 1.0  # on Hopper, whose best kernel is not every program's: FlashAttention-2 0.62
-    matmul_speed: float = 1.0  # likewise
     early_hopper: bool = False  # kernels of 2023, before cuBLAS and attention were tuned for Hopper
     norm_passes: float = 1.0  # traffic of the norms over that of a fused kernel
     elementwise: float = 1.0  # memory traffic of norms, activations, residuals, rope: 1 is a kernel for each group
@@ -35,7 +34,6 @@ class TrainingProgram:
     gathers_hidden: float = 0.0  # ZeRO-1: share of the parameter gather beside the forward
     one_ring: bool = False  # collectives use one network port of a node
     p2p_hidden: float = 0.0
-    contention: float = 0.45  # share of a hidden collective's time at the node's speed that kernels beside it lose
     prefetch: float = 1.0  # share of the compute that sharded parameters' traffic can hide behind
     tp_speed: float = 1.0  # of tp collectives: copies around them, no fusion
     broadcast_s: float = 0.0  # ZeRO-1 that broadcasts shard after shard: seconds for each
@@ -43,7 +41,6 @@ class TrainingProgram:
     reduces_each_microbatch: bool = True  # FSDP: gathers and reduces for every microbatch
     always_sharded: bool = False  # computes with a gathered 16-bit copy of float32 parameters, on one data rank too
     action_s: float = 0.0  # between two actions of a pipeline rank
-    step_overhead_s: float = 0.02  # data, logging, loss scale, norms' host round trips
     # bytes per parameter, before sharding
     weight_bytes: float = 2.0  # of the copy that computes
     gradient_bytes: float = 4.0

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.groups import Group, axis_group
+from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
@@ -31,26 +32,19 @@ class BlockTimes:
     weight_s: float  # the part of backward_s that only weights' gradients need
 
 
-@dataclass(frozen=True)
-class _KernelTimes:
-    """Seconds of one group of kernels; `weight_s` is the part of the backward that weights' gradients need."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-
-
 def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
-    matmuls, attention, rest = _matmuls(run, kernels), _attention(run, kernels), _elementwise(run, kernels)
+    matmul_s, matmul_back_s, weight_s = _matmuls(run, kernels)
+    attention_s, attention_back_s = _attention(run, kernels)
+    moved, moved_back = elementwise_bytes(run)
+    rest_s, rest_back_s = (memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12)))
+    forward, backward = matmul_s + attention_s + rest_s, matmul_back_s + weight_s + attention_back_s + rest_back_s
     program, recompute = run.program, run.layout.recompute
-    forward = matmuls.forward_s + attention.forward_s + rest.forward_s
-    backward = matmuls.backward_s + attention.backward_s + rest.backward_s
     again = {
         "full": forward,
         "every_n": forward / run.layout.recompute_every,
         # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
-        "op": 0.5 * matmuls.forward_s + rest.forward_s,
-        "selective": attention.forward_s,
+        "op": 0.5 * matmul_s + rest_s,
+        "selective": attention_s,
     }.get(recompute, 0.0)
     launches = program.launches * kernels.device.launch_s
     if program.blocking:
@@ -60,11 +54,12 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         forward_s=max(forward, launches),
         backward_s=max(backward, 2 * launches - again),
         again_s=again,
-        weight_s=matmuls.weight_s,
+        weight_s=weight_s,
     )
 
 
-def _matmuls(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
+def _matmuls(run: PlannedRun, kernels: Kernels) -> tuple[float, float, float]:
+    """Returns the seconds of a block's matrix products: forward, of the inputs' gradients, and of the weights'."""
     shape, tp, t = run.shape, run.layout.tp, run.tokens
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     sizes = [
@@ -74,13 +69,11 @@ def _matmuls(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
         (shape.hidden, shape.ffn_hidden // tp),
     ]
     forward = backward = weight = 0.0
-    for out_features, in_features in sizes:
-        forward += matmul_s(kernels, t, out_features, in_features)
-        backward += matmul_s(kernels, t, in_features, out_features)
-        weight += matmul_s(kernels, out_features, in_features, t) + _accumulate_s(
-            run, kernels, out_features * in_features
-        )
-    return _KernelTimes(forward, backward + weight, weight)
+    for outputs, inputs in sizes:
+        forward += matmul_s(kernels, t, outputs, inputs)
+        backward += matmul_s(kernels, t, inputs, outputs)
+        weight += matmul_s(kernels, outputs, inputs, t) + _accumulate_s(run, kernels, outputs * inputs)
+    return forward, backward, weight
 
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
@@ -94,35 +87,22 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
     return weights * passes / kernels.memory_rate
 
 
-def _attention(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
-    shape, layout, program = run.shape, run.layout, run.program
-    batch_heads = layout.microbatch_size * shape.heads / layout.tp
+def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
+    """Returns the seconds of a block's attention, forward and backward."""
+    shape, layout, program, d = run.shape, run.layout, run.program, run.shape.head_dim
+    queries, batch_heads = run.seq_len // layout.cp, layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
-        queries = run.seq_len // layout.cp
-        forward, backward = (
-            flash_attention_s(
-                kernels,
-                batch_heads=batch_heads,
-                queries=queries,
-                keys=run.seq_len,
-                head_dim=shape.head_dim,
-                backward=is_backward,
-                causal=True,
-            )
-            for is_backward in (False, True)
+        flash_s = partial(
+            flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, keys=run.seq_len, head_dim=d
         )
-        return _KernelTimes(forward, backward)
-    s, d = run.seq_len // layout.cp, shape.head_dim
-    speed = 0.5  # batched products of few columns
-    if d % 8:
-        speed /= 10.0  # no tensor cores
-    products = 4.0 * batch_heads * s * run.seq_len * d
-    product_s = products / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
-    traffic = batch_heads * s * run.seq_len * (_UNFUSED if program.attention == "unfused" else 1.0)
+        return flash_s(backward=False), flash_s(backward=True)
+    speed = 0.5 if d % 8 == 0 else 0.05  # batched products of few columns; without tensor cores
+    scores = batch_heads * queries * run.seq_len
+    product_s = 4.0 * scores * d / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
+    traffic = scores * (_UNFUSED if program.attention == "unfused" else 1.0) / kernels.memory_rate
     dropout = 3.0 if program.dropout else 0.0
-    forward = max(product_s, 0.0) + traffic * (_SOFTMAX_FORWARD + dropout) / kernels.memory_rate
-    backward = 2 * product_s + traffic * (_SOFTMAX_BACKWARD + dropout) / kernels.memory_rate
-    return _KernelTimes(forward, backward)
+    forward, backward = _SOFTMAX_FORWARD + dropout, _SOFTMAX_BACKWARD + dropout
+    return product_s + traffic * forward, 2 * product_s + traffic * backward
 
 
 def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
@@ -143,14 +123,6 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
         backward += rotated * _ROPE
     scale = program.elementwise * run.item_bytes / 2
     return forward * scale, backward * scale
-
-
-def _elementwise(run: PlannedRun, kernels: Kernels) -> _KernelTimes:
-    forward, backward = elementwise_bytes(run)
-    return _KernelTimes(
-        memory_bound_s(kernels, forward, launches=8),
-        memory_bound_s(kernels, backward, launches=12),
-    )
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:

@@ -35,8 +35,8 @@ class CalibratedHost:
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
         whole, shards = layout.strategy in REPLICATED, layout.optimizer_shards
         self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
-        self.dp = measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards)
-        self.dp += measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards)
+        split = measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards)
+        self.dp = split.plus(measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards))
 
     def microbatch(self) -> MicrobatchTimes:
         run, process, recompute = self.run, self.process, self.run.layout.recompute

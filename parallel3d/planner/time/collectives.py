@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from math import ceil, log2
 
-from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.groups import Group
+from parallel3d.planner.hardware.cluster import Cluster, Group
 
 
 def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
@@ -41,11 +40,6 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
     across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s if group.nodes > 1 else 0.0
     tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
     return min(ring, tree)
-
-
-def contention_s(cluster: Cluster, bytes_: float) -> float:
-    """Seconds at the node's speed in which a hidden collective takes processors and memory from kernels beside it."""
-    return bytes_ / cluster.node.sustained
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:

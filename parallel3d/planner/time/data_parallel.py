@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, contention_s
+from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
+
+_CONTENTION = 0.45  # share of a hidden collective's time at the node's speed that kernels beside it lose
 
 
 def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> float:
@@ -48,7 +50,7 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     both = regathers * gather_s + reduce_s
     moved = run.block_parameters * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
     forward_slow = max(0.0, gather_s - program.prefetch * forward)
-    backward_slow = max(0.0, both - program.prefetch * backward) + program.contention * contention_s(run.cluster, moved)
+    backward_slow = max(0.0, both - program.prefetch * backward) + _CONTENTION * moved / run.cluster.node.sustained
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow

@@ -100,11 +100,11 @@ def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1)
 
 
 def flash_attention_s(
-    kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool, causal: bool
+    kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool
 ) -> float:
-    """Returns the seconds of a tiled kernel (Dao 2023, arXiv 2307.08691): half the products under a causal mask, 5 for
-    2 in the backward."""
-    products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * (0.5 if causal else 1.0)
+    """Returns the seconds of a tiled causal kernel (Dao 2023, arXiv 2307.08691): half the products under the mask, 5
+    for 2 in the backward."""
+    products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
         return products / _of_precision(kernels.process.attention, kernels.precision)[backward].at(keys, head_dim)
     key = "backward" if backward else "forward"

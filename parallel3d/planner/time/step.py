@@ -19,6 +19,7 @@ from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
 
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
+STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
@@ -89,7 +90,7 @@ def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
     every step has. It is 0.0 where measurements price each use of the data ranks for itself."""
     if _calibrated_host(run) is not None:
         return 0.0
-    return _pipeline(run, None, exact=False, known=known).seconds + run.program.step_overhead_s
+    return _pipeline(run, None, exact=False, known=known).seconds + STEP_OVERHEAD_S
 
 
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
@@ -133,7 +134,7 @@ def _kernels(run: PlannedRun) -> Kernels:
     return Kernels(
         device=run.cluster.device,
         precision=run.precision,
-        matmul_speed=program.matmul_speed * matmul,
+        matmul_speed=matmul,
         attention_speed=program.attention_speed * attention,
     )
 
@@ -234,7 +235,7 @@ def _parts(run: PlannedRun, host: CalibratedHost | None, pipeline: _Pipeline) ->
         rank_parameters = max(run.stage_parameters(part) for part in {*run.ranks})
         data_s = _data_parallel_s(run, pipeline, rank_parameters)
         optimizer_s = _optimizer_s(run, rank_parameters) + _muon_s(run) + _tied_embeddings_s(run)
-        overhead_s = run.program.step_overhead_s
+        overhead_s = STEP_OVERHEAD_S
     slowdown = 1.0 if host is None else host.slowdown
     work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
