@@ -14,7 +14,7 @@ class TrainingProgram:
 
     name: str
     # kernels
-    attention: Literal["flash", "softmax", "unfused"] = "flash"  # one tiled kernel; matmuls around a fused softmax
+    attention: Literal["flash", "softmax"] = "flash"  # one tiled kernel; matmuls around a fused softmax
     attention_speed: float = 1.0  # of the device's figure, which is of the best kernel
     hopper_attention: float = 1.0  # on Hopper, whose best kernel is not every program's: FlashAttention-2 0.62
     early_hopper: bool = False  # kernels of 2023, before cuBLAS and attention were tuned for Hopper

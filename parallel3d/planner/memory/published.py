@@ -176,10 +176,7 @@ def _score_bytes(run: PlannedRun) -> float:
     rows = shape.heads / layout.tp * run.tokens
     if program.attention == "flash" or layout.recompute == "selective":
         return 4.0 * rows
-    each = 5.0 if program.dropout else 2.0
-    if program.attention == "unfused":
-        each += 6.0  # scaled and masked scores in float32, read by the softmax's backward
-    return each * rows * run.seq_len
+    return (5.0 if program.dropout else 2.0) * rows * run.seq_len
 
 
 def _kept_operators_bytes(run: PlannedRun) -> float:

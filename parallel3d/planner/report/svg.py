@@ -13,7 +13,7 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.question import Strategy
-from parallel3d.planner.time.parts import TimeParts
+from parallel3d.planner.time.step import TimeParts
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 900, 90, 90, 24, 18
 _PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#cc79a7", "#d55e00", "#999999", "#5f5f5f")

@@ -10,7 +10,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.time.parts import TimeParts
+from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
@@ -18,7 +18,6 @@ _SWIGLU_FORWARD, _SWIGLU_BACKWARD = 6.0, 10.0
 # Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax read and written,
 # dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 10.0, 14.0
-_UNFUSED = 2.2  # mask, scale, softmax and its float32 copies as kernels of their own
 _ACCUMULATE = 0.15  # share of a gradient's read and write that the matmul does not hide
 
 
@@ -30,6 +29,40 @@ class BlockTimes:
     backward_s: float
     again_s: float  # the part of the forward that recompute repeats beside the backward
     weight_s: float  # the part of backward_s that only weights' gradients need
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockParts:
+    """Seconds of one block and one microbatch, by cause: in one direction, or in both."""
+
+    compute: float
+    recompute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    dp: float = 0.0
+    overhead: float = 0.0
+
+    @cached_property
+    def total(self) -> float:
+        return self.compute + self.recompute + self.tp + self.cp + self.dp + self.overhead
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchTimes:
+    """Seconds of one microbatch, forward and backward: of a block, and of the model's two ends."""
+
+    forward: BlockParts
+    backward: BlockParts
+    weight_s: float  # the part of a block's backward that only weights' gradients need
+    head_s: tuple[float, float]
+    embedding_s: tuple[float, float]
+    end_overhead_s: float = 0.0  # what the host adds to each end, included there
+
+    @cached_property
+    def block(self) -> BlockParts:
+        """A block's seconds in both directions."""
+        ways = (self.forward, self.backward)
+        return BlockParts(**{part.name: sum(getattr(way, part.name) for way in ways) for part in fields(BlockParts)})
 
 
 def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
@@ -99,7 +132,7 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     speed = 0.5 if d % 8 == 0 else 0.05  # batched products of few columns; without tensor cores
     scores = batch_heads * queries * run.seq_len
     product_s = 4.0 * scores * d / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
-    traffic = scores * (_UNFUSED if program.attention == "unfused" else 1.0) / kernels.memory_rate
+    traffic = scores / kernels.memory_rate
     dropout = 3.0 if program.dropout else 0.0
     forward, backward = _SOFTMAX_FORWARD + dropout, _SOFTMAX_BACKWARD + dropout
     return product_s + traffic * forward, 2 * product_s + traffic * backward

@@ -10,9 +10,8 @@ from parallel3d.planner.hardware.calibration import Calibration
 from parallel3d.planner.hardware.program import MEASURED_PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.time.block import block_times, embedding_times, head_times
+from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
-from parallel3d.planner.time.parts import BlockParts, MicrobatchTimes
 from parallel3d.planner.time.roofline import Kernels
 
 _FORWARD = 0.4  # the forward's share of what a block dispatches

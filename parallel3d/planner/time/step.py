@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
 from parallel3d.planner.model.parameters import hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.time.block import block_times, embedding_times, head_times
+from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
-from parallel3d.planner.time.parts import BlockParts, MicrobatchTimes, TimeParts
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, shared_makespan_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
@@ -21,6 +20,25 @@ from parallel3d.timeline.simulate import StageTimes
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeParts:
+    """Seconds of a step on the busiest rank, by cause; they add up to the step."""
+
+    compute: float
+    recompute: float
+    tp: float
+    cp: float
+    pp_bubble: float
+    pp_p2p: float
+    dp: float
+    optimizer: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +58,11 @@ class _Pipeline:
     """What a step's microbatches take, whatever the data dimension adds."""
 
     micro: MicrobatchTimes
+    stages: list[StageTimes]
     rank_s: list[float]
     largest_stage: int  # its layers
+    send_s: float  # of an activation on its way to the next stage
+    blocked_s: float  # what of that holds up the stage that sends
     seconds: float
 
 
@@ -79,10 +100,8 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
 def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
     """Returns what the schedule is simulated with: every stage's seconds for one microbatch, and those of a
     transfer."""
-    host = _calibrated_host(run)
-    micro = host.microbatch() if host is not None else _microbatch(run)
-    send, blocked, action = _transfer_s(run, host)
-    return _stage_times(run, micro, blocked + action), send
+    pipeline = _pipeline(run, _calibrated_host(run), exact=False, known=None)
+    return pipeline.stages, pipeline.send_s
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
@@ -101,10 +120,8 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None) -> _Pipeline:
     """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on more than that."""
     layout = run.layout
-    if host is not None:
-        micro = host.microbatch()
-    elif known is None:
-        micro = _microbatch(run)
+    if host is not None or known is None:
+        micro = _microbatch(run) if host is None else host.microbatch()
     elif layout.recompute in known.pipelines:
         return known.pipelines[layout.recompute]
     else:
@@ -118,9 +135,27 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
     rank_s = [0.0] * layout.pp
     for rank, stage in zip(run.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
-    seconds = _schedule_s(run, host, times, send, weight_s=micro.weight_s, exact=exact)
-    largest = max(part.layers for part in run.stages)
-    found = _Pipeline(micro=micro, rank_s=rank_s, largest_stage=largest, seconds=seconds)
+    arguments = (layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times)
+    if layout.schedule in ZERO_BUBBLE:
+        weight_s = micro.weight_s * run.shape.layers / layout.pp
+        double = ZERO_BUBBLE[layout.schedule]
+        seconds = split_backward_s(layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double)
+    elif host is None or host.at_once >= layout.pp:
+        seconds = (pipeline_s if exact else closed_form_s)(*arguments, send)
+    elif exact:
+        seconds = shared_makespan_s(*arguments, host.at_once)
+    else:
+        work = layout.microbatches * sum(rank_s) / host.at_once
+        seconds = max(work, closed_form_s(*arguments, send))
+    found = _Pipeline(
+        micro=micro,
+        stages=times,
+        rank_s=rank_s,
+        largest_stage=max(part.layers for part in run.stages),
+        send_s=send,
+        blocked_s=blocked,
+        seconds=seconds if host is None else seconds * host.contention,
+    )
     if host is None and known is not None:
         known.pipelines[layout.recompute] = found
     return found
@@ -200,48 +235,16 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
     return times
 
 
-def _schedule_s(
-    run: PlannedRun,
-    host: CalibratedHost | None,
-    times: list[StageTimes],
-    send_s: float,
-    *,
-    weight_s: float,
-    exact: bool,
-) -> float:
-    layout = run.layout
-    if layout.schedule in ZERO_BUBBLE:
-        weight = weight_s * run.shape.layers / layout.pp
-        double = ZERO_BUBBLE[layout.schedule]
-        return split_backward_s(layout.pp, layout.microbatches, times, send_s, weight_s=weight, double=double)
-    arguments = (layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times)
-    if host is None or host.at_once >= layout.pp:
-        seconds = (pipeline_s if exact else closed_form_s)(*arguments, send_s)
-    elif exact:
-        seconds = shared_makespan_s(*arguments, host.at_once)
-    else:
-        work = layout.microbatches * sum(t.forward + t.backward for t in times) / host.at_once
-        seconds = max(work, closed_form_s(*arguments, send_s))
-    return seconds if host is None else seconds * host.contention
-
-
 def _parts(run: PlannedRun, host: CalibratedHost | None, pipeline: _Pipeline) -> TimeParts:
     layout, micro, rank_s = run.layout, pipeline.micro, pipeline.rank_s
     busiest = rank_s.index(max(rank_s))
     part, block = run.ranks[busiest], micro.block
-    if host is not None:
-        data_s, optimizer_s, overhead_s = host.once_s(part)
-    else:
-        rank_parameters = max(run.stage_parameters(part) for part in {*run.ranks})
-        data_s = _data_parallel_s(run, pipeline, rank_parameters)
-        optimizer_s = _optimizer_s(run, rank_parameters) + _muon_s(run) + _tied_embeddings_s(run)
-        overhead_s = STEP_OVERHEAD_S
+    data_s, optimizer_s, overhead_s = _once_s(run, pipeline) if host is None else host.once_s(part)
     slowdown = 1.0 if host is None else host.slowdown
     work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
-    send, blocked, _ = _transfer_s(run, host)
-    p2p = 2 * each * layout.virtual_stages * blocked
-    travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * send)
+    p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
+    travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
     blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
     return TimeParts(
         compute=work - p2p - end_overhead - blocks * (block.total - block.compute),
@@ -256,22 +259,26 @@ def _parts(run: PlannedRun, host: CalibratedHost | None, pipeline: _Pipeline) ->
     )
 
 
-def _data_parallel_s(run: PlannedRun, pipeline: _Pipeline, rank_parameters: int) -> float:
-    micro = pipeline.micro
+def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
+    """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step."""
+    program, layout, micro, cluster = run.program, run.layout, pipeline.micro, run.cluster
+    parameters = max(run.stage_parameters(part) for part in {*run.ranks})
     forward, backward = (way.total - way.cp for way in (micro.forward, micro.backward))
-    if run.layout.parameter_shards > 1:
-        return sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
-    return reduced_once_s(run, rank_parameters, backward * pipeline.largest_stage)
-
-
-def _optimizer_s(run: PlannedRun, rank_parameters: int) -> float:
-    """Seconds of AdamW: weights, two moments and gradients read, all but the last written, the computing copy written;
-    before it the gradient norm reads every gradient, and clipping writes it."""
-    program, layout = run.program, run.layout
-    own = rank_parameters / layout.optimizer_shards
-    gradients = rank_parameters / layout.gradient_shards
-    bytes_ = own * 30.0 * program.elementwise + gradients * 3 * program.gradient_bytes
-    return memory_bound_s(_kernels(run), bytes_, launches=40)
+    if layout.parameter_shards > 1:
+        data = sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
+    else:
+        data = reduced_once_s(run, parameters, backward * pipeline.largest_stage)
+    # AdamW reads weights, two moments and gradients, and writes all but the last, and the computing copy; before it the
+    # gradient norm reads every gradient, and clipping writes it.
+    bytes_ = parameters / layout.optimizer_shards * 30.0 * program.elementwise
+    bytes_ += parameters / layout.gradient_shards * 3 * program.gradient_bytes
+    optimizer = memory_bound_s(_kernels(run), bytes_, launches=40) + _muon_s(run)
+    if run.shape.tied_embeddings and layout.pp > 1:
+        # The two copies of the table, on the first and the last stage, sum their gradients: a ring of two, each sends
+        # one half to be summed and then the other, summed.
+        table = run.shape.vocab * run.shape.hidden / layout.tp * program.reduce_bytes
+        optimizer += 2 * send_s(cluster, table / 2, nodes=-(-layout.world_size // cluster.gpus_per_node))
+    return data, optimizer, STEP_OVERHEAD_S
 
 
 def _muon_s(run: PlannedRun) -> float:
@@ -291,12 +298,3 @@ def _muon_s(run: PlannedRun) -> float:
         seconds += muon.iterations * count * once_s
     own = blocks * sum(table.shard(shards) for table in hidden_tables(run.shape, layout.tp))
     return seconds + 2 * all_gather_s(run.cluster, run.group(ranks, 1), float(muon.item_bytes * own), one_ring=True)
-
-
-def _tied_embeddings_s(run: PlannedRun) -> float:
-    """Seconds for tied tables: the two copies, on the first and the last stage, sum their gradients: a ring of two,
-    each sends one half to be summed and then the other, summed."""
-    if not run.shape.tied_embeddings or run.layout.pp == 1:
-        return 0.0
-    bytes_ = run.shape.vocab * run.shape.hidden / run.layout.tp * run.program.reduce_bytes
-    return 2 * send_s(run.cluster, bytes_ / 2, nodes=-(-run.layout.world_size // run.cluster.gpus_per_node))
