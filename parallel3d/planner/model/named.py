@@ -72,7 +72,8 @@ def from_hugging_face(path: Path) -> ModelShape:
         value = config.get(theirs)
         if theirs not in config and theirs not in _OPTIONAL:
             raise ConfigError(f"{path}: {theirs}: required and not given")
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or (value or 0) % 1:
+        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+        if not is_whole and not (value is None and theirs in _OPTIONAL):
             raise ConfigError(f"{path}: {theirs} = {json.dumps(value)}: must be a whole number")
         numbers[ours] = value if value is None else int(value)
     is_gpt, hidden, heads, head_dim = kind == "gpt2", numbers["hidden"], numbers["heads"], config.get("head_dim")

@@ -142,10 +142,12 @@ class PlannedRun:
         """What each pipeline rank holds: all of its stages together."""
         return _together(self._layers, self.placement)
 
-    @property
+    @cached_property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage; published schedules that `pipeline/` does not have go round and round."""
-        return _placement(self.layout.schedule, self.layout.pp, self.layout.virtual_stages)
+        layout = self.layout
+        name: ScheduleName = layout.schedule if layout.schedule in SCHEDULES else "1f1b"
+        return placement(name, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
     @cached_property
     def tp_group(self) -> Group:
@@ -183,12 +185,6 @@ def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageS
         )
         for rank in range(max(holders) + 1)
     )
-
-
-@lru_cache(maxsize=4096)
-def _placement(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    name: ScheduleName = schedule if schedule in SCHEDULES else "1f1b"
-    return placement(name, pp=pp, virtual_stages=virtual_stages)
 
 
 @lru_cache(maxsize=4096)

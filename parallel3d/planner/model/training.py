@@ -69,25 +69,17 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
 def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
     """Yields the settings that would change the memory and are not counted."""
     optimizer, dropout, every = recipe.optimizer, recipe.model.attention_dropout, recipe.local_sgd.sync_every
-    if optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward):
-        other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
-        yield UnmodeledSetting(
-            setting="optimizer.stochastic_rounding = true",
-            known=f"the memory model knows no such steps with {other}",
-            instead="optimizer.stochastic_rounding=false",
-        )
-    if dropout:
-        yield UnmodeledSetting(
-            setting=f"model.attention_dropout = {dropout}",
-            known="the memory model knows dropout between the layers alone",
-            instead="model.attention_dropout=0",
-        )
-    if every is not None:
-        yield UnmodeledSetting(
-            setting=f"local_sgd.sync_every = {every}",
-            known="the memory model knows replicas that sum their gradients in each step",
-            instead="local_sgd.sync_every=null",
-        )
+    rounds_so = optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward)
+    other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
+    sums = "replicas that sum their gradients in each step"
+    for is_set, key, value, known, usual in (
+        (rounds_so, "optimizer.stochastic_rounding", "true", f"no such steps with {other}", "false"),
+        (dropout, "model.attention_dropout", dropout, "dropout between the layers alone", "0"),
+        (every is not None, "local_sgd.sync_every", every, sums, "null"),
+    ):
+        if is_set:
+            known = f"the memory model knows {known}"
+            yield UnmodeledSetting(setting=f"{key} = {value}", known=known, instead=f"{key}={usual}")
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

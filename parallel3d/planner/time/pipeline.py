@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from math import inf
 
 from parallel3d.schedules.build import build_schedule, placement
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
@@ -13,25 +14,26 @@ _WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats 
 
 
 def pipeline_s(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
+    name: ScheduleName,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int,
+    times: Sequence[StageTimes],
+    send_s: float = 0.0,
+    at_once: float = inf,
 ) -> float:
-    """The makespan of a step's microbatches, in seconds; a transfer between stages takes `send_s`. A schedule repeats
-    itself after a few times the pipeline's depth, so a long one is extrapolated from two short ones."""
-    if pp == 1:
+    """Returns the makespan of a step's microbatches, in seconds. A transfer between stages takes `send_s`. Ranks that have work
+    divide `at_once` ranks' worth of processors evenly; where those are fewer than ranks, transfers are part of `times`.
+    A schedule repeats itself after a few times the pipeline's depth, so a long one is extrapolated from two short
+    ones."""
+    if pp == 1 and at_once >= 1:
         return microbatches * sum(t.forward + t.backward for t in times)
     both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))
-    return _long(pp, microbatches, lambda count: action_starts(_order(name, pp, count, virtual_stages), both)[1])
 
+    def makespan(count: int) -> float:
+        order = _order(name, pp, count, virtual_stages)
+        return action_starts(order, both)[1] if pp <= at_once else _shared(order, times, at_once)
 
-def shared_makespan_s(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], at_once: float
-) -> float:
-    """The makespan, in seconds, of ranks that share `at_once` ranks' worth of processors: those that have work divide
-    them evenly. Transfers are part of `times`. Long schedules are extrapolated as in `pipeline_s`."""
-    return _long(pp, microbatches, lambda count: _shared(_order(name, pp, count, virtual_stages), times, at_once))
-
-
-def _long(pp: int, microbatches: int, makespan: Callable[[int], float]) -> float:
     window = _WINDOW * pp
     if microbatches <= 3 * window:
         return makespan(microbatches)
@@ -69,19 +71,26 @@ def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> 
 
 
 def closed_form_s(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int, times: Sequence[StageTimes], send_s: float
+    name: ScheduleName,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int,
+    times: Sequence[StageTimes],
+    send_s: float = 0.0,
+    at_once: float = inf,
 ) -> float:
-    """Adds the slowest rank's work and the bubble of an even pipeline, in seconds. The bubble is known for the classic
-    schedules (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) and simulated once for the others."""
+    """Adds the slowest rank's work and the bubble of an even pipeline, in seconds; ranks that share processors take no
+    less than all their work. The bubble is known for the classic schedules (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2) and simulated once for the others."""
     per_rank = [0.0] * pp
     for rank, stage in zip(placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True):
         per_rank[rank] += stage.forward + stage.backward
-    slowest = max(per_rank)
+    slowest, work = max(per_rank), sum(per_rank)
     if schedule_traits(name).ramp_bubble:
-        bubble = (sum(per_rank) - slowest) / virtual_stages
+        bubble = (work - slowest) / virtual_stages
     else:
-        bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * sum(per_rank) / pp
-    return microbatches * slowest + bubble + 2 * (pp - 1) * send_s
+        bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * work / pp
+    return max(microbatches * slowest + bubble + 2 * (pp - 1) * send_s, microbatches * work / at_once)
 
 
 @lru_cache(maxsize=256)
@@ -90,7 +99,7 @@ def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages:
     backward take equally long."""
     each = 1 / (3 * virtual_stages)
     times = [StageTimes(forward=each, input=each, weight=each)] * (pp * virtual_stages)
-    return pipeline_s(name, pp, microbatches, virtual_stages, times, 0.0) - microbatches
+    return pipeline_s(name, pp, microbatches, virtual_stages, times) - microbatches
 
 
 def split_backward_s(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
-from typing import TypeVar
 
 from parallel3d.planner.hardware.calibration import OneProcess
 from parallel3d.planner.hardware.cluster import Device
@@ -26,7 +24,6 @@ _TILES = (
 _TAIL = 0.5  # share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not hide
 _DEPTH = 128  # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
 _FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
-T = TypeVar("T")
 _UNALIGNED = 2.2  # slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
 
 
@@ -52,11 +49,6 @@ class Kernels:
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
 
-def _of_precision(table: Mapping[str, T], precision: str) -> T:
-    """Returns what was measured in this precision, or in the first one that was."""
-    return table[precision] if precision in table else next(iter(table.values()))
-
-
 @lru_cache(maxsize=65536)
 def _matmul_s(
     m: int, n: int, k: int, flops: float, processors: int, memory_rate: float, kernel_s: float, itemsize: float
@@ -78,7 +70,8 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
     """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
     device, precision = kernels.device, precision or kernels.precision
     if kernels.process is not None:
-        return 2.0 * m * n * k / _of_precision(kernels.process.matmul, precision).at(sqrt(m * n), k)
+        measured = kernels.process.matmul  # in this precision, or in the first one that was
+        return 2.0 * m * n * k / measured.get(precision, next(iter(measured.values()))).at(sqrt(m * n), k)
     flops = device.peak(precision) * device.matmul_efficiency * kernels.matmul_speed
     flops *= _FLOAT8 if precision == "fp8" else 1.0
     return _matmul_s(
@@ -106,7 +99,8 @@ def flash_attention_s(
     for 2 in the backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
-        return products / _of_precision(kernels.process.attention, kernels.precision)[backward].at(keys, head_dim)
+        measured = kernels.process.attention
+        return products / measured.get(kernels.precision, next(iter(measured.values())))[backward].at(keys, head_dim)
     key = "backward" if backward else "forward"
     sustained = kernels.device.attention_flops[key] * kernels.attention_speed
     # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4 to 6); heads of 64

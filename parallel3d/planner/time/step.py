@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from math import inf
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
@@ -13,7 +14,7 @@ from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_tim
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
-from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, shared_makespan_s, split_backward_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
 
@@ -135,18 +136,13 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
     rank_s = [0.0] * layout.pp
     for rank, stage in zip(run.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
-    arguments = (layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times)
     if layout.schedule in ZERO_BUBBLE:
         weight_s = micro.weight_s * run.shape.layers / layout.pp
         double = ZERO_BUBBLE[layout.schedule]
         seconds = split_backward_s(layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double)
-    elif host is None or host.at_once >= layout.pp:
-        seconds = (pipeline_s if exact else closed_form_s)(*arguments, send)
-    elif exact:
-        seconds = shared_makespan_s(*arguments, host.at_once)
     else:
-        work = layout.microbatches * sum(rank_s) / host.at_once
-        seconds = max(work, closed_form_s(*arguments, send))
+        form, at_once = pipeline_s if exact else closed_form_s, inf if host is None else host.at_once
+        seconds = form(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times, send, at_once)
     found = _Pipeline(
         micro=micro,
         stages=times,
