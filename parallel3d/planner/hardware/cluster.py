@@ -232,9 +232,6 @@ def with_links(
     cluster: Cluster, *, network_gb_per_s: float | None, node_gb_per_s: float | None, gpus_per_node: int | None
 ) -> Cluster:
     """Returns the same devices behind other links or in nodes of another size; None leaves what it stands for."""
-    network, node = cluster.network, cluster.node
-    if network_gb_per_s is not None:
-        network = replace(network, bandwidth=network_gb_per_s * 1e9)
-    if node_gb_per_s is not None:
-        node = replace(node, bandwidth=node_gb_per_s * 1e9)
+    said = ((cluster.network, network_gb_per_s), (cluster.node, node_gb_per_s))
+    network, node = (link if speed is None else replace(link, bandwidth=speed * 1e9) for link, speed in said)
     return replace(cluster, network=network, node=node, gpus_per_node=gpus_per_node or cluster.gpus_per_node)

@@ -125,8 +125,7 @@ def notes_on(config: Mapping[str, Any]) -> Iterator[str]:
 
 def check_shape(shape: ModelShape, where: str) -> None:
     """Raises ConfigError where the numbers of a shape contradict each other."""
-    counts = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
-    for name in counts:
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"):
         if getattr(shape, name) < 1:
             raise ConfigError(f"{where}: {name} = {getattr(shape, name)}: must be at least 1")
     for part, of in (("heads", "hidden"), ("kv_heads", "heads")):

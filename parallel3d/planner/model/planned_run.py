@@ -149,16 +149,12 @@ class PlannedRun:
         name: ScheduleName = layout.schedule if layout.schedule in SCHEDULES else "1f1b"
         return placement(name, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
-    @cached_property
-    def tp_group(self) -> Group:
-        return self.group(self.layout.tp, 1)
-
     def replica_group(self, shards: int) -> Group:
         """Returns the group of the data and context parallel ranks that hold the same shard."""
         return self.group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
 
     def group(self, size: int, stride: int) -> Group:
-        """Returns the group of so many ranks, `stride` apart; data and context parallel ones are tp apart."""
+        """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data ranks."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 

@@ -69,18 +69,15 @@ class CalibratedHost:
         """The layers' collectives beyond their smallest messages: two each way, of which those of sequence parallelism
         are a gather and a reduce-scatter, with two more gathers in the backward."""
         run, layout, measured = self.run, self.run.layout, self.measured
-        if layout.tp == 1:
-            return 0.0, 0.0
-        bytes_ = run.tokens * run.shape.hidden * run.item_bytes
-        if self.ranks is None or run.tp_group.nodes > 1:
-            whole = all_gather_s if layout.sequence_parallel else all_reduce_s
-            one = whole(run.cluster, run.tp_group, bytes_) * (2 if layout.sequence_parallel else 1)
+        bytes_, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(layout.tp, 1)
+        if self.ranks is None or group.nodes > 1:
+            one = all_gather_s(run.cluster, group, bytes_) * 2
+            one = one if layout.sequence_parallel else all_reduce_s(run.cluster, group, bytes_)
             return 2 * one, 2 * one
         if not layout.sequence_parallel:
             one = measured.collective_s("all_reduce", layout.tp, bytes_)
             return 2 * one, 2 * one
-        gather = measured.collective_s("all_gather", layout.tp, bytes_)
-        scatter = measured.collective_s("reduce_scatter", layout.tp, bytes_)
+        gather, scatter = (measured.collective_s(kind, layout.tp, bytes_) for kind in ("all_gather", "reduce_scatter"))
         return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
     def action_s(self) -> float:

@@ -22,10 +22,10 @@ def pipeline_s(
     send_s: float = 0.0,
     at_once: float = inf,
 ) -> float:
-    """Returns the makespan of a step's microbatches, in seconds. A transfer between stages takes `send_s`. Ranks that have work
-    divide `at_once` ranks' worth of processors evenly; where those are fewer than ranks, transfers are part of `times`.
-    A schedule repeats itself after a few times the pipeline's depth, so a long one is extrapolated from two short
-    ones."""
+    """Returns the makespan of a step's microbatches, in seconds. A transfer between stages takes `send_s`. Ranks that
+    have work divide `at_once` ranks' worth of processors evenly; where those are fewer than ranks, transfers are part
+    of `times`. A schedule repeats itself after a few times the pipeline's depth, so a long one is extrapolated from two
+    short ones."""
     if pp == 1 and at_once >= 1:
         return microbatches * sum(t.forward + t.backward for t in times)
     both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))

@@ -191,11 +191,9 @@ def _tp_s(run: PlannedRun) -> float:
     """Returns the seconds of a block's tp traffic that show, each way: two all-reduces, or as many reduce-scatters
     and all-gathers. Sequence parallelism gathers the inputs once more for the weights' gradients, beside other work
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2)."""
-    size = run.tokens * run.shape.hidden * run.item_bytes
-    if run.layout.sequence_parallel:
-        one = 2 * all_gather_s(run.cluster, run.tp_group, size)
-    else:
-        one = all_reduce_s(run.cluster, run.tp_group, size)
+    size, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(run.layout.tp, 1)
+    is_split = run.layout.sequence_parallel
+    one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
     return 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
 
 
