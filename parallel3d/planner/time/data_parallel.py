@@ -13,24 +13,14 @@ def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> 
     """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a
     sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may
     send in buckets."""
-    program, layout, cluster = run.program, run.layout, run.cluster
-    group = run.group(layout.dp * layout.cp, layout.tp)
-    if group.size == 1:
-        return 0.0
-    gradients = rank_parameters * program.reduce_bytes
-    shards = layout.optimizer_shards
+    program, shards = run.program, run.layout.optimizer_shards
+    gather_s, reduce_s = _unit_s(run, rank_parameters, shards)
+    host_s = 0.0
     if shards > 1:
-        inner, outer = run.group(shards, layout.tp), run.replica_group(shards)
-        reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
-        reduce_s += all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)
-        gather_s = all_gather_s(cluster, inner, rank_parameters * program.gather_bytes, one_ring=program.one_ring)
         gather_s += shards * program.broadcast_s
         # Each slice is a view and a copy of its own, and so it is where gradients are reduced.
         slices = shards * program.cut_tensors * max(part.layers for part in run.ranks)
-        host_s = 4 * slices * cluster.device.launch_s
-    else:
-        reduce_s, gather_s = all_reduce_s(cluster, group, gradients, one_ring=program.one_ring), 0.0
-        host_s = 0.0
+        host_s = 4 * slices * run.cluster.device.launch_s
     shown = max(0.1 * reduce_s, reduce_s - backward_s) if program.sends_in_last_backward else reduce_s
     return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden) + host_s
 
@@ -41,9 +31,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head, both
     ways."""
     program, layout = run.program, run.layout
-    gather_s, reduce_s = _unit_s(run, run.block_parameters)
+    gather_s, reduce_s = _unit_s(run, run.block_parameters, layout.parameter_shards)
     ends = run.stage_parameters(StageSlice(layers=0, embedding=True, head=True))
-    ends_gather_s, ends_reduce_s = _unit_s(run, ends)
+    ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
     freed = layout.pp == 1 or layout.gather == "microbatch"
     regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
@@ -57,13 +47,10 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     return rounds * each + reduce_s + ends_reduce_s / 2
 
 
-def _unit_s(run: PlannedRun, parameters: int) -> tuple[float, float]:
-    """Returns the seconds to gather one unit's parameters, and to reduce their gradients."""
-    program, layout, cluster = run.program, run.layout, run.cluster
-    inner, outer = run.group(layout.parameter_shards, layout.tp), run.replica_group(layout.parameter_shards)
+def _unit_s(run: PlannedRun, parameters: int, shards: int) -> tuple[float, float]:
+    """Returns the seconds to gather so many parameters, split over `shards` ranks, and to reduce their gradients."""
+    program, cluster, gradients = run.program, run.cluster, parameters * run.program.reduce_bytes
+    inner, outer = run.group(shards, run.layout.tp), run.replica_group(shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
-    reduce_s = all_gather_s(cluster, inner, parameters * program.reduce_bytes, one_ring=program.one_ring)
-    reduce_s += all_reduce_s(
-        cluster, outer, parameters * program.reduce_bytes / layout.parameter_shards, one_ring=program.one_ring
-    )
-    return gather_s, reduce_s
+    reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
+    return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)
