@@ -11,6 +11,7 @@ from math import inf
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.training import master_bytes
 from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
 from parallel3d.planner.search.space import families, size_error
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
@@ -63,7 +64,7 @@ def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
 def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
     if question.program.is_parallel3d:  # which has each parameter's master and its states somewhere
-        master = 2.0 if question.precision == "bf16_pure" else 4.0
+        master = master_bytes(question.precision)
         states = 0.0 if question.training.is_adafactor else question.training.state_bytes
         if (master + states) * total_parameters(question.shape) > question.gpus * question.usable_bytes:
             return None
