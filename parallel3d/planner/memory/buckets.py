@@ -6,8 +6,8 @@ has gone through its blocks, after the bucket sent two before it has arrived.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.model.parameters import block_tables, end_tables
@@ -17,8 +17,7 @@ from parallel3d.planner.model.training import master_bytes
 from parallel3d.sharding.bytes import bucket_borders
 
 
-@dataclass(frozen=True)
-class GradientBucket:
+class GradientBucket(NamedTuple):
     """Bytes of one bucket of gradients."""
 
     before: int  # blocks of the stage that have had no backward when it is sent
@@ -27,15 +26,18 @@ class GradientBucket:
     packing: float  # that, while it is being filled
     publishing: float  # its stepped parameters, which come back from other ranks
     stepping: int  # numbers of its largest parameter that are stepped here
-    blocks: range  # whose gradients it holds
 
 
 def buckets_of(run: PlannedRun, part: StageSlice) -> tuple[GradientBucket, ...]:
     """The buckets of a stage, the first to be sent first."""
-    layout, master = run.layout, master_bytes(run.precision)
-    is_split = layout.strategy == "SHARD_OPTIMIZER" and layout.dp_shard > 1
-    sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), layout.bucket_bytes)
-    shards = layout.dp_shard if is_split else 1
+    layout = run.layout
+    sizes = (
+        master_bytes(run.precision),
+        layout.reduce_bytes if layout.dp > 1 else 0,
+        int(run.item_bytes),
+        layout.bucket_bytes,
+    )
+    shards = layout.dp_shard if layout.strategy == "SHARD_OPTIMIZER" else 1
     # On one data rank fully_shard's units are those of buckets, and what no block holds is one of them.
     return _buckets(run.shape, part, layout.tp, shards, sizes, together=layout.strategy not in REPLICATED)
 
@@ -56,34 +58,30 @@ def _buckets(
         tables = [table for index in border for table in units[index][1]]
         numel = sum(table.numel for table in tables)
         packed = sum(table.shard(shards) for table in tables) * shards
-        is_other, is_even = reduce != master, all(table.rows % shards == 0 for table in tables)
-        copied = packing = float(reduce * numel * is_other)
+        copied = packing = float(reduce * numel * (reduce != master))
         if shards > 1:  # even rows are packed in the gradients' dtype first
+            is_even = all(table.rows % shards == 0 for table in tables)
             copied = reduce * packed * (1 + 1 / shards)
-            packing = float(reduce * packed + master * packed * (is_other and is_even))
-        stepping = max(table.shard(shards) // table.times for table in tables)
-        before = units[border[0]][0]
-        blocks = range(before, units[border[-1]][0] + 1)
+            packing = float(reduce * packed + master * packed * (reduce != master and is_even))
         publishing = float(item * packed * (shards > 1))
-        found.append(GradientBucket(before, float(master * numel), copied, packing, publishing, stepping, blocks))
+        stepping = max(table.shard(shards) // table.times for table in tables)
+        found.append(GradientBucket(units[border[0]][0], master * numel, copied, packing, publishing, stepping))
     return tuple(found)
 
 
+def stepping_bytes(run: PlannedRun, buckets: tuple[GradientBucket, ...]) -> float:
+    """Buckets whose parameters are stepped in the backward: the copies of those that are sent, their gradients, and
+    what one step makes."""
+    sent = sum(bucket.memory + bucket.copied for bucket in buckets)
+    return sent + run.optimizer.step_bytes * max((bucket.stepping for bucket in buckets), default=0)
+
+
 def under_way(run: PlannedRun, part: StageSlice) -> float:
-    """The last two buckets of a stage, which stay until all stages are done: their copies, and where a backward steps
-    also the gradients, with what one step makes."""
+    """The last two buckets of a stage, which stay until all stages are done."""
     last = buckets_of(run, part)[-2:]
-    copies = sum(bucket.copied for bucket in last)
-    if not run.optimizer.steps_in_backward:
-        return copies
-    return (
-        copies
-        + sum(bucket.memory for bucket in last)
-        + run.optimizer.step_bytes * max(bucket.stepping for bucket in last)
-    )
+    return stepping_bytes(run, last) if run.optimizer.steps_in_backward else sum(bucket.copied for bucket in last)
 
 
 def published_bytes(run: PlannedRun, part: StageSlice) -> float:
     """Returns the most bytes while stepped parameters come back, two buckets at once."""
-    sizes = [bucket.publishing for bucket in buckets_of(run, part)]
-    return max((a + b for a, b in zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0.0)
+    return sum(sorted(bucket.publishing for bucket in buckets_of(run, part))[-2:])

@@ -13,9 +13,8 @@ from parallel3d.schedules.registry import SCHEDULES
 
 
 class MemoryFloor(NamedTuple):
-    """Bytes that a rank has at least, at rest and at two moments: when most of its forwards are alive, and when it has
-    all of its gradients, unreduced. Only `activations` and `amid` depend on what is recomputed and on how large a
-    microbatch is."""
+    """Bytes that a rank has at least, at rest and when most of its forwards are alive, or when it has all of its
+    gradients, unreduced. Only `activations` and `amid` depend on recompute and on the size of a microbatch."""
 
     at_rest: float = 0.0
     gathered: float = 0.0
@@ -47,18 +46,18 @@ def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[M
 
 def _rank_floor(state: RankState) -> MemoryFloor:
     layout, name = state.layout, state.layout.schedule
-    gathered = float(sum(map(state.gathered_by_forward, state.stages)))
+    gathered = float(sum(stage.gathered for stage in state.stages))
     if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
         return MemoryFloor(sum(state.at_rest), gathered)
-    pp, rank, microbatches, stages = layout.pp, state.rank, layout.microbatches, layout.virtual_stages
-    live = live_microbatches(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=stages)
-    amid = live_with_all_gradients(name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=stages)
-    each = min(kind.kept for kind in state.kinds)
+    stages = {"microbatches": layout.microbatches, "virtual_stages": layout.virtual_stages}
+    live = live_microbatches(name, pp=layout.pp, rank=state.rank, **stages)
+    amid = live_with_all_gradients(name, pp=layout.pp, rank=state.rank, **stages)
+    each = min(stage.kept for stage in state.stages)
     return MemoryFloor(
         at_rest=sum(state.at_rest),
         gathered=gathered,
         activations=live * each,
         gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
-        gradients=sum(state.whole_gradients(stage) - state.sent_last(stage) for stage in state.stages),
+        gradients=sum(stage.whole_gradients for stage in state.stages),
         amid=-inf if amid is None else amid * each,
     )

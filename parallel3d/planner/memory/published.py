@@ -21,32 +21,30 @@ from parallel3d.schedules.build import live_microbatches
 
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
-    layout, program = run.layout, run.program
-    part = run.ranks[rank]
+    layout, program, part = run.layout, run.program, run.ranks[rank]
     parameters = rank_parameters(run, part)
-    activations = _activations(run, rank)
+    own = parameters / layout.optimizer_shards
+    activations, buffers = _activations(run, rank), _buffers(run, part, parameters)
     logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
     one_block = whole_block_bytes(run) if layout.recompute in ("full", "every_n", "op") else 0.0
-    buffers = _buffers(run, part, parameters)
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
-    step = program.step_bytes * parameters / layout.optimizer_shards
-    temporary = max(one_block - logits, step - activations - logits, 0.0)
+    temporary = max(one_block - logits, program.step_bytes * own - activations - logits, 0.0)
     held = RankMemory(
         rank=rank,
         parameters=program.weight_bytes * parameters / layout.parameter_shards,
         gradients=program.gradient_bytes * parameters / layout.gradient_shards,
-        optimizer=program.optimizer_bytes * parameters / layout.optimizer_shards,
+        optimizer=program.optimizer_bytes * own,
         activations=activations,
         logits=logits,
         buffers=buffers,
         temporary=temporary,
         fragmentation=program.fragmentation * (activations + logits + buffers + temporary) + program.cache_bytes,
         context=program.context_bytes,
+        moments=8 * own,  # Adam's two, in float32
     )
     # What the allocator keeps for nothing it gives back before it runs out.
-    cached = program.step_cached_bytes * parameters / layout.optimizer_shards
     room = max(0.0, run.cluster.device.memory_bytes - held.total)
-    return replace(held, fragmentation=held.fragmentation + min(cached, room))
+    return replace(held, fragmentation=held.fragmentation + min(program.step_cached_bytes * own, room))
 
 
 def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
@@ -81,15 +79,13 @@ def live_on(run: PlannedRun, rank: int) -> int:
 
 
 def _activations(run: PlannedRun, rank: int) -> float:
-    layout, part = run.layout, run.ranks[rank]
+    part, stages = run.ranks[rank], run.layout.virtual_stages
     live = live_on(run, rank)
-    stages = layout.virtual_stages
     bytes_ = live * part.layers / stages * block_bytes(run)
-    outside = run.tokens * run.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
-        bytes_ += live / stages * (outside * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
+        bytes_ += live / stages * (_outside(run) * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
     if part.head:  # the last norm's input and output
-        bytes_ += 4.0 * outside
+        bytes_ += 4.0 * _outside(run)
     return bytes_
 
 
@@ -97,92 +93,54 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     """Counts what FSDP gathers and reduces: the block in use and the next one gathered, one block's gradients before
     and after their reduction, the embedding and head gathered throughout. A pipeline adds an activation and a gradient
     that are being received."""
-    layout, program, shape = run.layout, run.program, run.shape
-    bytes_ = 0.0
+    layout, program, layer = run.layout, run.program, run.block_parameters
+    each, bytes_ = program.gather_bytes + program.reduce_bytes, 0.0
     if layout.parameter_shards > 1 or program.always_sharded:
-        block = min(run.block_parameters, program.gathered_parameters / 2)
         if run.gathers_each_microbatch:
-            ends = parameters - part.layers * run.block_parameters
-            bytes_ += block * (2 * program.gather_bytes + 2 * program.reduce_bytes)
-            bytes_ += ends * (program.gather_bytes + program.reduce_bytes)
+            block = min(layer, program.gathered_parameters / 2)
+            bytes_ = (2 * block + parameters - part.layers * layer) * each
         else:  # gathered once a step, and the gradients whole until the last backward
-            bytes_ += parameters * (program.gather_bytes + program.reduce_bytes)
-    if layout.pp > 1:
-        outside = run.tokens * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-        bytes_ += 4 * run.item_bytes * outside
-    return bytes_
+            bytes_ = parameters * each
+    return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
 
 
 def block_bytes(run: PlannedRun) -> float:
     """Returns what one block keeps of a microbatch, with the layout's recompute."""
-    return _block_bytes(run) * run.item_bytes / 2
-
-
-def _block_bytes(run: PlannedRun) -> float:
-    recompute: str = run.layout.recompute
-    if recompute == "op":
-        return _kept_operators_bytes(run)
+    shape, layout, inputs = run.shape, run.layout, _outside(run) * run.item_bytes
+    recompute: str = layout.recompute
     if recompute in ("full", "every_n"):
-        share = 1.0 if recompute == "full" else 1 / run.layout.recompute_every
-        return share * _input_bytes(run) + (1 - share) * _whole_bytes(run)
-    return _whole_bytes(run)
+        share = 1.0 if recompute == "full" else 1 / layout.recompute_every
+        return share * inputs + (1 - share) * whole_block_bytes(run)
+    if recompute == "op":
+        # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511, and its
+        # parallelisms/parallelize_llama.py): the block's input, attention's output, and of wq, wk, wv, wo, w1, w3, w2
+        # every second one's output: k, the projection's output, one of the MLP's inputs.
+        kept = run.tokens * (shape.kv_hidden + shape.ffn_hidden + shape.hidden) / layout.tp * run.item_bytes
+        return 2.0 * inputs + kept + 2.0 * shape.heads / layout.tp * run.tokens * run.item_bytes
+    return whole_block_bytes(run)
 
 
 def whole_block_bytes(run: PlannedRun) -> float:
     """Returns what one block keeps where no block is recomputed: also what is alive while one is."""
-    return _whole_bytes(run) * run.item_bytes / 2
-
-
-def _whole_bytes(run: PlannedRun) -> float:
-    outside = _outside(run)
-    program, tp = run.program, run.layout.tp
-    masks = 2.0 if program.dropout else 0.0
+    shape, layout, program = run.shape, run.layout, run.program
     # Input of each norm, and its output, which is the linear layers' input; norms of a framework's own operators keep
     # float32 copies.
-    bytes_ = outside * (8.0 + masks + program.norm_extra_bytes)
-    bytes_ += run.tokens * (_attention_features(run) * 2.0 + _mlp_bytes(run)) / tp
-    return bytes_ + _score_bytes(run)
+    bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + program.norm_extra_bytes)
+    # q, k, v and the output projection's input; q and k once more where rotation does not happen in place.
+    kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
+    rotated = (shape.hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
+    features = 2.0 * shape.hidden + 2.0 * kv + rotated
+    # The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too.
+    is_unfused = shape.feed_forward == "swiglu" and not program.fused_mlp
+    features += (shape.feed_forward_inputs + 1 + is_unfused) * shape.ffn_hidden
+    # A tiled attention keeps a float32 per row; another keeps the scores, unless they are recomputed.
+    score = 4.0
+    if program.attention != "flash" and layout.recompute != "selective":
+        score = (5.0 if program.dropout else 2.0) * run.seq_len
+    bytes_ += run.tokens * (2.0 * features + score * shape.heads) / layout.tp
+    return bytes_ * run.item_bytes / 2
 
 
 def _outside(run: PlannedRun) -> float:
     """Elements of [tokens, hidden] where tp does not divide the features."""
     return run.tokens * run.shape.hidden / (run.layout.tp if run.layout.sequence_parallel else 1)
-
-
-def _input_bytes(run: PlannedRun) -> float:
-    return 2.0 * _outside(run)
-
-
-def _attention_features(run: PlannedRun) -> float:
-    """q, k, v and the output projection's input; q and k once more where rotation does not happen in place."""
-    shape, program = run.shape, run.program
-    kv = max(shape.kv_hidden, shape.head_dim * run.layout.tp)
-    rotated = (shape.hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
-    return 2.0 * shape.hidden + 2.0 * kv + rotated
-
-
-def _mlp_bytes(run: PlannedRun) -> float:
-    """The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too."""
-    shape = run.shape
-    kept = 2.0 * (shape.feed_forward_inputs + 1)
-    if shape.feed_forward == "swiglu" and not run.program.fused_mlp:
-        kept += 2.0
-    return kept * shape.ffn_hidden
-
-
-def _score_bytes(run: PlannedRun) -> float:
-    """What a tiled attention keeps is a float32 per row; another keeps the scores, unless they are recomputed."""
-    shape, layout, program = run.shape, run.layout, run.program
-    rows = shape.heads / layout.tp * run.tokens
-    if program.attention == "flash" or layout.recompute == "selective":
-        return 4.0 * rows
-    return (5.0 if program.dropout else 2.0) * rows * run.seq_len
-
-
-def _kept_operators_bytes(run: PlannedRun) -> float:
-    """Counts what torchtitan's per-operator recompute keeps: the block's input, attention's output, and every second
-    matmul's output (Liang et al. 2024, arXiv 2410.06511; torchtitan/parallelisms/parallelize_llama.py)."""
-    shape, tp = run.shape, run.layout.tp
-    # Every second one of wq, wk, wv, wo, w1, w3, w2 is kept: k, the projection's output, one of the MLP's inputs.
-    kept = 2.0 * (shape.kv_hidden + shape.ffn_hidden) / tp
-    return _input_bytes(run) * 2.0 + run.tokens * (kept + 2.0 * shape.hidden / tp) + 4.0 * shape.heads / tp * run.tokens

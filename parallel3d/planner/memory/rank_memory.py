@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
-_MOMENTS = 2 / 3  # Adam's moments are two of three states, the third is a float32 copy of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on each device of one pipeline rank at its peak; the fields up to `fragmentation` add up to `total`."""
+    """Bytes on each device of one pipeline rank at its peak; the fields up to `context` add up to `total`."""
 
     rank: int
     parameters: float
@@ -23,35 +22,33 @@ class RankMemory:
     temporary: float  # a block under recompute, the optimizer's temporaries
     fragmentation: float  # reserved by the allocator and not allocated
     context: float  # CUDA, cuBLAS and NCCL, outside the allocator
+    moments: float = 0.0  # those of `optimizer` that the first step makes after its backward
     moment: str = ""  # of a step, at which a parallel3d run holds so much
 
     @property
     def allocated(self) -> float:
         """What `torch.cuda.max_memory_allocated` says."""
-        return self.total - self.fragmentation - self.context
-
-    @property
-    def reserved(self) -> float:
-        """What `torch.cuda.max_memory_reserved` says."""
-        return self.total - self.context
+        return self._states + self.activations + self.logits + self.buffers + self.temporary
 
     @property
     def total(self) -> float:
         """What the device has in use (`nvidia-smi`)."""
-        states = self.parameters + self.gradients + self.optimizer
-        at_work = self.activations + self.logits + self.buffers + self.temporary
-        return states + at_work + self.fragmentation + self.context
+        return self.allocated + self.fragmentation + self.context
 
     @property
     def allocated_in_first_step(self) -> float:
         """`allocated` while the optimizer has not made its moments, which come after the backward's peak."""
-        states = self.parameters + self.gradients + self.optimizer
-        return max(states, self.allocated - self.optimizer * _MOMENTS)
+        return max(self._states, self.allocated - self.moments)
+
+    @property
+    def _states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
 
     def of_kind(self, kind: MemoryKind) -> float:
+        """`reserved` is what `torch.cuda.max_memory_reserved` says."""
         return {
             "allocated": self.allocated,
             "allocated in the first step": self.allocated_in_first_step,
-            "reserved": self.reserved,
+            "reserved": self.total - self.context,
             "device": self.total,
         }[kind]

@@ -14,13 +14,11 @@ activation, m of a master weight, r of a gradient on its way, s = dp_shard, k by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from parallel3d.config.recipe import BlockRecompute
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.layers.activations import BlockActivations
 from parallel3d.optimizers.step_bytes import (
     SteppedPart,
     adafactor_state_bytes,
@@ -28,12 +26,12 @@ from parallel3d.optimizers.step_bytes import (
     muon_step_bytes,
     rounded_step_bytes,
 )
-from parallel3d.planner.memory.block_work import BlockTensors, WeightGradients, delayed_bytes
+from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
+from parallel3d.planner.memory.buckets import under_way
 from parallel3d.planner.memory.model_ends import EndTensors
-from parallel3d.planner.memory.rank_schedule import RankSchedule
-from parallel3d.planner.model.parameters import block_tables, end_tables, hidden_tables, muon_matrices
+from parallel3d.planner.model.parameters import Table, block_tables, end_tables, hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import ModelShape, StageSlice
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.schedules.registry import schedule_traits
 from parallel3d.sharding.bytes import frees_after_forward
@@ -41,31 +39,47 @@ from parallel3d.sharding.bytes import frees_after_forward
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: their number, with rows filled up (`padded`), on one shard,
-    and those of the last one."""
+    """Parameters that are gathered and reduced together: their number, that with rows filled up (`padded`), that on
+    one shard, that of the last one, and that of the largest one's shard."""
 
     numel: int
     padded: int
     shard: int
     last: int
+    largest: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankStage:
-    """A stage of the rank. `first` is its first block's index in the whole model, but for multiples of recompute_every,
-    so that stages that hold as much are equal. Bytes are those of one microbatch."""
+    """The bytes of a stage of the rank. `first` is its first block's index in the whole model, but for multiples of
+    recompute_every, so that stages that hold as much are equal."""
 
     part: StageSlice
     first: int
     ends: Unit  # what no block holds
-    kept: float  # between forward and backward, the logits aside
+    kept: float  # by a microbatch between forward and backward, the logits aside
     logits: float
-    delayed: float  # between the two halves of a split backward
-    tied: bool  # the embedding and the head are one table
+    delayed: float  # by a microbatch between the two halves of a split backward
+    gathered: float  # parameters, from a forward on
+    prefetched: float  # parameters gathered at the end of a backward that are not the stage's next (`gather`)
+    half_gradients: float  # after first halves of backwards alone: of what no block holds
+    whole_gradients: float  # after a backward that is not the stage's last
+    reduced_gradients: float  # after that
+    under_way: float  # the last buckets of gradients, after that
 
     @property
     def blocks(self) -> int:
         return self.part.layers
+
+    @property
+    def by_progress(self) -> tuple[tuple[float, ...], ...]:
+        """The bytes that each number of `StageProgress` counts, of gradients, activations, logits and buffers."""
+        return (
+            (0, 0, 0, 0, self.half_gradients, self.whole_gradients, self.reduced_gradients),
+            (self.kept, self.delayed, 0, 0, 0, 0, 0),
+            (self.logits, 0, 0, 0, 0, 0, 0),
+            (0, 0, self.gathered, self.prefetched, 0, 0, self.under_way),
+        )
 
 
 class RankState:
@@ -74,71 +88,50 @@ class RankState:
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
         self.run, self.rank, self.layout = run, rank, layout
-        self.item = int(run.item_bytes)
-        self.master = master_bytes(run.precision)
+        self.item, self.master = int(run.item_bytes), master_bytes(run.precision)
         self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
         self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
-        self.block = _unit(run.shape, None, layout.tp, self.shards)
-        activations = _block_activations(run)
-        self.tensors = _block_tensors(activations, run.shape, layout.tp)
-        self.ends = EndTensors.of(run, norm_bytes=activations.norm_bytes)
-        self.splits_backward = schedule_traits(layout.schedule).splits_backward
-        self.stages = self._stages(run.stages_of(rank))
-        self.kinds = list(dict.fromkeys(self.stages))
+        last = 1 if run.shape.biases else run.shape.ffn_hidden // layout.tp  # columns of a block's last parameter
+        self.block_unit = _unit(block_tables(run.shape, layout.tp), self.shards, last * run.shape.hidden)
+        self.block = block_tensors(run)
+        self.ends = EndTensors.of(run, self.block)
+        self.recomputes = layout.recompute in ("full", "every_n")  # whole blocks
 
-        # Gradients. `sum_bytes` are those of a number of a whole gradient; `partial_bytes` of one that each backward
-        # reduces, where over replicas only the last one does; `summed_bytes` of what came from the replicas in another
-        # dtype than the gradient's, which fully_shard keeps to the end of the last backward.
+        # Bytes of a number of a gradient: of a whole one; of one that each backward reduces, but only the last one over
+        # replicas; of a reduced one, with the sum over replicas that fully_shard keeps where its dtype is another.
         self.sum_bytes = layout.reduce_bytes if self.sharded else self.master
         self.reduces_each = self.sharded and layout.reduce == "microbatch"
-        self.steps_alone = (
-            run.optimizer.steps_in_backward and not self.sharded
-        )  # one parameter at a time, in the backward
+        self.steps_alone = run.optimizer.steps_in_backward and not self.sharded  # one parameter at a time
         has_replicas = layout.dp > layout.dp_shard
         self.partial_bytes = layout.reduce_bytes if has_replicas else self.master
-        is_other = layout.reduce_bytes != self.master
-        self.summed_bytes = layout.reduce_bytes if self.sharded and has_replicas and is_other else 0
-
-        # Gathered parameters.
+        self.reduced_bytes = self.master + layout.reduce_bytes * (has_replicas and layout.reduce_bytes != self.master)
         microbatches = layout.microbatches if layout.pp == 1 else max(2, layout.microbatches)
         self.frees_forward = self.sharded and frees_after_forward(layout.strategy, layout.gather, microbatches)
         self.frees_each = self.sharded and layout.gather == "microbatch"
-        self.block_gathered = self.item * self.block.padded if self.sharded else 0
+        self.block_gathered = self.item * self.block_unit.padded if self.sharded else 0
         self.arriving = self.block_gathered if self.shards > 1 else 0  # before they are where they are used
-
-    @cached_property
-    def schedule(self) -> RankSchedule:
-        layout, kinds = self.layout, {kind: at for at, kind in enumerate(self.kinds)}
-        return RankSchedule(
-            name=layout.schedule,
-            pp=layout.pp,
-            rank=self.rank,
-            microbatches=layout.microbatches,
-            virtual_stages=layout.virtual_stages,
-            kinds=tuple(kinds[stage] for stage in self.stages),
-            frees_each=self.frees_each,
-            keeps_gradients=not self.tensors.gathered and not self.tensors.mask,
-        )
+        slices = [(part, first % layout.recompute_every) for part, first in run.stages_of(rank)]
+        made = {each: self._stage(*each) for each in dict.fromkeys(slices)}
+        self.stages = [made[each] for each in slices]
 
     @cached_property
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout a step."""
-        run, numel = self.run, sum(stage.blocks * self.block.numel + stage.ends.numel for stage in self.stages)
-        shard = sum(map(self.shard_of, self.stages))
+        run, blocks = self.run, self._blocks
+        numel = blocks * self.block_unit.numel + sum(stage.ends.numel for stage in self.stages)
+        shard = blocks * self.block_unit.shard + sum(stage.ends.shard for stage in self.stages)
         states = run.optimizer.state_bytes * (numel if self.alone else shard)
         if run.optimizer.is_adafactor:
-            states = adafactor_state_bytes(self._parts)
+            states = adafactor_state_bytes(self._parts())
         if run.optimizer.muon is not None:
             hidden = sum(table.shard(self.shards) for table in hidden_tables(run.shape, self.layout.tp))
-            states -= (run.optimizer.state_bytes - run.optimizer.muon.state_bytes) * self._blocks * hidden
-        if self.alone:
-            return self.master * numel, 0.0, states
+            states -= (run.optimizer.state_bytes - run.optimizer.muon.state_bytes) * blocks * hidden
         if self.whole:
             masters = self.master * shard if self.item < self.master else 0
             return self.item * numel + masters, 0.0 if run.optimizer.steps_in_backward else self.master * numel, states
-        return self.master * shard, 0.0, states
+        return self.master * (numel if self.alone else shard), 0.0, states
 
     @property
     def throughout(self) -> float:
@@ -150,177 +143,96 @@ class RankState:
     @property
     def step_bytes(self) -> float:
         """What the optimizer makes for itself in a step."""
-        run, is_narrow = self.run, self.master == 2
-        if run.optimizer.stochastic_rounding_states is not None:
-            each, states = (
-                (None if run.optimizer.is_adafactor else run.optimizer.step_bytes),
-                run.optimizer.stochastic_rounding_states,
-            )
+        optimizer, is_narrow = self.run.optimizer, self.master == 2
+        if optimizer.stochastic_rounding_states is not None:
             return rounded_step_bytes(
-                self._parts, tp=self.layout.tp, shards=self.shards, states=states, step_bytes=each
+                self._parts(),
+                tp=self.layout.tp,
+                shards=self.shards,
+                states=optimizer.stochastic_rounding_states,
+                step_bytes=None if optimizer.is_adafactor else optimizer.step_bytes,
             )
-        if run.optimizer.is_adafactor:
-            return adafactor_step_bytes(self._parts, shards=self.shards, is_narrow=is_narrow)
-        vectors_alone = run.optimizer.muon is not None  # Muon steps the matrices of blocks
-        most = run.optimizer.step_bytes * max(self.largest_shard(stage, vectors_alone) for stage in (None, *self.kinds))
-        if run.optimizer.muon is None:
-            return most
+        if optimizer.is_adafactor:
+            return adafactor_step_bytes(self._parts(), shards=self.shards, is_narrow=is_narrow)
+        ends = max(stage.ends.largest for stage in self.stages)
+        if optimizer.muon is None:
+            return optimizer.step_bytes * max(ends, self.block_unit.largest)
         ranks, tp = self.layout.dp * self.layout.tp, self.layout.tp
-        matrices = muon_matrices(run.shape, tp, self.layout.optimizer_shards) * self._blocks
-        return max(most, muon_step_bytes(matrices, ranks=ranks, step=run.optimizer.muon, is_narrow=is_narrow))
-
-    def largest_shard(self, stage: RankStage | None, vectors_alone: bool = False) -> int:
-        """Numbers of the largest parameter that is stepped here, of a stage's ends or of a block (None)."""
-        shape, tp = self.run.shape, self.layout.tp
-        tables = block_tables(shape, tp) if stage is None else end_tables(shape, stage.part, tp)
-        used = [table for table in tables if stage is not None or not vectors_alone or table.columns == 1]
-        return max((table.shard(self.shards) // table.times for table in used), default=0)
-
-    def shard_of(self, stage: RankStage) -> int:
-        return stage.blocks * self.block.shard + stage.ends.shard
-
-    # Gradients of a stage.
-
-    def whole_gradients(self, stage: RankStage) -> float:
-        """After a backward that is not the stage's last."""
-        if self.whole or self.steps_alone:
-            return 0.0
-        if not self.reduces_each:
-            return self.sum_bytes * (stage.blocks * self.block.numel + stage.ends.numel)
-        return self.partial_bytes * self.shard_of(stage) + self.sent_last(stage)
-
-    def sent_last(self, stage: RankStage) -> float:
-        """What a backward that reduces has sent at its end, which nobody waits for."""
-        last = stage.ends if stage.ends.numel else self.block
-        return self.layout.reduce_bytes * last.padded if self.reduces_each else 0.0
-
-    def half_gradients(self, stage: RankStage) -> float:
-        """After first halves of backwards alone: gradients of what is no product."""
-        others = stage.blocks * (self.block.numel - self.tensors.products // self.item)
-        return 0.0 if self.whole else self.sum_bytes * (others + stage.ends.numel - self.delayed_table(stage))
-
-    def complete_gradients(self, stage: RankStage) -> float:
-        """Returns their bytes after the stage's last backward."""
-        return 0.0 if self.whole or self.run.optimizer.steps_in_backward else self.master * self.shard_of(stage)
-
-    def delayed_table(self, stage: RankStage) -> int:
-        """Numbers of the head's gradient, where it waits for the second half of a backward."""
-        return self.ends.table * (stage.part.head and self.ends.chunk is None)
-
-    def delayed_by_head(self, stage: RankStage) -> int:
-        """The factors of that gradient."""
-        return (self.ends.hidden_full + self.ends.logits) * (stage.part.head and self.ends.chunk is None)
-
-    @cached_property
-    def delayed_by_block(self) -> float:
-        return delayed_bytes(self.tensors, "none")
+        matrices = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards) * self._blocks
+        muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon, is_narrow=is_narrow)
+        return max(optimizer.step_bytes * ends, muon)
 
     def weights(self, *, has_gradients: bool) -> WeightGradients:
-        """What a backward does with the gradients that products make."""
-        if self.steps_alone:
-            return "given"
-        if self.whole:
-            return "dropped" if self.item < self.master else "in place"
-        is_wider = self.sharded and self.layout.reduce_bytes != self.item
-        return "kept" if not has_gradients or is_wider or self.reduces_each else "in place"
+        """What a backward does with the gradients that products make: it drops them where they are added to others."""
+        is_kept = not has_gradients or self.reduces_each or (self.sharded and self.layout.reduce_bytes != self.item)
+        return "kept" if is_kept and not self.whole and not self.steps_alone else "dropped"
 
-    # Gathered parameters of a stage.
+    def sent(self, unit: Unit) -> int:
+        """A unit's gradients on their way over the data ranks."""
+        return self.layout.reduce_bytes * unit.padded
 
-    def ends_gathered(self, stage: RankStage) -> int:
-        return self.item * stage.ends.padded if self.sharded else 0
+    def reducing(self, unit: Unit, *, is_whole: bool) -> float:
+        """A unit's gradients while they are reduced: what is sent, and the new gradients that it is made of, beside
+        what arrives; on one shard, where nothing is sent, torch makes copies. `is_whole`: they are counted already."""
+        sent, reduce = self.sent(unit), self.layout.reduce_bytes
+        if is_whole or self.shards == 1:
+            return sent * (1 + (self.shards == 1) * (1 if is_whole else 2))
+        arrived = (reduce + self.master * (reduce != self.master)) * unit.shard
+        last = self.item * unit.last  # which a loop of torch's still has
+        step = self.run.optimizer.step_bytes * unit.largest * self.run.optimizer.steps_in_backward
+        return sent + max(self.item * unit.numel, arrived + last + step)
 
-    def gathered_by_forward(self, stage: RankStage) -> int:
-        return self.ends_gathered(stage) + (0 if self.frees_forward else stage.blocks * self.block_gathered)
-
-    def prefetched_for_wrong_stage(self, stage: RankStage) -> int:
-        """What a backward of a stage in the middle has gathered ahead at its end: fully_shard takes the order of the
-        forward before, which ended with the last block."""
-        return self.arriving if self.frees_each and stage.blocks and not stage.ends.numel else 0
-
-    # Activations.
-
-    def recompute_of(self, index: int) -> BlockRecompute:
-        """How a block is recomputed, by its index in the whole model."""
-        kind: BlockRecompute = "selective" if self.layout.recompute == "selective" else "full"
-        is_whole = self.layout.recompute == "none" or index % self.layout.recompute_every
-        return "none" if is_whole else kind
-
-    def kept_by_blocks(self, stage: RankStage, count: int) -> float:
-        """Returns what the first `count` blocks of a stage keep."""
-        every, end = self.layout.recompute_every, stage.first + count
-        again = -(-end // every) - -(-stage.first // every)
-        return again * self.tensors.kept_with(self.recompute_of(0)) + (count - again) * self.tensors.kept
-
-    def kept_by_embedding(self, stage: RankStage) -> int:
-        return stage.part.embedding * (self.ends.kept_by_embedding + self.tensors.mask)
-
-    # What the above is made of.
+    def kept_by_blocks(self, first: int, count: int) -> float:
+        """Returns what `count` blocks keep of a microbatch from the first one on, an index in the whole model."""
+        every, recompute = self.layout.recompute_every, self.layout.recompute
+        again = 0 if recompute == "none" else -(-(first + count) // every) - -(-first // every)
+        kept = self.block.kept - self.block.softmax if recompute == "selective" else self.block.hidden_local
+        return again * kept + (count - again) * self.block.kept
 
     @property
     def _blocks(self) -> int:
         return sum(stage.blocks for stage in self.stages)
 
-    @property
-    def _parts(self) -> list[SteppedPart]:
+    def _parts(self) -> Iterator[SteppedPart]:
         """All that the rank steps, in the model's order."""
-        shape, tp, found = self.run.shape, self.layout.tp, list[SteppedPart]()
+        shape, tp = self.run.shape, self.layout.tp
         for stage in self.stages:
-            ends = end_tables(shape, stage.part, tp)
-            first = len(end_tables(shape, replace(stage.part, head=False), tp))
-            for table in (*ends[:first], *block_tables(shape, tp) * stage.blocks, *ends[first:]):
+            first = end_tables(shape, StageSlice(layers=0, embedding=stage.part.embedding, head=False), tp)
+            last = end_tables(shape, stage.part, tp)[len(first) :]
+            for table in (*first, *block_tables(shape, tp) * stage.blocks, *last):
                 numel, whole = table.shard(self.shards) // table.times, table.numel // table.times
-                found += [SteppedPart(numel, table.columns, whole)] * table.times
-        return found
-
-    def _stages(self, parts: Iterable[tuple[StageSlice, int]]) -> list[RankStage]:
-        every = self.layout.recompute_every
-        keys = [(part, first % every) for part, first in parts]
-        made = {key: self._stage(*key) for key in dict.fromkeys(keys)}
-        return [made[key] for key in keys]
+                yield from [SteppedPart(numel, table.columns, whole)] * table.times
 
     def _stage(self, part: StageSlice, first: int) -> RankStage:
-        tied = part.embedding and part.head and self.run.shape.tied_embeddings
-        bare = RankStage(part, first, _unit(self.run.shape, part, self.layout.tp, self.shards), 0.0, 0.0, 0.0, tied)
-        kept = self.kept_by_blocks(bare, part.layers) + self.kept_by_embedding(bare)
-        return replace(
-            bare,
+        run, block = self.run, self.block_unit
+        tables = end_tables(run.shape, part, self.layout.tp)
+        ends = _unit(tables, self.shards, tables[-1].numel // tables[-1].times if tables else 0)
+        numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
+        kept = self.kept_by_blocks(first, part.layers) + part.embedding * self.ends.kept_by_embedding
+        blocks_gathered = 0 if self.frees_forward else part.layers * self.block_gathered
+        is_counted = not self.whole and not self.steps_alone  # others are counted at rest, or are none
+        whole = self.sum_bytes * numel
+        if self.reduces_each:  # the last unit's are on their way for as long as nobody waits for them
+            whole = self.partial_bytes * shard + self.sent(ends if ends.numel else block)
+        splits = schedule_traits(self.layout.schedule).splits_backward
+        return RankStage(
+            part=part,
+            first=first,
+            ends=ends,
             kept=kept + part.head * self.ends.kept_by_head,
-            logits=float(part.head * self.ends.logits),
-            delayed=part.layers * self.delayed_by_block + self.delayed_by_head(bare) if self.splits_backward else 0.0,
+            logits=part.head * self.ends.logits,
+            delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
+            gathered=(self.item * ends.padded + blocks_gathered) * self.sharded,
+            prefetched=self.arriving * (self.frees_each and part.layers > 0 and not ends.numel),
+            half_gradients=self.sum_bytes * (ends.numel - part.head * self.ends.delayed_table) * is_counted,
+            whole_gradients=whole * is_counted,
+            reduced_gradients=self.master * shard * (is_counted and not run.optimizer.steps_in_backward),
+            under_way=under_way(run, part) if self.whole and self.layout.dp > 1 else 0.0,
         )
 
 
 @lru_cache(maxsize=4096)
-def _unit(shape: ModelShape, part: StageSlice | None, tp: int, shards: int) -> Unit:
-    """A stage's ends, or a block (None), whose last parameter is the bias or the weight of the MLP's last layer."""
-    tables = block_tables(shape, tp) if part is None else end_tables(shape, part, tp)
-    last = tables[-1].numel // tables[-1].times if tables else 0
-    if part is None:
-        last = shape.hidden * (1 if shape.biases else shape.ffn_hidden // tp)
+def _unit(tables: tuple[Table, ...], shards: int, last: int) -> Unit:
     shard = sum(table.shard(shards) for table in tables)
-    return Unit(sum(table.numel for table in tables), shard * shards, shard, last)
-
-
-def _block_activations(run: PlannedRun) -> BlockActivations:
-    shape, layout = run.shape, run.layout
-    return BlockActivations(
-        batch=layout.microbatch_size,
-        seq=run.seq_len,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn_hidden=shape.ffn_hidden,
-        item_bytes=int(run.item_bytes),
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        fused_norm=not run.on_cpu,
-        layer_norm=shape.layer_norm,
-        gated=shape.feed_forward_inputs == 2,
-        dropout=run.optimizer.has_dropout,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _block_tensors(activations: BlockActivations, shape: ModelShape, tp: int) -> BlockTensors:
-    key_weight = block_tables(shape, tp)[1].rows * shape.hidden
-    return BlockTensors.of(activations, key_weight=key_weight, biases=shape.biases)
+    largest = max((table.shard(shards) // table.times for table in tables), default=0)
+    return Unit(sum(table.numel for table in tables), shard * shards, shard, last, largest)

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from parallel3d.planner.memory.moments import fullest_moment
+from parallel3d.planner.memory.moments import moments
 from parallel3d.planner.memory.published import published_memory
 from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.schedules.registry import schedule_traits
 
 
 def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
     """The memory of every pipeline rank; the ranks of the other axes have the same."""
-    return [rank_memory(run, rank) for rank in range(run.layout.pp)]
+    return [_rank_memory(run, rank) for rank in range(run.layout.pp)]
 
 
 def worst_rank(run: PlannedRun) -> RankMemory:
     """The memory of the pipeline rank that needs most."""
     is_known = run.runs_parallel3d and not schedule_traits(run.layout.schedule).splits_backward
     ranks = _candidates(run) if is_known else range(run.layout.pp)
-    return max((rank_memory(run, rank) for rank in ranks), key=lambda memory: memory.total)
+    return max((_rank_memory(run, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
@@ -29,7 +30,7 @@ def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
     `enough`, that rank's."""
     most = 0.0
     for rank in _candidates(run):
-        most = max(most, rank_memory(run, rank).total)
+        most = max(most, _rank_memory(run, rank).total)
         if most > enough:
             break
     return most
@@ -46,27 +47,28 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
     return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
 
 
-def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of one pipeline rank."""
+def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     return parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
     """Returns the memory of a rank of this project's own program, at the fullest moment of a step."""
-    state, moment = fullest_moment(run, rank)
+    state = RankState(run, rank)
+    fullest = max(moments(state), key=lambda moment: moment.total)
     parameters, gradients, optimizer = state.at_rest
-    at_work = moment.activations + moment.logits + moment.buffers + moment.temporary
     program = run.program
+    at_work = fullest.total - fullest.gradients
     return RankMemory(
         rank=rank,
         parameters=parameters,
-        gradients=gradients + moment.gradients,
+        gradients=gradients + fullest.gradients,
         optimizer=optimizer,
-        activations=moment.activations,
-        logits=moment.logits,
-        buffers=moment.buffers,
-        temporary=moment.temporary,
+        activations=fullest.activations,
+        logits=fullest.logits,
+        buffers=fullest.buffers,
+        temporary=fullest.temporary,
         fragmentation=0.0 if run.on_cpu else program.fragmentation * at_work + program.cache_bytes,
         context=0.0 if run.on_cpu else program.context_bytes,
-        moment=moment.moment,
+        moments=optimizer,
+        moment=fullest.moment,
     )

@@ -29,8 +29,7 @@ class RunLayout(ParallelConfig):
     parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
     gradient_shards: int = 1
     optimizer_shards: int = 1
-    prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward, and where it is not torch's choice
-    prefetches_forward: bool = False  # in the forward, too
+    prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward
     recompute_every: int = 1  # one of so many blocks is recomputed
 
     @property
@@ -220,5 +219,4 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
         parameter_shards=shards,
         gradient_shards=shards,
         optimizer_shards=1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard,
-        prefetches_forward=parallel.prefetch is not None,
     )
