@@ -73,8 +73,8 @@ class EndTensors:
         return 4 * self.tokens * self.rows if self.chunk is None else 0
 
     def head_backward(self, weights: WeightGradients, *, has_sum: bool) -> int:
-        """Bytes made from the gradient of the logits, which is where they were, or from the loss in chunks, to that of
-        the last block's output. `has_sum`: there is a float32 gradient of the table that can be added to."""
+        """Returns the bytes made from the gradient of the logits, which is where they were, or from the loss in chunks,
+        to that of the last block's output. `has_sum`: there is a float32 gradient of the table to add to."""
         item, table = self.item, self.item * self.table
         if self.chunk is None:
             return self.block.input_gradient + table * (weights != "later")
@@ -84,7 +84,7 @@ class EndTensors:
         return max(self.block.hidden_full + made + at_once, made + self.block.input_gradient)
 
     def embedding_backward(self, weights: WeightGradients) -> int:
-        """Bytes made from the gradient of the embedding's output to that of its table."""
+        """Returns the bytes made from the gradient of the embedding's output to that of its table."""
         table, full = self.item * self.table, self.block.hidden_full
         wide = 4 * full // self.item if self.item < 4 else 0
         made = table if weights == "kept" else wide

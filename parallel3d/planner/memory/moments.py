@@ -81,7 +81,7 @@ def _moment(action: BeforeAction) -> Moment:
 
 
 def _forward(rank: RankState, action: BeforeAction, stage: RankStage, before: MemorySnapshot) -> MemorySnapshot:
-    """The last block of a forward. Parameters that are gathered arrive beside those that are in use."""
+    """Returns the last block of a forward. Parameters that are gathered arrive beside those that are in use."""
     last, is_gathering = max(stage.blocks - 1, 0), rank.sharded and (not action.own.gathered or rank.frees_forward)
     arriving, kept = rank.arriving * is_gathering, rank.kept_by_blocks(stage.first, last)
     gathered = stage.gathered * (1 - action.own.gathered) - stage.prefetched * action.own.freed
@@ -95,11 +95,11 @@ def _forward(rank: RankState, action: BeforeAction, stage: RankStage, before: Me
 def _backward(
     rank: RankState, action: BeforeAction, stage: RankStage, before: MemorySnapshot
 ) -> Iterator[MemorySnapshot]:
-    """A backward, or the first half of a split one: the loss and the head, blocks, the embedding."""
+    """Yields a backward, or the first half of a split one: the loss and the head, blocks, the embedding."""
     ends, block, unit, own, blocks = rank.ends, rank.block, rank.block_unit, action.own, stage.blocks
     is_half, has_whole, has_some = action.kind is Kind.INPUT, bool(own.whole), bool(own.whole or own.halves)
     weights: WeightGradients = "later" if is_half else rank.weights(has_gradients=has_whole)
-    made = rank.weights(has_gradients=has_some)  # of gradients that no half is put off of
+    made = rank.weights(has_gradients=has_some)  # the weights that no second half waits for
     reduces = rank.sharded and not is_half and (action.is_last or rank.reduces_each)
     frees = rank.sharded and (rank.frees_each or (action.is_last and not is_half))
     is_gathered = bool(own.gathered) and not rank.frees_forward

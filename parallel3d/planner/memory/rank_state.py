@@ -168,7 +168,7 @@ class RankState:
         return "kept" if is_kept and not self.whole and not self.steps_alone else "dropped"
 
     def sent(self, unit: Unit) -> int:
-        """A unit's gradients on their way over the data ranks."""
+        """Returns the bytes of a unit's gradients on their way over the data ranks."""
         return self.layout.reduce_bytes * unit.padded
 
     def reducing(self, unit: Unit, *, is_whole: bool) -> float:
@@ -210,7 +210,7 @@ class RankState:
         numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
         kept = self.kept_by_blocks(first, part.layers) + part.embedding * self.ends.kept_by_embedding
         blocks_gathered = 0 if self.frees_forward else part.layers * self.block_gathered
-        is_counted = not self.whole and not self.steps_alone  # others are counted at rest, or are none
+        is_counted = not self.whole and not self.steps_alone  # others are at rest, or are stepped
         whole = self.sum_bytes * numel
         if self.reduces_each:  # the last unit's are on their way for as long as nobody waits for them
             whole = self.partial_bytes * shard + self.sent(ends if ends.numel else block)
