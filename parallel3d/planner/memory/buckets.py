@@ -30,13 +30,8 @@ class GradientBucket(NamedTuple):
 
 def buckets_of(run: PlannedRun, part: StageSlice) -> tuple[GradientBucket, ...]:
     """The buckets of a stage, the first to be sent first."""
-    layout = run.layout
-    sizes = (
-        master_bytes(run.precision),
-        layout.reduce_bytes if layout.dp > 1 else 0,
-        int(run.item_bytes),
-        layout.bucket_bytes,
-    )
+    layout, master = run.layout, master_bytes(run.precision)
+    sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), layout.bucket_bytes)
     shards = layout.dp_shard if layout.strategy == "SHARD_OPTIMIZER" else 1
     # On one data rank fully_shard's units are those of buckets, and what no block holds is one of them.
     return _buckets(run.shape, part, layout.tp, shards, sizes, together=layout.strategy not in REPLICATED)
