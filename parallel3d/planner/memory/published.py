@@ -40,7 +40,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
         temporary=temporary,
         fragmentation=program.fragmentation * (activations + logits + buffers + temporary) + program.cache_bytes,
         context=program.context_bytes,
-        moments=8 * own,  # Adam's two, in float32
+        made_after_backward=8 * own,  # Adam's two, in float32
     )
     # What the allocator keeps for nothing it gives back before it runs out.
     room = max(0.0, run.cluster.device.memory_bytes - held.total)

@@ -22,7 +22,7 @@ class RankMemory:
     temporary: float  # a block under recompute, the optimizer's temporaries
     fragmentation: float  # reserved by the allocator and not allocated
     context: float  # CUDA, cuBLAS and NCCL, outside the allocator
-    moments: float = 0.0  # those of `optimizer` that the first step makes after its backward
+    made_after_backward: float = 0.0  # the part of `optimizer` that the first step makes after its backward
     moment: str = ""  # of a step, at which a parallel3d run holds so much
 
     @property
@@ -38,7 +38,7 @@ class RankMemory:
     @property
     def allocated_in_first_step(self) -> float:
         """`allocated` while the optimizer has not made its moments, which come after the backward's peak."""
-        return max(self._states, self.allocated - self.moments)
+        return max(self._states, self.allocated - self.made_after_backward)
 
     @property
     def _states(self) -> float:

@@ -69,6 +69,6 @@ def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
         temporary=fullest.temporary,
         fragmentation=0.0 if run.on_cpu else program.fragmentation * at_work + program.cache_bytes,
         context=0.0 if run.on_cpu else program.context_bytes,
-        moments=optimizer,
+        made_after_backward=optimizer,
         moment=fullest.moment,
     )

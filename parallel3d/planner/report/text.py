@@ -13,7 +13,7 @@ from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
-MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
+MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "made_after_backward", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
 _BAR = 8  # characters
 _LEAST_SHOWN = 0.002  # of a step
