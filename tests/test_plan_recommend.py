@@ -19,8 +19,7 @@ from typing import Any, get_args
 import pytest
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.report.page import Accuracy
-from parallel3d.planner.search.ranking import Objective
+from parallel3d.planner.search.fastest import Objective
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import recommend as plan_recommend
@@ -57,7 +56,7 @@ KINDS = (
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    accuracy = Accuracy(
+    accuracy = dict(
         date="2026-01-02",
         throughput_runs=400,
         throughput_median=4.0,

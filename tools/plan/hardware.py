@@ -125,7 +125,7 @@ def _check(cluster: Cluster, name: str) -> None:
 
 def _list() -> Iterator[str]:
     """Yields the table of devices and the table of clusters."""
-    runs, shipped = recorded_accuracy().runs_by_hardware, _shipped()
+    runs, shipped = recorded_accuracy()["runs_by_hardware"], _shipped()
     yield "name               bf16 TFLOP/s    GiB  memory GB/s  node  node GB/s  network GB/s  scored runs"
     for name, cluster in shipped:
         device = cluster.device

@@ -5,7 +5,7 @@ that is done in time."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -25,7 +25,7 @@ from parallel3d.planner.report.text import (
     si,
     wrapped,
 )
-from parallel3d.planner.search.fastest import fastest
+from parallel3d.planner.search.fastest import fastest, sweep
 from parallel3d.planner.search.limits import (
     largest_batch,
     largest_model,
@@ -34,7 +34,6 @@ from parallel3d.planner.search.limits import (
     smallest_cluster,
 )
 from parallel3d.planner.search.question import Question, RunLength, Strategy
-from parallel3d.planner.search.ranking import ClusterSize, cheapest, sweep
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
@@ -153,18 +152,20 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
     if options.max_days is not None and options.tokens is None:
         raise ConfigError(f"--max-days {options.max_days:g}: of how many tokens? add --tokens 1T")
     asked = read_question(options, gpus=max(options.gpus), fixed=read_fixed(options), asks="--gpus 64-512")
-    found = sweep(asked.question, options.gpus, options.tokens)
-    fitting = [size for size in found if size.strategy is not None]
-    chosen = None if options.max_days is None else cheapest(fitting, most_days=options.max_days)
+    found, chosen = sweep(asked.question, options.gpus), None
+    fitting = [best for best in found.values() if isinstance(best, Strategy)]
+    if options.max_days is not None:
+        fitting = [best for best in fitting if best.length(options.tokens).days <= options.max_days]
+        chosen = min(fitting, key=lambda best: best.length(options.tokens).gpu_hours, default=None)
     return Reply(
         page=lambda: [*_sizes_page(asked.question, options, found, chosen), *asked.note_lines()],
         tree=lambda: _sizes_tree(asked, options, found, chosen),
-        status=0 if chosen or (fitting and options.max_days is None) else NOTHING_FITS,
+        status=0 if fitting else NOTHING_FITS,
     )
 
 
 def _sizes_page(
-    question: Question, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
+    question: Question, options: argparse.Namespace, sizes: dict[int, Strategy | str], chosen: Strategy | None
 ) -> Iterator[str]:
     cluster, usable = question.cluster, question.usable_bytes
     yield next(header(question))
@@ -173,48 +174,52 @@ def _sizes_page(
     yield ""
     head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
-    least = next((size.strategy.cost.tokens_per_s_per_gpu for size in sizes if size.strategy), 1.0)
-    for size in sizes:
-        start = f"{'>' if size is chosen else ' '}{size.gpus:>6}"
-        found = size.strategy
-        if found is None:
-            first, *more = wrapped("", f"{'':>4}{size.none}")
+    least = next((each.cost.tokens_per_s_per_gpu for each in sizes.values() if isinstance(each, Strategy)), 1.0)
+    for gpus, found in sizes.items():
+        start = f"{'>' if found is chosen else ' '}{gpus:>6}"
+        if isinstance(found, str):
+            first, *more = wrapped("", f"{'':>4}{found}")
             yield from (f"{start}{first[len(start) :]}", *more)
             continue
         share, speed = found.memory.total / usable, found.cost.tokens_per_s_per_gpu
         line = f"{start}{layout_columns(found.parallel)}{gib(found.memory.total):>6} {bar(share)}"
         line += f"{speed:>10,.0f}{speed / least:>9.0%}"
-        if size.length is None:
+        if options.tokens is None:
             yield f"{line}{found.cost.step_time_s:>7.3g}"
         else:
-            yield f"{line}{days_column(size.length.days)}{money(size.length.price):>7}"
+            length = found.length(options.tokens)
+            yield f"{line}{days_column(length.days)}{money(length.price):>7}"
     if options.max_days is None:
         return
     yield ""
-    if chosen is None or chosen.strategy is None or chosen.length is None:
+    if chosen is None:
         yield from wrapped("in time", f"none is done within {options.max_days:g} days")
         return
-    told = f"{chosen.gpus} devices: {chosen.length.days:.3g} days, {chosen.length.gpu_hours:,.0f} GPU-hours"
+    length = chosen.length(options.tokens)
+    told = f"{chosen.question.gpus} devices: {length.days:.3g} days, {length.gpu_hours:,.0f} GPU-hours"
     yield from wrapped("in time", f"{told}, the fewest of those done within {options.max_days:g} days")
-    yield from wrapped("layout", layout_text(chosen.strategy.parallel))
+    yield from wrapped("layout", layout_text(chosen.parallel))
 
 
 def _sizes_tree(
-    asked: ParsedQuestion, options: argparse.Namespace, sizes: Sequence[ClusterSize], chosen: ClusterSize | None
+    asked: ParsedQuestion, options: argparse.Namespace, sizes: dict[int, Strategy | str], chosen: Strategy | None
 ) -> object:
     said = question_tree(asked.question)
     del said["gpus"]
+    tokens = options.tokens
+
+    def tree(found: Strategy) -> dict[str, object]:
+        return strategy_tree(found, None if tokens is None else found.length(tokens))
+
     return rounded({
         "schema": "parallel3d.sweep/1",
-        "input": {**said, "tokens": options.tokens, "max_days": options.max_days},
+        "input": {**said, "tokens": tokens, "max_days": options.max_days},
         "sizes": [
-            {
-                "gpus": size.gpus,
-                "strategy": size.strategy and strategy_tree(size.strategy, size.length),
-                "none": size.none or None,
-            }
-            for size in sizes
+            {"gpus": gpus, "strategy": None, "none": found}
+            if isinstance(found, str)
+            else {"gpus": gpus, "strategy": tree(found), "none": None}
+            for gpus, found in sizes.items()
         ],
-        "chosen": chosen and chosen.gpus,
+        "chosen": chosen and chosen.question.gpus,
         "notes": asked.model.notes,
     })  # fmt: skip

@@ -13,11 +13,10 @@ from dataclasses import replace
 from parallel3d.config.rules import validate
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
-from parallel3d.planner.report.page import Plan, VerifiedLayout, page
-from parallel3d.planner.search.fastest import fastest
+from parallel3d.planner.report.page import Plan, page
+from parallel3d.planner.search.fastest import compare, fastest, rank
 from parallel3d.planner.search.limits import remedies
-from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected
-from parallel3d.planner.search.ranking import compare, rank
+from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
@@ -95,7 +94,7 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
     not have."""
     from parallel3d.tools.verify.dry_run import dry_run  # torch, which only --verify needs
 
-    tried: list[VerifiedLayout] = []
+    tried: list[tuple[Strategy, float]] = []
     refused: list[Rejected] = []
     cluster, usable = plan.question.cluster, plan.question.usable_bytes
     for each in plan.answer.strategies:
@@ -104,8 +103,8 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
         rank = memory.rank * (each.parallel.world_size // each.parallel.pp)
         exact = dry_run(recipe, rank, fused_norm=not cluster.device.is_cpu).peak.total
         bytes_ = memory.total - memory.allocated + exact
-        tried.append(VerifiedLayout(each, bytes_))
-        if tried[-1].fits:
+        tried.append((each, bytes_))
+        if bytes_ <= usable:
             break
         reason = f"needs {(bytes_ - usable) / GIB:.1f} GiB more on pipeline rank {memory.rank} by a dry run"
         refused.append(Rejected(parallel=each.parallel, reason=reason, short_bytes=bytes_ - usable))

@@ -7,14 +7,13 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.score import Score, score
-from parallel3d.planner.report.page import Accuracy
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.reply import Reply, write_output
 
@@ -28,7 +27,7 @@ def answer(options: argparse.Namespace) -> Reply:
     file = read_cases(options.cases, [HARDWARE, *([options.hardware] if options.hardware else [])])
     result = score(file)
     if options.record is not None:
-        write_output("--record", options.record, json.dumps(asdict(accuracy_of(result, file)), indent=2) + "\n")
+        write_output("--record", options.record, json.dumps(accuracy_of(result, file), indent=2) + "\n")
     return Reply(page=lambda: page(result), tree=result.to_json)
 
 
@@ -37,16 +36,17 @@ def score_file(cases: Path) -> Score:
     return score(read_cases(cases, [HARDWARE]))
 
 
-def recorded_accuracy() -> Accuracy:
+def recorded_accuracy() -> dict[str, Any]:
     """Returns the planner's accuracy as it was last recorded in accuracy.json."""
-    return Accuracy(**json.loads(RECORDED.read_text()))
+    found: dict[str, Any] = json.loads(RECORDED.read_text())
+    return found
 
 
-def accuracy_of(result: Score, file: CaseFile) -> Accuracy:
+def accuracy_of(result: Score, file: CaseFile) -> dict[str, Any]:
     """Returns the figures that a plan quotes, dated today."""
     counted = {case.id for case in result.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
-    return Accuracy(
+    return dict(
         date=datetime.now(UTC).date().isoformat(),
         throughput_runs=result.throughput.cases,
         throughput_median=round(result.throughput.median or 0.0, 2),

@@ -35,7 +35,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "notes": list(plan.notes),
         "why": None,
-        "accuracy": asdict(plan.accuracy) if plan.accuracy else None,
+        "accuracy": plan.accuracy,
     }
     if plan.why is not None:
         asked, other = plan.why
@@ -51,13 +51,13 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if plan.verified:
         tree["verified"] = [
             {
-                "parallel": parallel_tree(each.strategy.parallel),
-                "pipeline_rank": each.strategy.memory.rank,
-                "estimated_gib": each.strategy.memory.total / GIB,
-                "dry_run_gib": each.bytes / GIB,
-                "fits": each.fits,
+                "parallel": parallel_tree(each.parallel),
+                "pipeline_rank": each.memory.rank,
+                "estimated_gib": each.memory.total / GIB,
+                "dry_run_gib": bytes_ / GIB,
+                "fits": bytes_ <= plan.question.usable_bytes,
             }
-            for each in plan.verified
+            for each, bytes_ in plan.verified
         ]
     return rounded(tree)
 

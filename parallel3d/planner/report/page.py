@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
@@ -25,8 +26,8 @@ from parallel3d.planner.report.text import (
     time_text,
     wrapped,
 )
+from parallel3d.planner.search.fastest import Objective
 from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy
-from parallel3d.planner.search.ranking import Objective
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
@@ -35,33 +36,6 @@ _RANKED = {
     "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
     "cost": "ranked by GPU-hours a token, halves of the cluster among them",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """What `parallel3d-plan score` found, on the day it was recorded; errors in per cent."""
-
-    date: str
-    throughput_runs: int
-    throughput_median: float
-    throughput_p90: float
-    memory_runs: int
-    memory_median: float
-    memory_p90: float
-    fit_accuracy: float
-    runs_by_hardware: dict[str, int]
-
-
-@dataclass(frozen=True)
-class VerifiedLayout:
-    """A layout whose fullest pipeline rank was run dry, and the device's bytes in use with the dry run's tensors."""
-
-    strategy: Strategy
-    bytes: float
-
-    @property
-    def fits(self) -> bool:
-        return self.bytes <= self.strategy.question.usable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +50,11 @@ class Plan:
     tokens: float | None = None
     why: tuple[str, Answer | str] | None = None  # what --why asked, with the answer or the rule that it breaks
     remedies: tuple[str, ...] = ()
-    accuracy: Accuracy | None = None
+    accuracy: dict[str, Any] | None = None  # what the recorded score found (docs/plan.md); errors in per cent
     notes: tuple[str, ...] = ()  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
-    verified: tuple[VerifiedLayout, ...] = ()  # the layouts that --verify ran dry, in their order
+    # The layouts whose fullest rank --verify ran dry, with the device's bytes in use with the dry run's tensors.
+    verified: tuple[tuple[Strategy, float], ...] = ()
 
     @property
     def best(self) -> Strategy | None:
@@ -226,13 +201,13 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
 
 
 def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
-    for each in plan.verified:
-        memory = each.strategy.memory
-        found = f"{each.bytes / GIB:.1f} GiB by a dry run of the real code, {memory.total / GIB:.1f} estimated"
-        if each.fits:
+    for each, bytes_ in plan.verified:
+        memory = each.memory
+        found = f"{bytes_ / GIB:.1f} GiB by a dry run of the real code, {memory.total / GIB:.1f} estimated"
+        if bytes_ <= each.question.usable_bytes:
             yield "verified", f"layout 1 holds {found}, on pipeline rank {memory.rank}"
         else:
-            refused = f"{layout_text(each.strategy.parallel)}: {found}"
+            refused = f"{layout_text(each.parallel)}: {found}"
             yield "refused", f"{refused}: it does not fit, the next is taken"
 
 
@@ -273,10 +248,10 @@ def _how_sure(plan: Plan) -> str:
     known = plan.accuracy
     if known is None:
         return "no score is recorded; see parallel3d-plan score"
-    runs = known.runs_by_hardware.get(plan.question.cluster.device_file, 0)
+    runs = known["runs_by_hardware"].get(plan.question.cluster.device_file, 0)
     here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
     return (
-        f"median error {known.throughput_median:.1f}% of speed ({known.throughput_runs} published runs of other "
-        f"programs, 90% within {known.throughput_p90:.0f}%) and {known.memory_median:.1f}% of memory "
-        f"({known.memory_runs} runs), {here}; scored {known.date}"
+        f"median error {known['throughput_median']:.1f}% of speed ({known['throughput_runs']} published runs of other "
+        f"programs, 90% within {known['throughput_p90']:.0f}%) and {known['memory_median']:.1f}% of memory "
+        f"({known['memory_runs']} runs), {here}; scored {known['date']}"
     )

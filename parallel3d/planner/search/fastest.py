@@ -1,26 +1,30 @@
 """The best layouts for a model on a cluster: the whole space of `ParallelConfig` (`space`), each tp x pp in the
-order of predicted step time (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule.
+order of predicted step time (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule. What
+"best" means: the fastest, the leanest, or the cheapest per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from math import inf
+from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
-from parallel3d.planner.search.question import Answer, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import families, size_error
+from parallel3d.planner.search.question import Answer, Fixed, NotShown, Question, Rejected, Strategy
+from parallel3d.planner.search.space import check_fixed, families, size_error
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 from parallel3d.row_split import divisors
 
+Objective = Literal["throughput", "memory", "cost"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
-_FROM_EACH_WAY, _SPARE_WAYS = 2, 2
+_FROM_EACH_WAY, _SPARE_WAYS, _FROM_THE_WHOLE = 2, 2, 2
 
 
 def search(question: Question, *, top: int = 10) -> Answer:
@@ -76,6 +80,68 @@ def one_that_fits(question: Question) -> Strategy | None:
             if found is not None:
                 return Strategy(question, found.parallel)
     return None
+
+
+def rank(question: Question, objective: Objective, *, top: int) -> Answer:
+    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
+    its halves compete, down to the first that is less efficient than its double: with fewer devices the bubble and the
+    traffic of data parallelism shrink, until memory forces what is slower."""
+
+    answer = search(question, top=top)
+    if objective == "memory" and answer.strategies:
+        return replace(answer, strategies=tuple(leanest(question, top=top)))
+    if objective != "cost":
+        return answer
+    found = list(answer.strategies[:_FROM_THE_WHOLE])
+    gpus, best = question.gpus, found[0].cost.tokens_per_s_per_gpu if found else 0.0
+    while gpus % 2 == 0:
+        gpus //= 2
+        try:
+            smaller = fastest(replace(question, gpus=gpus))
+        except ConfigError:  # what is fixed, or the batch, does not divide so few
+            continue
+        found.extend(smaller)
+        efficiency = smaller[0].cost.tokens_per_s_per_gpu if smaller else 0.0
+        if efficiency < best:
+            break
+        best = efficiency
+    found.sort(key=lambda each: -each.cost.tokens_per_s_per_gpu)
+    return replace(answer, strategies=tuple(found[:top]))
+
+
+def compare(question: Question, wanted: Fixed) -> Answer | str:
+    """Returns the best that the cluster can do with `wanted` in the place of what is fixed, or the rule that `wanted`
+    breaks."""
+    try:
+        other = replace(question, fixed=wanted)
+        check_fixed(other)
+        return search(other, top=1)
+    except ConfigError as error:
+        return str(error)
+
+
+def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]:
+    """Returns the best layout on each number of devices, smallest first, or the reason why none fits. Raises
+    ConfigError where the question allows no layout at any size, whatever the memory."""
+    found: dict[int, Strategy | str] = {}
+    refused: list[ConfigError] = []
+    for gpus in sorted(set(sizes)):
+        asked = replace(question, gpus=gpus)
+        try:
+            check_fixed(asked)
+            best = fastest(asked)
+        except ConfigError as error:
+            refused.append(error)
+            found[gpus] = str(error)
+            continue
+        if best:
+            found[gpus] = best[0]
+        else:
+            short_bytes = search(asked, top=1).rejected[0].short_bytes
+            found[gpus] = f"does not fit: {short_bytes / GIB:.1f} GiB are missing in the leanest layout"
+    if len(refused) == len(found):
+        raise refused[-1]
+    return found
 
 
 def _searches(question: Question) -> list[TpPpSearch]:
