@@ -13,7 +13,7 @@ import yaml
 from parallel3d.config.flops_and_peaks import peak_bf16_flops
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig
 from parallel3d.models import shape_cards
-from parallel3d.planner.model.flops import model_flops_per_token
+from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.training.metrics import (

@@ -13,8 +13,8 @@ from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.memory.ranks import memory_by_rank, quick_worst_bytes, worst_rank
-from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s

@@ -16,9 +16,8 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.planner.model.flops import model_flops_per_token
 from parallel3d.planner.model.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
-from parallel3d.planner.model.parameters import rank_numel, total_parameters
+from parallel3d.planner.model.parameters import model_flops_per_token, rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si

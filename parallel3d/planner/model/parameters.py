@@ -1,4 +1,5 @@
-"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows over dp_shard.
+"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows over dp_shard; and the
+floating-point operations of a token, by the definitions that papers and frameworks report with.
 
 This project's own layers compute keys and values of fewer heads than tp ranks whole on each rank; Megatron and the
 papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts of which the last may be smaller.
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
+from parallel3d.config.flops_and_peaks import training_flops_per_token
 from parallel3d.optimizers.step_bytes import MuonMatrix
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.row_split import shard_rows
+
+FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompute", "causal"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,7 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
     """Returns the parameters of a stage's embedding and head, as far as it has them, on a tp rank. A tied table comes
     once where both ends are on one stage."""
-    rows, tables = vocabulary_rows(shape, tp, rank), []
-    norm = Table(shape.hidden, times=2 if shape.layer_norm else 1)
+    rows, tables, norm = vocabulary_rows(shape, tp, rank), [], Table(shape.norm_parameters)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
         if shape.positions == "learned":
@@ -120,3 +124,38 @@ def rank_numel(
 def total_parameters(shape: ModelShape) -> int:
     """Counts the parameters of the whole model, a tied table once."""
     return rank_numel(shape, (StageSlice(layers=shape.layers, embedding=True, head=True),), 1)
+
+
+def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """Returns the operations that the `mfu` of a plan and of the trainer's metrics counts."""
+    return training_flops_per_token(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        weights_per_block=shape.block_weights,
+        vocab=shape.vocab,
+        seq_len=seq_len,
+    )
+
+
+def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, every: int = 1) -> float:
+    """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of one of
+    `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
+    matrices = 2 * shape.layers * shape.block_weights
+    attention = 4 * shape.layers * shape.hidden * seq_len
+    whole = matrices + attention
+    again = {"full": whole, "every_n": whole / every, "op": matrices / 2, "selective": attention}
+    return model_flops_per_token(shape, seq_len) + again.get(recompute, 0.0)
+
+
+def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
+    """Returns the operations per token by another definition than the plan's own."""
+    attention = 12 * shape.layers * shape.hidden * seq_len
+    blocks, head = shape.layers * shape.block_weights, shape.vocab * shape.hidden
+    return {
+        "model": model_flops_per_token(shape, seq_len),
+        "palm": 6 * total_parameters(shape) + attention,  # every parameter, look-up tables too
+        "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,  # SC21 equation 3: the blocks' forward twice
+        "blocks_recompute": 8 * blocks,
+        "causal": 6 * (blocks + head) + attention / 2,
+    }[definition]

@@ -148,10 +148,6 @@ class PlannedRun:
         name: ScheduleName = layout.schedule if layout.schedule in SCHEDULES else "1f1b"
         return placement(name, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
-    def replica_group(self, shards: int) -> Group:
-        """Returns the group of the data and context parallel ranks that hold the same shard."""
-        return self.group(self.layout.dp * self.layout.cp // shards, self.layout.tp * shards)
-
     def group(self, size: int, stride: int) -> Group:
         """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data ranks."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
@@ -208,13 +204,9 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
     """Returns the layout of a recipe, run by this project's own program."""
     shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard
-    own = {
-        "sharding": parallel.strategy,
-        "prefetch": parallel.prefetch or 1,
-        "recompute_every": parallel.recompute_every or 1,
-    }
+    usual = {"prefetch": parallel.prefetch or 1, "recompute_every": parallel.recompute_every or 1}
     return RunLayout(
-        **{**vars(parallel), **own},
+        **{**vars(parallel), **usual, "sharding": parallel.strategy},
         microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
         parameter_shards=shards,
         gradient_shards=shards,

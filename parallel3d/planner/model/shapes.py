@@ -7,8 +7,7 @@ Nemotron (squared ReLU).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import lcm
+from dataclasses import dataclass
 from typing import Literal
 
 from parallel3d.config.flops_and_peaks import block_weights
@@ -74,15 +73,6 @@ class StageSlice:
     layers: int
     embedding: bool
     head: bool
-
-
-def padded(shape: ModelShape, tp: int) -> ModelShape:
-    """Returns the shape with a vocabulary that tp divides: as it is, or padded to a multiple of 128, for tensor
-    cores."""
-    if shape.vocab % tp == 0:
-        return shape
-    step = lcm(128, tp)
-    return replace(shape, vocab=-(-shape.vocab // step) * step)
 
 
 def from_config(config: ModelConfig) -> ModelShape:

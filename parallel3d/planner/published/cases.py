@@ -16,7 +16,7 @@ from typing import Any, Literal
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.memory.rank_memory import MemoryKind
-from parallel3d.planner.model.flops import FlopsDefinition
+from parallel3d.planner.model.parameters import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields, meaning
@@ -112,21 +112,6 @@ def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: di
         apart = "expert parallel"
     elif run.shape.layers == 1:
         apart = "one layer"
-    return PublishedCase(
-        id=name,
-        source=fields.text("source_key") or "unknown",
-        run=run,
-        measured=_measurement(fields, run, is_timed="toy" not in tags and run.shape.layers > 1),
-        tags=tags,
-        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note"))) or "worst",
-        definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
-        apart=apart,
-        filled=tuple(dict.fromkeys(fields.filled)),
-    )
-
-
-def _measurement(fields: Fields, run: PlannedRun, *, is_timed: bool) -> Measurement:
-    """A status is "ok" where a figure stands without one."""
     tokens, samples = fields.figure("tokens_per_s_per_gpu"), fields.figure("samples_per_s_per_gpu")
     mfu_pct, memory = fields.figure("mfu_pct"), fields.figure("peak_memory_gib")
     figures = {
@@ -136,15 +121,27 @@ def _measurement(fields: Fields, run: PlannedRun, *, is_timed: bool) -> Measurem
         "mfu": None if mfu_pct is None else mfu_pct / 100,
     }
     has_figure = memory is not None or any(value is not None for value in figures.values())
+    # A status is "ok" where a figure stands without one.
     status = str(fields.stated("measured", "status") or ("ok" if has_figure else "")).strip().lower()
     metric = next((name for name, value in figures.items() if value is not None), None)
     kind: MemoryKind = meaning("memory_kind", str(fields.stated("measured", "memory_note"))) or "reserved"
     if kind == "allocated in the first step" and run.program.moments_at_start:
         kind = "allocated"  # with the optimizer's states, which the program makes before its first step
-    return Measurement(
+    measurement = Measurement(
         status=status,
-        metric=metric if status == "ok" and is_timed else None,
+        metric=metric if status == "ok" and "toy" not in tags and run.shape.layers > 1 else None,
         memory_gib=memory if status == "ok" else None,
         memory_kind=None if memory is None else kind,
         **figures,
+    )
+    return PublishedCase(
+        id=name,
+        source=fields.text("source_key") or "unknown",
+        run=run,
+        measured=measurement,
+        tags=tags,
+        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note"))) or "worst",
+        definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
+        apart=apart,
+        filled=tuple(dict.fromkeys(fields.filled)),
     )

@@ -11,8 +11,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.model.flops import reported_flops_per_token
-from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 

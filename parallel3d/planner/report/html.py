@@ -54,7 +54,7 @@ def html_page(plan: Plan) -> str:
 
 
 def _figures(plan: Plan, best: Strategy) -> Iterator[str]:
-    question, run, parallel = best.question, best.run, best.parallel
+    question, run = best.question, best.run
     every = memory_by_rank(run)
     ranks = telling_ranks(every, _MOST_RANKS)
     yield _tag("h2", "Memory")
@@ -65,7 +65,7 @@ def _figures(plan: Plan, best: Strategy) -> Iterator[str]:
     yield _folded("as a table", [{"rank": rank, **{kind: f"{gib:.2f}" for kind, gib in tree}} for rank, tree in kinds])
     if (planned := _planned_timeline(run)) is not None:
         timeline, drawn = planned
-        whole = question.global_batch_size // (parallel.dp * parallel.microbatch_size)
+        whole = run.layout.microbatches
         yield _tag("h2", "The pipeline")
         share = best.cost.parts.pp_bubble / best.cost.step_time_s
         few = f"Drawn with {drawn} of a step's {whole} microbatches, so with more idle time. " if drawn < whole else ""

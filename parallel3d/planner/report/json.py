@@ -126,7 +126,7 @@ def strategy_tree(found: Strategy, length: RunLength | None) -> dict[str, Any]:
     return {
         "parallel": parallel_tree(parallel),
         "gpus": parallel.world_size,
-        "microbatches": question.global_batch_size // (parallel.dp * parallel.microbatch_size),
+        "microbatches": found.run.layout.microbatches,
         "padded_vocab": vocab if vocab != question.shape.vocab else None,
         "fits": found.memory.total <= question.usable_bytes,
         "memory_gib": memory_tree(found.memory),

@@ -118,11 +118,10 @@ def remedies(question: Question) -> Iterator[str]:
     if found is not None and found.question.gpus > question.gpus:
         yield f"{found.question.gpus} devices instead of {question.gpus}"
     length = question.seq_len // 2
-    while length >= 512:
-        if one_that_fits(replace(question, seq_len=length)) is not None:
-            yield f"sequences of {length} tokens instead of {question.seq_len}"
-            break
+    while length >= 512 and one_that_fits(replace(question, seq_len=length)) is None:
         length //= 2
+    if length >= 512:
+        yield f"sequences of {length} tokens instead of {question.seq_len}"
     free = replace(question, fixed=type(question.fixed)())
     if free != question and one_that_fits(free) is not None:
         yield "leaving free what is fixed"

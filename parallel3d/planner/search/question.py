@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.rules import can_step_in_backward
@@ -13,7 +14,7 @@ from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
-from parallel3d.planner.model.shapes import ModelShape, padded
+from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
@@ -60,8 +61,12 @@ class Question:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
     def planned_shape(self, tp: int) -> ModelShape:
-        """The model as the program takes it: parallel3d takes any vocabulary, other programs one that tp divides."""
-        return self.shape if self.program.is_parallel3d else padded(self.shape, tp)
+        """The model as the program takes it: parallel3d takes any vocabulary, other programs one that tp divides, as it
+        is or padded to a multiple of 128, for tensor cores."""
+        if self.program.is_parallel3d or self.shape.vocab % tp == 0:
+            return self.shape
+        step = lcm(128, tp)
+        return replace(self.shape, vocab=-(-self.shape.vocab // step) * step)
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
         """Returns the run that answers the question with a layout."""

@@ -49,8 +49,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
 
 def _unit_s(run: PlannedRun, parameters: int, shards: int) -> tuple[float, float]:
     """Returns the seconds to gather so many parameters, split over `shards` ranks, and to reduce their gradients."""
-    program, cluster, gradients = run.program, run.cluster, parameters * run.program.reduce_bytes
-    inner, outer = run.group(shards, run.layout.tp), run.replica_group(shards)
+    program, layout, cluster, gradients = run.program, run.layout, run.cluster, parameters * run.program.reduce_bytes
+    # The ranks that share a parameter, and those of the data and context dimensions that hold the same shard.
+    inner, outer = run.group(shards, layout.tp), run.group(layout.dp * layout.cp // shards, layout.tp * shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
     reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
     return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)

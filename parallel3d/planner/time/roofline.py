@@ -74,16 +74,8 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None 
         return 2.0 * m * n * k / measured.get(precision, next(iter(measured.values()))).at(sqrt(m * n), k)
     flops = device.peak(precision) * device.matmul_efficiency * kernels.matmul_speed
     flops *= _FLOAT8 if precision == "fp8" else 1.0
-    return _matmul_s(
-        m,
-        n,
-        k,
-        flops,
-        device.processors,
-        kernels.memory_rate,
-        device.kernel_s,
-        {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0),
-    )
+    item_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
+    return _matmul_s(m, n, k, flops, device.processors, kernels.memory_rate, device.kernel_s, item_bytes)
 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:

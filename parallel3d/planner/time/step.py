@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, fields
 from math import inf
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
-from parallel3d.planner.model.flops import hardware_flops_per_token, model_flops_per_token
-from parallel3d.planner.model.parameters import hidden_tables, muon_matrices
+from parallel3d.planner.model.parameters import (
+    hardware_flops_per_token,
+    hidden_tables,
+    model_flops_per_token,
+    muon_matrices,
+)
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
@@ -50,7 +54,7 @@ class Cost:
     step_time_s: float
     tokens_per_s_per_gpu: float
     model_flops_per_gpu: float  # per second
-    mfu: float  # model FLOPs (`flops.model_flops_per_token`) over the device's dense peak
+    mfu: float  # model FLOPs (`parameters.model_flops_per_token`) over the device's dense peak
     hfu: float  # the same with what recompute repeats
 
 
@@ -131,7 +135,17 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         if key not in known.blocks:
             known.blocks[key] = _microbatch(run)
         micro = known.blocks[key]
-    send, blocked, action = _transfer_s(run, host)
+    # An activation on its way to the next stage; what of that is not beside compute and holds up the stage that sends,
+    # in the steady state too; and what an action takes beside both.
+    send, blocked, action = 0.0, 0.0, run.program.action_s
+    if host is not None:  # whose message is a part of the action
+        blocked, action = host.action_s(), 0.0
+    elif layout.pp > 1:
+        # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan et al. 2021, arXiv
+        # 2104.04473, section 4.1).
+        bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
+        send = send_s(run.cluster, bytes_, nodes=-(-layout.world_size // run.cluster.gpus_per_node))
+        blocked = send * (1 - run.program.p2p_hidden)
     times = _stage_times(run, micro, blocked + action)
     rank_s = [0.0] * layout.pp
     for rank, stage in zip(run.placement, times, strict=True):
@@ -195,21 +209,6 @@ def _tp_s(run: PlannedRun) -> float:
     is_split = run.layout.sequence_parallel
     one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
     return 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
-
-
-def _transfer_s(run: PlannedRun, host: CalibratedHost | None) -> tuple[float, float, float]:
-    """Returns the seconds of an activation on its way to the next stage; what of them is not beside compute and holds
-    up the stage that sends, in the steady state too; and what an action of a pipeline takes beside both. With tp and
-    without sequence parallelism each rank sends its part and gathers (Narayanan et al. 2021, arXiv 2104.04473,
-    section 4.1)."""
-    layout, program = run.layout, run.program
-    if host is not None:  # whose message is a part of the action
-        return 0.0, host.action_s(), 0.0
-    if layout.pp == 1:
-        return 0.0, 0.0, program.action_s
-    bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
-    send = send_s(run.cluster, bytes_, nodes=-(-layout.world_size // run.cluster.gpus_per_node))
-    return send, send * (1 - program.p2p_hidden), program.action_s
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
