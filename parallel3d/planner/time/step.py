@@ -16,8 +16,7 @@ from parallel3d.planner.model.parameters import (
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
-from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
-from parallel3d.planner.time.data_parallel import reduced_once_s, sharded_s
+from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, reduced_once_s, send_s, sharded_s
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
