@@ -92,7 +92,7 @@ def test_what_the_allocator_keeps_for_nothing_gives_way_where_memory_is_short() 
 
 def test_before_the_first_step_there_are_no_moments() -> None:
     rank = RankMemory(rank=0, parameters=2, gradients=4, optimizer=12, activations=30, logits=0, buffers=0, temporary=0,
-                      fragmentation=5, context=1, moments=8)  # fmt: skip
+                      fragmentation=5, context=1, made_after_backward=8)  # fmt: skip
     assert (rank.allocated, rank.allocated_in_first_step) == (48, 40)
     assert replace(rank, activations=1).allocated_in_first_step == 18  # the states themselves, once they are made
 

@@ -37,11 +37,8 @@ def _private_uses(tree: ast.AST, ours: set[str]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if "._" in name)
         elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in ours:
-            use = ast.unparse(node)
-            if use not in (
-                "os._exit",
-                "argparse._ArgumentGroup",
-            ):  # both belong to Python: a documented function, and a type
+            use = ast.unparse(node)  # Python's own: a documented function, a type, two members of a NamedTuple
+            if use not in ("os._exit", "argparse._ArgumentGroup") and node.attr not in ("_replace", "_fields"):
                 yield use
 
 

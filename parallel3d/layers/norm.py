@@ -23,7 +23,8 @@ class RMSNorm(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.eps = eps
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, self.sequence_parallel or over_heads))
+        partial = self.sequence_parallel or over_heads
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.replicated("weight"), self.eps)
@@ -49,8 +50,9 @@ class LayerNorm(ParallelModule):
         super().__init__(tp)
         self.eps = eps
         partial = self.sequence_parallel or over_heads
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial))
-        self.add_parameter("bias", ParameterSpec((hidden,), None, bias_init, partial) if bias else None)
+        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
+        bias_spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
+        self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.replicated("weight"), self.replicated("bias"), self.eps)
