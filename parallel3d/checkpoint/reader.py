@@ -4,6 +4,7 @@ index is made of, which DCP's own reader would unpickle, is refused before it is
 from __future__ import annotations
 
 import pickle
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,17 @@ _ALLOWED = {  # by module; the names are those that torch writes
 }
 
 
+def _enum_member(enum: Any, name: str) -> Any:
+    """Stands for `getattr`, by which early releases of Python 3.11, such as 3.11.2, pickle the members of an enum."""
+    if not isinstance(enum, EnumType):
+        raise pickle.UnpicklingError(f"it asks for {enum}.{name}, which no index needs")
+    return enum[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in _ALLOWED.get(module, "").split():
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
         return super().find_class(module, name)
@@ -42,7 +52,7 @@ class IndexReader(dcp.FileSystemReader):
         try:
             with path.open("rb") as index:
                 metadata = _IndexUnpickler(index).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, ValueError) as error:
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read as the index of a checkpoint: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the index of a checkpoint")
