@@ -164,15 +164,15 @@ def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluste
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1"])
 def test_with_enough_processors_nothing_is_shared(name: Any) -> None:
     times = [StageTimes(forward=1.0, input=1.5, weight=0.5), StageTimes(forward=1.2, input=1.0, weight=1.0)] * 2
-    shared = pipeline_s(name, 4, 8, 1, times, at_once=4.0 - 1e-9)  # by the simulation of processors that are shared
-    assert shared == pytest.approx(pipeline_s(name, 4, 8, 1, times))
+    shared = pipeline_s(name, 4, 8, times, at_once=4.0 - 1e-9)  # by the simulation of processors that are shared
+    assert shared == pytest.approx(pipeline_s(name, 4, 8, times))
 
 
 def test_half_the_processors_take_between_the_work_and_twice_as_long() -> None:
     times = [StageTimes(forward=1.0, input=1.0, weight=1.0)] * 4
-    alone, shared = (pipeline_s("1f1b", 4, 16, 1, times, at_once=at_once) for at_once in (4.0, 2.0))
+    alone, shared = (pipeline_s("1f1b", 4, 16, times, at_once=at_once) for at_once in (4.0, 2.0))
     assert max(alone, 16 * 4 * 3.0 / 2) <= shared <= 2 * alone
-    assert pipeline_s("1f1b", 4, 16, 1, times, at_once=1.0) == pytest.approx(16 * 4 * 3.0)
+    assert pipeline_s("1f1b", 4, 16, times, at_once=1.0) == pytest.approx(16 * 4 * 3.0)
 
 
 def test_a_curve_keeps_its_rate_beyond_its_ends() -> None:

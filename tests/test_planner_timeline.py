@@ -21,12 +21,12 @@ EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 @settings(deadline=None)
 @given(pp=st.integers(1, 6), microbatches=st.integers(1, 12))
 def test_an_even_pipeline_idles_for_its_depth_less_one(name: ScheduleName, pp: int, microbatches: int) -> None:
-    assert pipeline_s(name, pp, microbatches, 1, [EVEN] * pp, 0.0) == pytest.approx(3 * (microbatches + pp - 1))
+    assert pipeline_s(name, pp, microbatches, [EVEN] * pp, 0.0) == pytest.approx(3 * (microbatches + pp - 1))
 
 
 def test_interleaving_divides_the_bubble() -> None:
     chunk = StageTimes(forward=0.25, input=0.25, weight=0.25)
-    makespan = pipeline_s("interleaved_1f1b", 4, 8, 4, [chunk] * 16, 0.0)
+    makespan = pipeline_s("interleaved_1f1b", 4, 8, [chunk] * 16, 0.0)
     assert makespan == pytest.approx(3 * 8 + 3 * 3 / 4)
 
 
@@ -37,7 +37,7 @@ def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
     microbatches = 100
     times = ActionTimes(stages=tuple(stages), transfers=(0.1,) * (pp - 1))
     exact = simulate(build_schedule("1f1b", pp=pp, microbatches=microbatches), times).makespan_s
-    assert pipeline_s("1f1b", pp, microbatches, 1, stages, 0.1) == pytest.approx(exact, rel=3e-2)
+    assert pipeline_s("1f1b", pp, microbatches, stages, 0.1) == pytest.approx(exact, rel=3e-2)
 
 
 @settings(deadline=None)
@@ -45,8 +45,8 @@ def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
 def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
     stages = [EVEN] * pp
     microbatches = pp * rounds
-    assert closed_form_s("1f1b", pp, microbatches, 1, stages, 0.0) == pytest.approx(
-        pipeline_s("1f1b", pp, microbatches, 1, stages, 0.0)
+    assert closed_form_s("1f1b", pp, microbatches, stages, 0.0) == pytest.approx(
+        pipeline_s("1f1b", pp, microbatches, stages, 0.0)
     )
 
 
@@ -88,12 +88,12 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
 def test_the_makespan_is_that_of_the_simulator(name: ScheduleName, virtual: int) -> None:
     schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
     simulated = simulate(schedule, ActionTimes.uniform(schedule.stages, transfer=0.25))
-    assert pipeline_s(name, 4, 8, virtual, [EVEN] * schedule.stages, 0.25) == simulated.makespan_s
+    assert pipeline_s(name, 4, 8, [EVEN] * schedule.stages, 0.25) == simulated.makespan_s
 
 
 def test_zero_bubble_idles_less_than_1f1b() -> None:
     times = [EVEN] * 8
-    plain, split = (pipeline_s(name, 8, 16, 1, times, 0.0) for name in ("1f1b", "zb_h1"))
+    plain, split = (pipeline_s(name, 8, 16, times, 0.0) for name in ("1f1b", "zb_h1"))
     assert 3 * 16 < split < plain
 
 
@@ -103,7 +103,7 @@ def test_a_published_zero_bubble_run_is_never_faster_than_its_last_stage_allows(
     agrees."""
     times = [EVEN] * 8
     way = 7 * 2 + microbatches * 2 + 1
-    ours = pipeline_s("zb_h1", 8, microbatches, 1, times, 0.0)
+    ours = pipeline_s("zb_h1", 8, microbatches, times, 0.0)
     for double in (False, True):
         form = split_backward_s(8, microbatches, times, 0.0, weight_s=1.0, double=double)
         assert form == max(3 * microbatches + (0 if double else 7), way)

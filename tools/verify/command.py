@@ -95,8 +95,8 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
     """What the planner makes of a recipe; of the hardware only CPU or GPU matters here. Raises ConfigError for what the
     memory model does not know."""
-    for vain in unmodeled_settings(recipe):
-        raise ConfigError(f"{vain.setting}: {vain.known}; try {vain.instead}")
+    for setting, known, instead in unmodeled_settings(recipe):
+        raise ConfigError(f"{setting}: {known}; try {instead}")
     question = Question(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),

@@ -1,8 +1,6 @@
-"""What `parallel3d-plan calibrate` has measured on one host: curves of kernels and collectives, and what this project's
-own program adds to them. It is the section `measured` of a hardware file; `time.calibrated` prices a step with it.
-
-All seconds are those of a process that has a core (or a GPU) to itself. `time.calibrated` says how much longer
-ranks take that share the cores of a host.
+"""What `parallel3d-plan calibrate` has measured on one host, the section `measured` of a hardware file: curves of
+kernels and collectives, and what this project's own program adds to them. All seconds are those of a process that has a
+core (or a GPU) to itself; `time.calibrated`, which prices a step with them, says how ranks share the cores of a host.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size. The line between neighbouring points is straight in logarithms; beyond the ends the rate
-    stays."""
+    """Seconds by size, a straight line in logarithms between neighbouring points; beyond the ends the rate stays."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -34,8 +31,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Grid:
-    """Operations per second by two sizes ([side, depth] x [depth, side]), bilinear in the logarithms. Beyond the edge
-    the rate is that at the edge."""
+    """Operations per second of [side, depth] x [depth, side], bilinear in logarithms; beyond the edge as at it."""
 
     sides: tuple[float, ...]
     depths: tuple[float, ...]
@@ -118,8 +114,7 @@ class Calibration:
         return NO_OVERHEAD.plus(self.ranks[near].axes[axis], log(size) / log(near))
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
-        """Seconds that a collective takes beyond those of the smallest message, which are in the overhead of the
-        axis."""
+        """Seconds of a collective beyond those of the smallest message, which are in the overhead of the axis."""
         if size == 1 or not self.ranks:
             return 0.0
         near = _nearest(self.ranks, size)
@@ -128,8 +123,7 @@ class Calibration:
 
 
 def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
-    """Reads the section `measured` of a hardware file. Raises KeyError, TypeError or ValueError where it misses
-    something."""
+    """Reads a hardware file's section `measured`. Raises KeyError, TypeError or ValueError where it lacks something."""
     return Calibration(
         cores=int(tree["cores"]),
         synchronous=bool(tree["synchronous"]),

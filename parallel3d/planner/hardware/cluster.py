@@ -116,8 +116,7 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
     """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. A cluster's file names its
-    device's, which it is laid over: the links key by key, and the price. Raises ConfigError naming the nearest that
-    there are."""
+    device's, which it is laid over: the links key by key, and the price. Raises ConfigError with the nearest names."""
     path = _path(name, folders)
     tree, device_file = _load(path), path
     if isinstance(device := tree.get("device"), str):

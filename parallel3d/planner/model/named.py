@@ -80,24 +80,23 @@ def from_hugging_face(path: Path) -> ModelShape:
     if is_gpt and numbers["ffn_hidden"] is None:
         numbers["ffn_hidden"] = 4 * hidden
     if not is_gpt and head_dim is not None and heads > 0 and head_dim * heads != hidden:
-        must = f"must be hidden_size / num_attention_heads = {hidden // heads}"
-        raise ConfigError(f"{path}: head_dim = {head_dim}: {must}")
-    shape = from_config(
-        ModelConfig(
-            name=path.resolve().parent.name if path.stem == "config" else path.stem,
-            architecture="gpt" if is_gpt else "llama",
-            tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
-            qkv_bias=kind == "qwen2",
-            **numbers,
+        raise ConfigError(
+            f"{path}: head_dim = {head_dim}: must be hidden_size / num_attention_heads = {hidden // heads}"
         )
+    model = ModelConfig(
+        name=path.resolve().parent.name if path.stem == "config" else path.stem,
+        architecture="gpt" if is_gpt else "llama",
+        tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
+        qkv_bias=kind == "qwen2",
+        **numbers,
     )
+    shape = from_config(model)
     check_shape(shape, str(path))
     return shape
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Keys that a query of a config.json's model sees at most; None: all. Qwen 2 names a window that it does not use
-    unless it says so."""
+    """Keys that a query sees at most; None: all. Qwen 2 names a window and uses it only where it says so."""
     is_used = config.get("use_sliding_window", config.get("model_type") != "qwen2")
     window = config.get("sliding_window")
     return int(window) if window and is_used else None

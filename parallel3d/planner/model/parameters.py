@@ -38,8 +38,7 @@ class Table:
 
 @lru_cache(maxsize=256)
 def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) -> tuple[Table, ...]:
-    """Returns the parameters of one block on a tp rank. `repeats_kv_heads` cuts fewer key-value heads than tp ranks as
-    Megatron does."""
+    """Returns a block's parameters on a tp rank. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
     h, f, dim = shape.hidden, shape.ffn_hidden, shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
     if repeats_kv_heads:
@@ -88,8 +87,7 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Returns the parameters of a stage's embedding and head, as far as it has them, on a tp rank. A tied table comes
-    once where both ends are on one stage."""
+    """Returns what a stage has of embedding and head on a tp rank; a tied table comes once where it has both."""
     rows, tables, norm = vocabulary_rows(shape, tp, rank), [], Table(shape.norm_parameters)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
@@ -114,8 +112,7 @@ def rank_numel(
     at: tuple[int, int] = (0, 0),
     repeats_kv_heads: bool = False,
 ) -> int:
-    """Counts the parameters of these stages that a rank holds of `shards` data shards. `at` is the rank's place on tp
-    and on dp_shard."""
+    """Counts these stages' parameters on a rank, one of `shards` data ranks; `at`: its place on tp and dp_shard."""
     block = sum(table.shard(shards, at[1]) for table in block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads))
     ends = sum(table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0]))
     return sum(part.layers for part in parts) * block + ends

@@ -1,9 +1,5 @@
-"""The shape of a transformer, as much of it as memory and time depend on, without its parameters, which
-`parameters` counts.
-
-Beside the Llama and the GPT of `models/` it covers what the published runs trained: GPT with ALiBi positions, and
-Nemotron (squared ReLU).
-"""
+"""The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its parameters. Beside
+`models/` it covers what the published runs trained: GPT with ALiBi positions, and Nemotron (squared ReLU)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a recipe says of its training that a plan of this project's own program depends on, and what a plan leaves
-out."""
+"""What a recipe says of its training that a plan of this project's own program counts, and what a plan leaves out."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from parallel3d.optimizers.step_bytes import MuonCosts, narrow_step_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """What a recipe's optimizer, dropout and loss add to a rank's memory; the defaults are AdamW beside float32
-    masters."""
+    """What a recipe's optimizer, dropout and loss add to a rank's memory; by default AdamW beside float32 masters."""
 
     state_bytes: float = 8.0  # bytes of a parameter's optimizer states
     step_bytes: float = 0.0  # bytes that a step makes for each number of the parameter that it is at
@@ -23,15 +21,6 @@ class OptimizerMemory:
     has_dropout: bool = False  # dropout between the layers
     steps_in_backward: bool = False  # each parameter is stepped when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnmodeledSetting:
-    """A setting of a recipe that the memory model does not know."""
-
-    setting: str
-    known: str
-    instead: str
 
 
 def master_bytes(precision: str) -> int:
@@ -66,8 +55,8 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     )
 
 
-def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
-    """Yields the settings that would change the memory and are not counted."""
+def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yields the settings that would change the memory and are not counted, with what is counted and a remedy."""
     optimizer, dropout, every = recipe.optimizer, recipe.model.attention_dropout, recipe.local_sgd.sync_every
     rounds_so = optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward)
     other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
@@ -78,13 +67,12 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[UnmodeledSetting]:
         (every is not None, "local_sgd.sync_every", every, sums, "null"),
     ):
         if is_set:
-            known = f"the memory model knows {known}"
-            yield UnmodeledSetting(setting=f"{key} = {value}", known=known, instead=f"{key}={usual}")
+            yield f"{key} = {value}", f"the memory model knows {known}", f"{key}={usual}"
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """Yields what a plan, which chooses layouts of its own, does not count of a recipe."""
-    yield from (f"{vain.setting} is not counted: {vain.known}" for vain in unmodeled_settings(recipe))
+    yield from (f"{setting} is not counted: {known}" for setting, known, _ in unmodeled_settings(recipe))
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
         yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"

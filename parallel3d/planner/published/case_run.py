@@ -27,19 +27,34 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
     read now.
 
     Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
-    train, gpu = fields.section("train"), fields.stated("hardware", "gpu")
-    words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {gpu}"
+    train, stated = fields.section("train"), fields.stated("hardware", "gpu")
+    words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {stated}"
     precision = meaning("precision", words) or "bf16"
-    program = _program(fields, str(gpu), precision)
+    program = _program(fields, str(stated), precision)
     shape = _shape(fields)
     layout = _layout(fields, shape, program)
     each, left = divmod(shape.layers + 2, layout.stages)
     if fields.option("light_ends") and not left and layout.stages > 1:  # embedding and head stand for a layer each
         boundaries = tuple(each * stage - 1 for stage in range(1, layout.stages))
         layout = replace(layout, stage_boundaries=boundaries)
+    gpu = str(fields.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
+    known = meaning("device", gpu)
+    if known is None and gpu not in {path.stem for folder in hardware for path in folder.glob("*.yaml")}:
+        raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
+    name = known or gpu
+    if name not in clusters:
+        clusters[name] = load_cluster(name, hardware)
+    nvlinks = re.search(r"(\d+) inter-gpu connects", str(fields.stated("hardware", "intra_bw")).lower())
+    per_node = fields.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
+    cluster = with_links(
+        clusters[name],
+        network_gb_per_s=network_gb_per_s(str(fields.stated("hardware", "inter_bw") or ""), per_node),
+        node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
+        gpus_per_node=per_node,
+    )
     return PlannedRun(
         shape=shape,
-        cluster=_cluster(fields, hardware, clusters),
+        cluster=cluster,
         layout=layout,
         program=program,
         seq_len=fields.number("model", "seq_len", 2048),
@@ -146,22 +161,4 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         sequence_parallel=sequence_parallel,
         recompute=cast(Recompute, meaning("recompute", recompute) or "none"),
         recompute_every=2,
-    )
-
-
-def _cluster(f: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> Cluster:
-    gpu = str(f.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    known = meaning("device", gpu)
-    if known is None and gpu not in {path.stem for folder in hardware for path in folder.glob("*.yaml")}:
-        raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
-    name = known or gpu
-    if name not in clusters:
-        clusters[name] = load_cluster(name, hardware)
-    nvlinks = re.search(r"(\d+) inter-gpu connects", str(f.stated("hardware", "intra_bw")).lower())
-    per_node = f.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
-    return with_links(
-        clusters[name],
-        network_gb_per_s=network_gb_per_s(str(f.stated("hardware", "inter_bw") or ""), per_node),
-        node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
-        gpus_per_node=per_node,
     )

@@ -55,7 +55,5 @@ def program_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: 
 def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
     """The program with what it does otherwise in fp16."""
     in_fp16 = {"gradient_bytes": program.fp16_gradient_bytes, "reduce_bytes": program.fp16_reduce_bytes}
-    changes: dict[str, Any] = {
-        key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None and precision == "fp16"
-    }
-    return replace(program, **changes)
+    changes: dict[str, Any] = {key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None}
+    return replace(program, **changes) if precision == "fp16" else program

@@ -123,8 +123,7 @@ def _tables(plan: Plan) -> Iterator[str]:
 
 def _planned_timeline(run: PlannedRun) -> tuple[Timeline, int] | None:
     """A step's timeline and how many of its microbatches it has: all, or so few that a page can show them. None where
-    there is nothing to draw: no pipeline, one too large, another program's own schedule, or ranks that share
-    processors, as a calibrated host's do."""
+    there is nothing to draw: no pipeline, one too large, another program's schedule, or ranks that share processors."""
     layout, shared = run.layout, run.cluster.measured is not None
     if layout.pp == 1 or layout.schedule not in SCHEDULES or shared:
         return None
@@ -133,9 +132,8 @@ def _planned_timeline(run: PlannedRun) -> tuple[Timeline, int] | None:
     drawn = next((count for count in counts if count <= min(most, layout.microbatches)), None)
     if drawn is None:
         return None
-    schedule = build_schedule(
-        layout.schedule, pp=layout.pp, microbatches=drawn, virtual_stages=layout.virtual_stages, check=False
-    )
+    virtual = layout.virtual_stages
+    schedule = build_schedule(layout.schedule, pp=layout.pp, microbatches=drawn, virtual_stages=virtual, check=False)
     times, send_s = stage_times(run)
     return simulate(schedule, ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))), drawn
 

@@ -88,8 +88,7 @@ def header(q: Question) -> Iterator[str]:
 
 
 def advice(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields what every page says beside its tables: a label, empty where a row goes on with the last one, and a
-    text."""
+    """Yields what every page says beside its tables: a label, empty where a row goes on with the last, and a text."""
     best, answer = plan.best, plan.answer
     if best is None:
         for label, each in zip(("nearest", "then", "then"), answer.rejected, strict=False):
@@ -124,7 +123,17 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
         asked, other = plan.why
         yield "why not", f"{asked}: {_why_not(other, best)}"
     yield from (("note", note) for note in plan.notes)
-    yield "how sure", _how_sure(plan)
+    if (known := plan.accuracy) is None:
+        yield "how sure", "no score is recorded; see parallel3d-plan score"
+    else:
+        runs = known["runs_by_hardware"].get(plan.question.cluster.device_file, 0)
+        here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
+        yield (
+            "how sure",
+            f"median error {known['throughput_median']:.1f}% of speed ({known['throughput_runs']} published runs of "
+            f"other programs, 90% within {known['throughput_p90']:.0f}%) and {known['memory_median']:.1f}% of memory "
+            f"({known['memory_runs']} runs), {here}; scored {known['date']}",
+        )
     yield from (("next", command) for command in plan.commands)
 
 
@@ -207,8 +216,7 @@ def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
         if bytes_ <= each.question.usable_bytes:
             yield "verified", f"layout 1 holds {found}, on pipeline rank {memory.rank}"
         else:
-            refused = f"{layout_text(each.parallel)}: {found}"
-            yield "refused", f"{refused}: it does not fit, the next is taken"
+            yield "refused", f"{layout_text(each.parallel)}: {found}: it does not fit, the next is taken"
 
 
 def _run(plan: Plan, best: Strategy) -> str:
@@ -242,16 +250,3 @@ def _why_not(other: Answer | str, best: Strategy | None) -> str:
     speed = f"{-ratio:.1%} fewer" if ratio < 0 else f"{ratio:.1%} more"
     text = f"at its best {layout_text(found.parallel)}: {speed} tokens/s than layout 1{causes}"
     return f"{text}, {gib(found.memory.total)} GiB"
-
-
-def _how_sure(plan: Plan) -> str:
-    known = plan.accuracy
-    if known is None:
-        return "no score is recorded; see parallel3d-plan score"
-    runs = known["runs_by_hardware"].get(plan.question.cluster.device_file, 0)
-    here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
-    return (
-        f"median error {known['throughput_median']:.1f}% of speed ({known['throughput_runs']} published runs of other "
-        f"programs, 90% within {known['throughput_p90']:.0f}%) and {known['memory_median']:.1f}% of memory "
-        f"({known['memory_runs']} runs), {here}; scored {known['date']}"
-    )

@@ -29,14 +29,12 @@ def layout_text(parallel: ParallelConfig) -> str:
     """A layout as overrides of a recipe would say it, without what is at its default."""
     plain = asdict(ParallelConfig())
     said = {key: value for key, value in asdict(parallel).items() if value != plain[key]}
-    words = {True: "true", False: "false"}
-    text = (f"{key}={words[value] if isinstance(value, bool) else value}" for key, value in said.items())
+    text = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in said.items())
     return " ".join(text) or "one device, nothing parallel"
 
 
 def layout_columns(parallel: ParallelConfig) -> str:
-    """Writes a layout as columns: tp, pp, stages of a rank, data ranks (sharded x replicated), microbatch,
-    recompute."""
+    """Writes a layout in columns: tp, pp, stages a rank, data ranks (sharded x replicated), microbatch, recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
     return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
@@ -90,6 +88,5 @@ def money(dollars: float | None) -> str:
 
 def wrapped(name: str, text: str) -> list[str]:
     """A line of the page, its name in the margin; what is longer goes on below it."""
-    return textwrap.wrap(
-        f"{name:<10}{text}", WIDTH, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False
-    )
+    line, margin = f"{name:<10}{text}", " " * 10
+    return textwrap.wrap(line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)

@@ -1,7 +1,6 @@
-"""The best layouts for a model on a cluster: the whole space of `ParallelConfig` (`space`), each tp x pp in the
-order of predicted step time (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule. What
-"best" means: the fastest, the leanest, or the cheapest per token.
-"""
+"""The best layouts for a model on a cluster, the fastest, the leanest or the cheapest per token: the whole space of
+`ParallelConfig` (`space`), each tp x pp in the order of predicted step time (`tp_pp_search`): by a closed form first,
+the finalists by simulating their schedule."""
 
 from __future__ import annotations
 
@@ -35,17 +34,29 @@ def search(question: Question, *, top: int = 10) -> Answer:
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
     searches = _searches(question)
     found, best = _fastest(question, searches, top, everywhere=True)
-    rejected = []
+    rejected, left_out = [], []
     for each in searches:
         if each not in best and (least := each.leanest()) is not None:
             memory, short = Strategy(question, least.parallel).memory, least.bytes - question.usable_bytes
             largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
             why = f"needs {short / GIB:.1f} GiB more on pipeline rank {memory.rank}, most of all for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
+    told = {(each.parallel.tp, each.parallel.pp) for each in found}
+    by_size = {(each.tp, each.pp): each for each in searches}
+    least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
+    sizes = [(tp, pp) for tp in divisors(question.gpus) for pp in divisors(question.gpus // tp)]
+    for tp, pp in sizes:
+        way = by_size.get((tp, pp))
+        if way is None:  # the first rule that it breaks
+            reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
+            left_out.append(NotShown(tp=tp, pp=pp, reason=reason))
+        elif way in best and (tp, pp) not in told:
+            slower = best[way].step_time_s / least_s - 1
+            left_out.append(NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best"))
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
-        left_out=tuple(_left_out(question, found, searches, best)),
+        left_out=tuple(left_out),
         considered=sum(each.size for each in searches),
         checked=sum(each.checked for each in searches),
         fitting=sum(each.fitting for each in searches),
@@ -58,8 +69,7 @@ def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
-    """Returns the layout of each tp x pp that needs least memory, where it fits, the leanest first. Raises ConfigError
-    as `search` does."""
+    """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError as `search` does."""
     found = [priced for each in _searches(question) if (priced := each.leanest())]
     found.sort(key=lambda priced: priced.bytes)
     return [Strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
@@ -86,7 +96,6 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
     its halves compete, down to the first that is less efficient than its double: with fewer devices the bubble and the
     traffic of data parallelism shrink, until memory forces what is slower."""
-
     answer = search(question, top=top)
     if objective == "memory" and answer.strategies:
         return replace(answer, strategies=tuple(leanest(question, top=top)))
@@ -110,8 +119,7 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:
-    """Returns the best that the cluster can do with `wanted` in the place of what is fixed, or the rule that `wanted`
-    breaks."""
+    """Returns the cluster's best with `wanted` in the place of what is fixed, or the rule that `wanted` breaks."""
     try:
         other = replace(question, fixed=wanted)
         check_fixed(other)
@@ -188,22 +196,3 @@ def _fastest(
     for one in ranked:
         first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)
     return list(first.values())[:top], best
-
-
-def _left_out(
-    question: Question, told: list[Strategy], searches: list[TpPpSearch], best: dict[TpPpSearch, Candidate]
-) -> Iterator[NotShown]:
-    """Yields every tp x pp without a strategy among those `told`: how much slower it is where its layouts fit, and
-    where it has no layout the first rule that it breaks."""
-    ways = {(each.parallel.tp, each.parallel.pp) for each in told}
-    by_size = {(each.tp, each.pp): each for each in searches}
-    least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
-    for tp in divisors(question.gpus):
-        for pp in divisors(question.gpus // tp):
-            each = by_size.get((tp, pp))
-            if each is None:
-                reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
-                yield NotShown(tp=tp, pp=pp, reason=reason)
-            elif each in best and (tp, pp) not in ways:
-                slower = best[each].step_time_s / least_s - 1
-                yield NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best")

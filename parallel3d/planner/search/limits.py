@@ -1,8 +1,7 @@
 """How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits, each tried.
 
 Whether anything fits is known much sooner than what is best (`search.one_that_fits`), so each answer is a search of a
-few dozen such questions: by doubling, then between the last two. It comes with a layout that fits, not the fastest that
-does.
+few dozen such questions: by doubling, then between the last two. It comes with a layout that fits, not the fastest.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def smallest_cluster(question: Question) -> Strategy | None:
 
 
 def longest_sequence(question: Question) -> Strategy | None:
-    """Finds the longest sequence that fits: the question's, doubled or halved, and then by 16ths of that. A learned
-    table of positions ends it."""
+    """Finds the longest sequence that fits, by doublings or halves, then 16ths; a learned position table ends it."""
     rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
     first = min(question.seq_len, rows)
 
@@ -89,10 +87,9 @@ def largest_model(question: Question) -> Strategy | None:
 def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy | None:
     """Finds the largest of these models that fits and has the positions for the sequence."""
     enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
-    for shape in sorted(enough, key=total_parameters, reverse=True):
-        if (found := one_that_fits(replace(question, shape=shape))) is not None:
-            return found
-    return None
+    largest_first = sorted(enough, key=total_parameters, reverse=True)
+    tried = (one_that_fits(replace(question, shape=shape)) for shape in largest_first)
+    return next((found for found in tried if found is not None), None)
 
 
 def grown(shape: ModelShape, heads: int) -> ModelShape:

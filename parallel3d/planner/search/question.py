@@ -70,10 +70,8 @@ class Question:
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
         """Returns the run that answers the question with a layout."""
-        training, batch = self.training, self.global_batch_size
-        if training.steps_in_backward and not can_step_in_backward(
-            parallel, batch, tied_embeddings=self.shape.tied_embeddings
-        ):
+        training, batch, tied = self.training, self.global_batch_size, self.shape.tied_embeddings
+        if training.steps_in_backward and not can_step_in_backward(parallel, batch, tied_embeddings=tied):
             training = replace(training, steps_in_backward=False)
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),

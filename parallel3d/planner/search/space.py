@@ -26,8 +26,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fa
 
 
 def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]:
-    """One line for each rule that a layout breaks, in the trainer's words; what must divide what is only asked of
-    numbers that are in range."""
+    """Yields a line for each rule that a layout breaks, in the trainer's words, first those of ranges alone."""
     shape = question.planned_shape(parallel.tp)
     numbers = {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "ffn_hidden", "vocab")}
     model = ModelConfig(**numbers, kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads)
@@ -41,10 +40,8 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
     yield from sharding_errors(parallel)
     if not question.program.is_parallel3d and shape.kv_heads % parallel.tp:
         tries = any_of(nearest(divisors(shape.kv_heads), parallel.tp))
-        yield (
-            f"parallel.tp = {parallel.tp}: must divide model.kv_heads = {shape.kv_heads} in {question.program.name}; "
-            f"try {tries}"
-        )
+        must = f"must divide model.kv_heads = {shape.kv_heads} in {question.program.name}"
+        yield f"parallel.tp = {parallel.tp}: {must}; try {tries}"
 
 
 def size_error(question: Question, tp: int, pp: int) -> str | None:
@@ -91,28 +88,23 @@ def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfi
 
 
 def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
-    """Yields each schedule with each number of stages per rank; a pipeline of one rank needs 1F1B alone, which then
-    accumulates gradients."""
-    fixed = question.fixed
+    """Yields each schedule with each number of stages per rank; one rank needs 1F1B alone, to accumulate gradients."""
+    fixed, layers = question.fixed, question.shape.layers
     names = (fixed.schedule,) if fixed.schedule is not None else question.schedules if pp > 1 else ("1f1b",)
     for name in names:
-        for virtual in _stages_per_rank(name, question.shape.layers, pp):
+        stages, deepest = SCHEDULES[name].stages, layers // pp
+        if stages.usual == 1:
+            counts = [1]
+        elif pp == 1 or deepest < 2:
+            counts = []
+        elif stages.most is not None:
+            counts = [stages.usual]
+        else:  # every number that divides the layers, or all up to 8 where none does
+            even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
+            counts = even or list(range(2, min(deepest, 8) + 1))
+        for virtual in counts:
             if _allowed(virtual, fixed.virtual_stages) and (virtual == 1 or microbatches % pp == 0):
                 yield name, virtual
-
-
-def _stages_per_rank(name: ScheduleName, layers: int, pp: int) -> list[int]:
-    """The numbers of stages that a rank may hold: the schedule's own where it is fixed, else every number that divides
-    the layers, or all up to 8 where none does."""
-    traits, deepest = SCHEDULES[name], layers // pp
-    if traits.stages.usual == 1:
-        return [1]
-    if pp == 1 or deepest < 2:
-        return []
-    if traits.stages.most is not None:
-        return [traits.stages.usual]
-    even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
-    return even or list(range(2, min(deepest, 8) + 1))
 
 
 def recompute_choices(question: Question) -> list[Recompute]:

@@ -44,8 +44,7 @@ class _Family:
 
 
 class TpPpSearch:
-    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` those that
-    fit."""
+    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` what fits."""
 
     def __init__(
         self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: BlockTimeCache | None = None

@@ -66,17 +66,29 @@ class MicrobatchTimes:
 
 
 def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
-    matmul_s, matmul_back_s, weight_s = _matmuls(run, kernels)
+    shape, tp, t = run.shape, run.layout.tp, run.tokens
+    kv = max(shape.kv_hidden // tp, shape.head_dim)
+    sizes = [
+        (shape.hidden // tp + 2 * kv, shape.hidden),
+        (shape.hidden, shape.hidden // tp),
+        (shape.feed_forward_inputs * shape.ffn_hidden // tp, shape.hidden),
+        (shape.hidden, shape.ffn_hidden // tp),
+    ]
+    products_s = products_back_s = weight_s = 0.0  # back: of the inputs' gradients; weight: of the weights'
+    for outputs, inputs in sizes:
+        products_s += matmul_s(kernels, t, outputs, inputs)
+        products_back_s += matmul_s(kernels, t, inputs, outputs)
+        weight_s += matmul_s(kernels, outputs, inputs, t) + _accumulate_s(run, kernels, outputs * inputs)
     attention_s, attention_back_s = _attention(run, kernels)
     moved, moved_back = elementwise_bytes(run)
     rest_s, rest_back_s = (memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12)))
-    forward, backward = matmul_s + attention_s + rest_s, matmul_back_s + weight_s + attention_back_s + rest_back_s
+    forward, backward = products_s + attention_s + rest_s, products_back_s + weight_s + attention_back_s + rest_back_s
     program, recompute = run.program, run.layout.recompute
     again = {
         "full": forward,
         "every_n": forward / run.layout.recompute_every,
         # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
-        "op": 0.5 * matmul_s + rest_s,
+        "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(recompute, 0.0)
     launches = program.launches * kernels.device.launch_s
@@ -89,24 +101,6 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         again_s=again,
         weight_s=weight_s,
     )
-
-
-def _matmuls(run: PlannedRun, kernels: Kernels) -> tuple[float, float, float]:
-    """Returns the seconds of a block's matrix products: forward, of the inputs' gradients, and of the weights'."""
-    shape, tp, t = run.shape, run.layout.tp, run.tokens
-    kv = max(shape.kv_hidden // tp, shape.head_dim)
-    sizes = [
-        (shape.hidden // tp + 2 * kv, shape.hidden),
-        (shape.hidden, shape.hidden // tp),
-        (shape.feed_forward_inputs * shape.ffn_hidden // tp, shape.hidden),
-        (shape.hidden, shape.ffn_hidden // tp),
-    ]
-    forward = backward = weight = 0.0
-    for outputs, inputs in sizes:
-        forward += matmul_s(kernels, t, outputs, inputs)
-        backward += matmul_s(kernels, t, inputs, outputs)
-        weight += matmul_s(kernels, outputs, inputs, t) + _accumulate_s(run, kernels, outputs * inputs)
-    return forward, backward, weight
 
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
@@ -171,7 +165,6 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds that the look-up takes: forward it reads and writes rows, backward it scatters gradients into
-    float32."""
+    """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients into float32."""
     rows = run.tokens * run.shape.hidden
     return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(kernels, rows * 12.0, launches=4)

@@ -1,5 +1,4 @@
-"""This project's own program on a host that was calibrated: its kernels by their curves, and what was measured beside
-them in the place of what `step` assumes."""
+"""This project's program on a calibrated host: kernels by their curves, and measurements where `step` assumes."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class CalibratedHost:
         return self.ranks.action_s + max(0.0, self.ranks.transfer.at(bytes_) - self.ranks.transfer.points[0][1])
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
-        """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step on a rank
-        with this part of the model."""
+        """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank with this part."""
         base, layout, layers = self.process.overhead, self.run.layout, part.layers
         parameters = self.run.stage_parameters(part)
         rounds = layout.microbatches if "microbatch" in (layout.gather, layout.reduce) else 1

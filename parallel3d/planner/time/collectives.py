@@ -35,8 +35,7 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
-    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, whose latency grows with the
-    logarithm."""
+    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic latency."""
     if group.size == 1:
         return 0.0
     ring = 2 * all_gather_s(cluster, group, whole_bytes, one_ring=one_ring)
@@ -48,8 +47,7 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Seconds of one transfer between neighbouring stages of a pipeline that lies on so many nodes, by the slowest link
-    between any two of them."""
+    """Seconds of a transfer between neighbouring stages of a pipeline on so many nodes, by the slowest link."""
     link = cluster.network if nodes > 1 else cluster.node
     return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
 
@@ -61,8 +59,7 @@ def _spread(cluster: Cluster, nodes: int) -> float:
 
 def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> float:
     """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a
-    sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which a program may
-    send in buckets."""
+    sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which some send."""
     program, shards = run.program, run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, rank_parameters, shards)
     host_s = 0.0
@@ -78,8 +75,7 @@ def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> 
 def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
     """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters
     are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
-    the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head, both
-    ways."""
+    the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head in both."""
     program, layout = run.program, run.layout
     gather_s, reduce_s = _unit_s(run, run.block_parameters, layout.parameter_shards)
     ends = run.stage_parameters(StageSlice(layers=0, embedding=True, head=True))

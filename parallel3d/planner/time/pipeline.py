@@ -14,24 +14,17 @@ _WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats 
 
 
 def pipeline_s(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    virtual_stages: int,
-    times: Sequence[StageTimes],
-    send_s: float = 0.0,
-    at_once: float = inf,
+    name: ScheduleName, pp: int, microbatches: int, times: list[StageTimes], send_s: float = 0.0, at_once: float = inf
 ) -> float:
-    """Returns the makespan of a step's microbatches, in seconds. A transfer between stages takes `send_s`. Ranks that
-    have work divide `at_once` ranks' worth of processors evenly; where those are fewer than ranks, transfers are part
-    of `times`. A schedule repeats itself after a few times the pipeline's depth, so a long one is extrapolated from two
-    short ones."""
+    """Returns the makespan of a step's microbatches, in seconds; `times` are the stages'. A transfer between them takes
+    `send_s`. Ranks that have work divide `at_once` ranks' worth of processors evenly; where those are fewer than ranks,
+    transfers are part of `times`. A long schedule repeats itself and is extrapolated from two short ones."""
     if pp == 1 and at_once >= 1:
         return microbatches * sum(t.forward + t.backward for t in times)
     both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))
 
     def makespan(count: int) -> float:
-        order = _order(name, pp, count, virtual_stages)
+        order = _order(name, pp, count, len(times) // pp)
         return action_starts(order, both)[1] if pp <= at_once else _shared(order, times, at_once)
 
     window = _WINDOW * pp
@@ -43,9 +36,8 @@ def pipeline_s(
 
 @lru_cache(maxsize=256)
 def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ActionOrder:
-    return action_order(
-        build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
-    )
+    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
+    return action_order(schedule)
 
 
 def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> float:
@@ -71,18 +63,12 @@ def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> 
 
 
 def closed_form_s(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    virtual_stages: int,
-    times: Sequence[StageTimes],
-    send_s: float = 0.0,
-    at_once: float = inf,
+    name: ScheduleName, pp: int, microbatches: int, times: list[StageTimes], send_s: float = 0.0, at_once: float = inf
 ) -> float:
     """Adds the slowest rank's work and the bubble of an even pipeline, in seconds; ranks that share processors take no
     less than all their work. The bubble is known for the classic schedules (Narayanan et al. 2021, arXiv 2104.04473,
     section 2.2) and simulated once for the others."""
-    per_rank = [0.0] * pp
+    per_rank, virtual_stages = [0.0] * pp, len(times) // pp
     for rank, stage in zip(placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True):
         per_rank[rank] += stage.forward + stage.backward
     slowest, work = max(per_rank), sum(per_rank)
@@ -95,11 +81,10 @@ def closed_form_s(
 
 @lru_cache(maxsize=256)
 def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> float:
-    """Simulates the bubble of equal stages, in units of a rank's work on one microbatch. Forward and both halves of the
-    backward take equally long."""
+    """Simulates the bubble, in a rank's work on one microbatch, where forward and both halves of backward are equal."""
     each = 1 / (3 * virtual_stages)
     times = [StageTimes(forward=each, input=each, weight=each)] * (pp * virtual_stages)
-    return pipeline_s(name, pp, microbatches, virtual_stages, times) - microbatches
+    return pipeline_s(name, pp, microbatches, times) - microbatches
 
 
 def split_backward_s(

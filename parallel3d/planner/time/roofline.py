@@ -87,8 +87,7 @@ def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1)
 def flash_attention_s(
     kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool
 ) -> float:
-    """Returns the seconds of a tiled causal kernel (Dao 2023, arXiv 2307.08691): half the products under the mask, 5
-    for 2 in the backward."""
+    """Returns a tiled causal kernel's seconds (Dao 2023, arXiv 2307.08691): half the products, 5 for 2 backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
         measured = kernels.process.attention

@@ -64,7 +64,6 @@ class _Pipeline:
     micro: MicrobatchTimes
     stages: list[StageTimes]
     rank_s: list[float]
-    largest_stage: int  # its layers
     send_s: float  # of an activation on its way to the next stage
     blocked_s: float  # what of that holds up the stage that sends
     seconds: float
@@ -85,11 +84,31 @@ class CostCache:
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
     """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
     project's own program on a calibrated host is priced by what was measured there. `known` is filled, and read."""
-    host = _calibrated_host(run)
-    parts = _parts(run, host, _pipeline(run, host, exact=exact, known=known))
-    tokens = run.tokens_per_step / parts.total / run.layout.world_size
+    host, layout = _calibrated_host(run), run.layout
+    pipeline = _pipeline(run, host, exact=exact, known=known)
+    micro, rank_s = pipeline.micro, pipeline.rank_s
+    busiest = rank_s.index(max(rank_s))
+    part, block = run.ranks[busiest], micro.block
+    data_s, optimizer_s, overhead_s = _once_s(run, pipeline) if host is None else host.once_s(part)
+    slowdown = 1.0 if host is None else host.slowdown
+    work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
+    each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
+    p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
+    travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
+    blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
+    parts = TimeParts(
+        compute=work - p2p - end_overhead - blocks * (block.total - block.compute),
+        recompute=blocks * block.recompute,
+        tp=blocks * block.tp,
+        cp=blocks * block.cp,
+        pp_bubble=pipeline.seconds - work - travel,
+        pp_p2p=p2p + travel,
+        dp=blocks * block.dp + data_s,
+        optimizer=optimizer_s,
+        overhead=blocks * block.overhead + end_overhead + overhead_s,
+    )
+    tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
-    layout = run.layout
     hardware = hardware_flops_per_token(run.shape, run.seq_len, layout.recompute, layout.recompute_every)
     return Cost(
         parts=parts,
@@ -102,8 +121,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
 
 
 def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
-    """Returns what the schedule is simulated with: every stage's seconds for one microbatch, and those of a
-    transfer."""
+    """Returns what the schedule is simulated with: each stage's seconds for a microbatch, and those of a transfer."""
     pipeline = _pipeline(run, _calibrated_host(run), exact=False, known=None)
     return pipeline.stages, pipeline.send_s
 
@@ -155,12 +173,11 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         seconds = split_backward_s(layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double)
     else:
         form, at_once = pipeline_s if exact else closed_form_s, inf if host is None else host.at_once
-        seconds = form(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times, send, at_once)
+        seconds = form(layout.schedule, layout.pp, layout.microbatches, times, send, at_once)
     found = _Pipeline(
         micro=micro,
         stages=times,
         rank_s=rank_s,
-        largest_stage=max(part.layers for part in run.stages),
         send_s=send,
         blocked_s=blocked,
         seconds=seconds if host is None else seconds * host.contention,
@@ -185,7 +202,14 @@ def _kernels(run: PlannedRun) -> Kernels:
 
 def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     kernels, layout = _kernels(run), run.layout
-    block, tp = block_times(run, kernels), _tp_s(run)
+    block = block_times(run, kernels)
+    # A block's tp traffic that shows, each way: two all-reduces, or as many reduce-scatters and all-gathers. Sequence
+    # parallelism gathers the inputs once more for the weights' gradients, beside other work (Korthikanti et al. 2022,
+    # arXiv 2205.05198, section 4.2).
+    size, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(layout.tp, 1)
+    is_split = layout.sequence_parallel
+    one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
+    tp = 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
     bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
@@ -198,16 +222,6 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
-
-
-def _tp_s(run: PlannedRun) -> float:
-    """Returns the seconds of a block's tp traffic that show, each way: two all-reduces, or as many reduce-scatters
-    and all-gathers. Sequence parallelism gathers the inputs once more for the weights' gradients, beside other work
-    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2)."""
-    size, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(run.layout.tp, 1)
-    is_split = run.layout.sequence_parallel
-    one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
-    return 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
@@ -227,30 +241,6 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
     return times
 
 
-def _parts(run: PlannedRun, host: CalibratedHost | None, pipeline: _Pipeline) -> TimeParts:
-    layout, micro, rank_s = run.layout, pipeline.micro, pipeline.rank_s
-    busiest = rank_s.index(max(rank_s))
-    part, block = run.ranks[busiest], micro.block
-    data_s, optimizer_s, overhead_s = _once_s(run, pipeline) if host is None else host.once_s(part)
-    slowdown = 1.0 if host is None else host.slowdown
-    work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
-    each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
-    p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
-    travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
-    blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
-    return TimeParts(
-        compute=work - p2p - end_overhead - blocks * (block.total - block.compute),
-        recompute=blocks * block.recompute,
-        tp=blocks * block.tp,
-        cp=blocks * block.cp,
-        pp_bubble=pipeline.seconds - work - travel,
-        pp_p2p=p2p + travel,
-        dp=blocks * block.dp + data_s,
-        optimizer=optimizer_s,
-        overhead=blocks * block.overhead + end_overhead + overhead_s,
-    )
-
-
 def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step."""
     program, layout, micro, cluster = run.program, run.layout, pipeline.micro, run.cluster
@@ -259,34 +249,30 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     if layout.parameter_shards > 1:
         data = sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
     else:
-        data = reduced_once_s(run, parameters, backward * pipeline.largest_stage)
+        data = reduced_once_s(run, parameters, backward * max(part.layers for part in run.stages))
     # AdamW reads weights, two moments and gradients, and writes all but the last, and the computing copy; before it the
     # gradient norm reads every gradient, and clipping writes it.
     bytes_ = parameters / layout.optimizer_shards * 30.0 * program.elementwise
     bytes_ += parameters / layout.gradient_shards * 3 * program.gradient_bytes
-    optimizer = memory_bound_s(_kernels(run), bytes_, launches=40) + _muon_s(run)
+    kernels = _kernels(run)
+    optimizer = memory_bound_s(kernels, bytes_, launches=40)
+    if (muon := run.optimizer.muon) is not None:
+        # Its iterations on the busiest ranks, each of three products, and its two all-to-alls of a rank's part, through
+        # one port each (`optimizers.muon`).
+        blocks, seconds = max(part.layers for part in run.ranks), 0.0
+        precision = "fp32" if muon.item_bytes == 4 else "bf16"
+        ranks, shards = layout.dp * layout.tp, layout.optimizer_shards
+        matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
+        for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
+            short, long = sorted(shape)
+            products = ((short, short, long), (short, short, short), (short, long, short))
+            once_s = sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
+            seconds += muon.iterations * count * once_s
+        own = float(muon.item_bytes * blocks * sum(t.shard(shards) for t in hidden_tables(run.shape, layout.tp)))
+        optimizer += seconds + 2 * all_gather_s(cluster, run.group(ranks, 1), own, one_ring=True)
     if run.shape.tied_embeddings and layout.pp > 1:
         # The two copies of the table, on the first and the last stage, sum their gradients: a ring of two, each sends
         # one half to be summed and then the other, summed.
         table = run.shape.vocab * run.shape.hidden / layout.tp * program.reduce_bytes
         optimizer += 2 * send_s(cluster, table / 2, nodes=-(-layout.world_size // cluster.gpus_per_node))
     return data, optimizer, STEP_OVERHEAD_S
-
-
-def _muon_s(run: PlannedRun) -> float:
-    """Returns the seconds of Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of
-    a rank's part, through one port each (`optimizers.muon`)."""
-    muon, layout = run.optimizer.muon, run.layout
-    if muon is None:
-        return 0.0
-    blocks, kernels, seconds = max(part.layers for part in run.ranks), _kernels(run), 0.0
-    precision = "fp32" if muon.item_bytes == 4 else "bf16"
-    ranks, shards = layout.dp * layout.tp, layout.optimizer_shards
-    matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
-    for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
-        short, long = sorted(shape)
-        products = ((short, short, long), (short, short, short), (short, long, short))
-        once_s = sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
-        seconds += muon.iterations * count * once_s
-    own = blocks * sum(table.shard(shards) for table in hidden_tables(run.shape, layout.tp))
-    return seconds + 2 * all_gather_s(run.cluster, run.group(ranks, 1), float(muon.item_bytes * own), one_ring=True)
