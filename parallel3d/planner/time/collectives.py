@@ -47,7 +47,7 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Seconds of a transfer between neighbouring stages of a pipeline on so many nodes, by the slowest link."""
+    """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the slowest link."""
     link = cluster.network if nodes > 1 else cluster.node
     return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
 
