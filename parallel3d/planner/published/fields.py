@@ -63,7 +63,7 @@ class Fields:
         self.filled.append(f"{section}.{key} ({why})")
 
     def number(self, section: str, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Reads a whole number. Raises ValueError where it is no number or below `least`, or misses without a default."""
+        """Reads a whole number. Raises ValueError where it is no number or below `least`, or has no default."""
         value = self.get(section, key, default)
         if value is None:
             raise ValueError(f"{section}.{key}: is missing and nothing stands for it; the source's figure would do")

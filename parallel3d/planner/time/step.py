@@ -64,7 +64,7 @@ class _Pipeline:
     micro: MicrobatchTimes
     stages: list[StageTimes]
     rank_s: list[float]
-    send_s: float  # of an activation on its way to the next stage
+    send_s: float  # seconds of an activation on its way to the next stage
     blocked_s: float  # what of that holds up the stage that sends
     seconds: float
 
