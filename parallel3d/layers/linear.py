@@ -90,7 +90,8 @@ class ColumnParallelLinear(ParallelModule):
             length, place = out_features * copies // n, self.axis.rank // copies
             self.rows = slice(place * length, (place + 1) * length)
         dim = None if copies > 1 else 0
-        weight = ParameterSpec((out_features, in_features), dim, init, copies > 1, self.uneven)
+        shape = (out_features, in_features)
+        weight = ParameterSpec(shape, dim, init, partial_gradient=copies > 1, uneven=self.uneven)
         self.add_parameter("weight", weight)
         self.add_parameter("bias", replace(weight, shape=(out_features,), init=bias_init) if bias else None)
 
@@ -127,7 +128,7 @@ class RowParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
-        whole_bias = ParameterSpec((out_features,), None, bias_init, self.sequence_parallel)
+        whole_bias = ParameterSpec((out_features,), None, bias_init, partial_gradient=self.sequence_parallel)
         self.add_parameter("bias", whole_bias if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +68,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dim: int | None
     init: Initializer
+    _: KW_ONLY
     partial_gradient: bool = False  # each tp rank computes a summand of the gradient (norms under sequence parallelism)
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 

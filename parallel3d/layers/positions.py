@@ -29,7 +29,8 @@ class LearnedPositions(ParallelModule):
     def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)) -> None:
         super().__init__(tp)
         self.longest = longest
-        self.add_parameter("weight", ParameterSpec((longest, hidden), None, init, self.sequence_parallel))
+        spec = ParameterSpec((longest, hidden), None, init, partial_gradient=self.sequence_parallel)
+        self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         own, parts = x.shape[1], self.axis.size if self.sequence_parallel else 1
