@@ -22,6 +22,7 @@ from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
+from parallel3d.row_split import shard_rows
 from parallel3d.schedules.balance import balanced_cut
 
 CARDS = shape_cards()
@@ -40,9 +41,9 @@ def on_tp_rank(tp: int, rank: int) -> Iterator[None]:
         yield
 
 
-def numel(module: nn.Module) -> int:
-    """Counts numbers, those of a shared parameter once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def numel(module: nn.Module, shards: int = 1) -> int:
+    """Counts numbers on the first of the data ranks that split each parameter's rows, those of a shared one once."""
+    return sum(len(shard_rows(len(p), 0, shards)) * (p.numel() // len(p)) for p in module.parameters())
 
 
 def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, StageSlice]]:
@@ -90,7 +91,7 @@ def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name:
     assert total_parameters(shape) == whole + (shape.layers - 3) * block
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3.2-1b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt3-2.7b", "llama3.2-1b", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("pp", [1, 3, 8])
 def test_the_trainers_own_cut_of_a_whole_model_adds_up(name: str, pp: int) -> None:
     config = config_of(name)
@@ -100,6 +101,7 @@ def test_the_trainers_own_cut_of_a_whole_model_adds_up(name: str, pp: int) -> No
     for module, part in stages(config, layers):
         own = rank_numel(shape, (part,), 1)
         assert own == numel(module)
+        assert rank_numel(shape, (part,), 1, shards=1024) == numel(module, 1024)  # more ranks than some vectors fill
         counted += own
     tied_twice = shape.vocab * shape.hidden if shape.tied_embeddings and pp > 1 else 0
     assert counted == total_parameters(shape) + tied_twice

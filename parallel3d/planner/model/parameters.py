@@ -88,7 +88,8 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
     """Returns what a stage has of embedding and head on a tp rank; a tied table comes once where it has both."""
-    rows, tables, norm = vocabulary_rows(shape, tp, rank), [], Table(shape.norm_parameters)
+    rows, tables = vocabulary_rows(shape, tp, rank), []
+    norm = Table(shape.hidden, times=shape.norm_parameters // shape.hidden)  # data ranks split each of its vectors
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
         if shape.positions == "learned":
