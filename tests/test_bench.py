@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,9 +16,11 @@ from torch import Tensor
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
+from parallel3d.tools import clock as clock_module
 from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench import layers as layers_bench
 from parallel3d.tools.bench import step as step_bench
-from parallel3d.tools.bench.harness import check_agreement, run_ranks
+from parallel3d.tools.bench.harness import check_agreement, device_of_rank, run_cases, run_ranks
 from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary, PlainStack
 from parallel3d.tools.bench.report import (
     Options,
@@ -39,6 +42,7 @@ from parallel3d.tools.bench.step import (
     recipe,
 )
 from parallel3d.tools.bench.torch_stack import cut_stage
+from parallel3d.tools.clock import DeviceClock
 
 TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
 TINY_SIZE = StepSize(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
@@ -185,3 +189,80 @@ def test_plain_stack_does_not_depend_on_the_microbatch_size() -> None:
     one, four = PlainStack(base, weights_of(TINY)), PlainStack(base, weights_of(TINY))
     for _ in range(2):
         assert one.train_step(by_ones) == pytest.approx(four.train_step(by_fours), rel=1e-5)
+
+
+def test_the_clock_of_a_cpu_is_read_around_the_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+    calls: list[str] = []
+
+    def takes(seconds: float, what: str) -> None:
+        now[0] += seconds
+        calls.append(what)
+
+    clock = DeviceClock(torch.device("cpu"))
+    assert clock.seconds(lambda: takes(2.0, "work"), 3, ahead=lambda: takes(50.0, "ahead")) == 2.0
+    assert calls == ["ahead", "work", "work", "work"]
+
+
+def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert told[-1] == "synchronize"
+            return 6.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    seconds = DeviceClock(torch.device("cuda")).seconds(lambda: told.append("work"), 2)
+    assert seconds == pytest.approx(0.003)
+    assert told == ["record", "work", "work", "record", "synchronize"]
+
+
+def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [device_of_rank("cuda", rank, 2) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert os.environ == {}
+    assert device_of_rank("cuda", 3, 4) == torch.device("cuda", 1)
+    assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SHM_DISABLE"]) == ("r3", "1")
+    assert device_of_rank("cpu", 3, 4) == torch.device("cpu")
+
+
+def test_a_case_that_needs_more_gpus_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine without a GPU every case of the GPU's tables is one."""
+    cases = step_bench.timed_cases(measure, step_bench.GPU_SIZES, LAYOUTS)
+    if torch.cuda.device_count() == 0:
+        assert run_cases(cases, Options(device="cuda")) == []
+        assert capsys.readouterr().err.count("left out: it needs") == len(cases) == 3 * len(LAYOUTS)
+    assert all(case.cpu_bar is None for case in cases.values())
+    blocks = step_bench.timed_cases(measure, layers_bench.GPU_SIZES, layers_bench.LAYOUTS)
+    assert {case.wall_bar for case in blocks.values()} == {1.15, 1.05}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("data", "bench data runs on CPUs; on GPUs run step, layers, pipeline"), ("step", "sees no GPU")],
+)
+def test_gpus_that_cannot_be_used_are_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available() and name == "step":
+        pytest.skip("this machine has a GPU")
+    assert bench.main([name, "--device", "cuda"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_peer_in_bf16_trains_like_ours_in_bf16() -> None:
+    """The peer computes by autocast in one process, and by `fully_shard`'s own policy on data ranks, as on GPUs."""
+    size = replace(TINY_SIZE, precision="bf16")
+    for parallel in (ParallelConfig(), ParallelConfig(dp_shard=2)):
+        (round_,) = run_ranks(measure, size, parallel, 1, 1, world_size=parallel.world_size)
+        assert round_.ours.wall_s > 0 and round_.peer.wall_s > 0

@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Literal
 
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 
 BENCHMARKS = ("data", "step", "layers", "local_sgd", "pipeline", "planner")  # the module NAME has `bench_NAME`
+ON_GPUS = ("step", "layers", "pipeline")
 _EPILOG = """\
 benchmarks:
   data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
@@ -28,7 +30,9 @@ benchmarks:
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
 
 A ratio is ours / peer: smaller is better. Progress goes to stderr, results to stdout. An idle machine gives the
-steadiest numbers; processor time is the less disturbed of the two units.
+steadiest numbers; processor time is the less disturbed of the two units. On GPUs (step,
+layers, pipeline; NCCL, sizes of their own) wall time is that of the stream, the peer is compiled, and a case that needs
+more GPUs than there are is left out.
 """
 
 
@@ -45,13 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=whole, help="rounds of ours and peer in turn")
     parser.add_argument("--steps", type=whole, help="steps of each in a round")
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only the cases whose names hold this")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): GPUs where they can be used"
+    )
     try:
         args = parser.parse_args(arguments)
         module = import_module(f"parallel3d.tools.bench.{args.name}")  # imports torch, which --help does not wait for
         bench: Callable[[Options], list[ResultRow]] = vars(module)[f"bench_{args.name}"]
-        rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case))
+        device = _device(args.name, args.device)
+        rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case, device=device))
     except Parallel3dError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(as_json(rows) if args.json else as_table(rows))
     return 0
+
+
+def _device(name: str, wanted: str) -> Literal["cpu", "cuda"]:
+    """Returns the device that a benchmark runs on. Raises ConfigError where GPUs are asked for in vain."""
+    import torch
+
+    if wanted == "cuda" and name not in ON_GPUS:
+        raise ConfigError(f"--device cuda: bench {name} runs on CPUs; on GPUs run {', '.join(ON_GPUS)}")
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: torch sees no GPU on this host; try --device cpu")
+    return "cuda" if has_gpu and wanted != "cpu" and name in ON_GPUS else "cpu"

@@ -3,12 +3,13 @@ and the peak memory of the loss in chunks against the whole.
 
 The peer of a block is the same block in plain torch, from the same weights, laid out by `parallelize_module` (DTensor)
 as `bench step` lays it out. Outputs and input gradients must agree before anything is timed. Overhead rules at
-`hidden 64`, and matrix products at `hidden 1024`.
+`hidden 64`, and matrix products at `hidden 1024`. On GPUs the block is one of Llama 3 8B, and its peer is compiled.
 """
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +21,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import initial_weights, named_specs, set_fused_gradients
+from parallel3d.layers.parameter import Placement, initial_weights, named_specs, set_fused_gradients
 from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
+from parallel3d.parallelize import compile_blocks
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, check_agreement, run_cases, run_ranks, time_in_turn
+from parallel3d.tools.bench.harness import (
+    AGREEMENT,
+    Case,
+    check_agreement,
+    lacks_devices,
+    own_device,
+    run_cases,
+    run_ranks,
+    time_in_turn,
+)
 from parallel3d.tools.bench.plain_llama import PlainLlama
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
-from parallel3d.tools.bench.step import StepLayout, StepSize, timed_cases
+from parallel3d.tools.bench.step import BF16_AGREEMENT, StepLayout, StepSize, timed_cases
 from parallel3d.tools.bench.torch_stack import apply_tp
 
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block without embedding and head
@@ -48,6 +59,17 @@ SIZES = (
         steps=3,
     ),
 )
+_LLAMA_8B = StepSize(
+    name="Llama 8B",
+    model=ModelConfig(layers=1, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, vocab=64),
+    seq_len=8192,
+    rounds=5,
+    steps=10,
+    device="cuda",
+    precision="bf16",
+    wall_bar=1.15,
+)
+GPU_SIZES = (_LLAMA_8B, replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05))
 TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # processor time, ours / DTensor's
 LAYOUTS = (
     StepLayout(name="one process", parallel=ParallelConfig()),
@@ -61,7 +83,8 @@ LOSS_BAR = 0.25
 def bench_layers(options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, and returns their rows. Rows against one process need the size's case
     `one process` among them."""
-    cases: dict[str, Case] = {**timed_cases(measure, SIZES, LAYOUTS, prefix="block of ")}
+    sizes = GPU_SIZES if options.device == "cuda" else SIZES
+    cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
     for tp in (1, 2):
         name = f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp {tp}"
         cases[name] = partial(bench_loss, name, tp)
@@ -71,19 +94,28 @@ def bench_layers(options: Options) -> list[ResultRow]:
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn on one sequence."""
     model, is_cut = size.model, parallel.sequence_parallel
-    tp = init_device_mesh("cpu", (parallel.tp,)) if parallel.tp > 1 else None
+    tp = init_device_mesh(size.device, (parallel.tp,)) if parallel.tp > 1 else None
+    settings, dtype = size.peer_settings(), torch.bfloat16 if size.precision == "bf16" else torch.float32
+    device = settings.device
     weights = initial_weights(Llama(model, device="meta"), 0)
-    ours = cut(Llama(model, tp=tp, sequence_parallel=is_cut), _MIDDLE)
+    ours = cut(Llama(model, tp=tp, sequence_parallel=is_cut, device=device), _MIDDLE).to(dtype)
     set_fused_gradients(ours, True)
+    if size.is_compiled:
+        compile_blocks(ours)
     with torch.no_grad():
         for name, spec in named_specs(ours):
             local_tensor(ours.get_parameter(name)).copy_(spec.local_part(weights[name], Axis.of(tp)))
-    peer = PlainLlama(model)
+    with device:
+        peer = PlainLlama(model)
     peer.embed = peer.norm = peer.head = None
     peer.load(weights)
+    peer.to(dtype)
     if tp is not None:
         apply_tp(peer, tp, is_cut)
-    x, grad = torch.randn((2, 1, size.seq_len, model.hidden), generator=torch.Generator().manual_seed(0))
+    settings.compile(peer)
+    x, grad = torch.randn((2, 1, size.seq_len, model.hidden), generator=torch.Generator().manual_seed(0)).to(
+        device, dtype
+    )
     if is_cut:
         x, grad = (part.chunk(parallel.tp, dim=1)[dist.get_rank()].contiguous() for part in (x, grad))
 
@@ -95,25 +127,32 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         assert leaf.grad is not None
         return y.detach(), leaf.grad
 
-    check_agreement(zip(("output", "input gradient"), step(ours), step(peer), strict=True))
-    return time_in_turn(lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps)
+    results = zip(("output", "input gradient"), step(ours), step(peer), strict=True)
+    check_agreement(results, AGREEMENT if dtype == torch.float32 else BF16_AGREEMENT)
+    return time_in_turn(lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps, device=device)
 
 
 def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
     """Compares the peak memory, above what was there before, of head and loss in chunks with that of all tokens at
     once. Forward and backward count, and each runs in a fresh process."""
-    chunked, whole = (run_ranks(peak_of_loss, tp, in_chunks, world_size=tp) for in_chunks in (True, False))
+    device = options.device
+    if lacks_devices(device, tp):
+        return []
+    chunked, whole = (
+        run_ranks(peak_of_loss, tp, in_chunks, device, world_size=tp, device=device) for in_chunks in (True, False)
+    )
     return [row_of(case, "peak_mib", [(chunked / 2**20, whole / 2**20)], LOSS_BAR)]
 
 
-def peak_of_loss(tp: int, in_chunks: bool) -> int:
-    """Runs on every rank, and returns rank 0's peak in bytes."""
-    mesh = init_device_mesh("cpu", (tp,)) if tp > 1 else None
-    head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=mesh)
+def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
+    """Runs on every rank, and returns rank 0's peak in bytes: of the process, or of a GPU's allocator."""
+    device = own_device(device_type)
+    mesh = init_device_mesh(device_type, (tp,)) if tp > 1 else None
+    head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=Placement(mesh, device=device))
 
     def step(tokens: int) -> None:
-        x = torch.randn(1, tokens, LOSS_HIDDEN, requires_grad=True)
-        labels = torch.randint(LOSS_VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
+        x = torch.randn(1, tokens, LOSS_HIDDEN, device=device, requires_grad=True)
+        labels = torch.randint(LOSS_VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
         if in_chunks:
             losses = head_cross_entropy(x, labels, head, chunk_tokens=LOSS_CHUNK)
         else:
@@ -123,6 +162,11 @@ def peak_of_loss(tp: int, in_chunks: bool) -> int:
 
     step(8)  # the libraries' own pages come into memory when first used
     gc.collect()
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step(LOSS_TOKENS)
+        return torch.cuda.max_memory_allocated(device) - before
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
     before = _memory_bytes("VmRSS")
     step(LOSS_TOKENS)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,16 @@ from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
 from parallel3d.timeline.spans import Span, Timeline
-from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_cases, run_ranks, time_in_turn
+from parallel3d.tools.bench.harness import (
+    Case,
+    TimedCase,
+    check_agreement,
+    lacks_devices,
+    own_device,
+    run_cases,
+    run_ranks,
+    time_in_turn,
+)
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 
 BUBBLE_STEPS = 7
@@ -57,6 +66,7 @@ class StageSize:
     rounds: int
     steps: int  # in a round
     cpu_bar: float
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,7 @@ class PipelineCase:
 OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
 # Matrix products of tens of milliseconds, beside which a transfer is nothing.
 COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
+GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
 TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # the stages of a rank, and torch's own
     "1f1b": (1, Schedule1F1B),
     "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
@@ -91,8 +102,11 @@ BUBBLE_SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, and returns their rows."""
+    overhead, compute = OVERHEAD, COMPUTE
+    if options.device == "cuda":
+        overhead, compute = (replace(size, device="cuda") for size in (OVERHEAD, GPU_COMPUTE))
     cases: dict[str, Case] = {}
-    for size in (OVERHEAD, COMPUTE):
+    for size in (overhead, compute):
         for schedule, (stages, _) in TORCH_SCHEDULES.items():
             for pp in (2, 4):
                 case = PipelineCase(size=size, schedule=schedule, pp=pp, virtual_stages=stages)
@@ -102,26 +116,33 @@ def bench_pipeline(options: Options) -> list[ResultRow]:
                     world_size=pp,
                     rounds=size.rounds,
                     steps=size.steps,
-                    cpu_bar=size.cpu_bar,
+                    cpu_bar=size.cpu_bar if size.device == "cpu" else None,
                 )
     for schedule, stages in BUBBLE_SCHEDULES.items():
-        case = PipelineCase(size=COMPUTE, schedule=schedule, pp=2, virtual_stages=stages)
+        case = PipelineCase(size=compute, schedule=schedule, pp=2, virtual_stages=stages)
         name = f"bubble: {schedule}, pp {case.pp}, measured against simulated"
         cases[name] = partial(_bubble, name, case)
-    case = PipelineCase(size=OVERHEAD, schedule="1f1b", pp=2)
+    case = PipelineCase(size=overhead, schedule="1f1b", pp=2)
     name = f"memory: {MEMORY_STEPS} steps of {case.name}, after against before"
     cases[name] = partial(_memory, name, case)
     return run_cases(cases, options)
 
 
 def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
-    found = run_ranks(measure_bubble, case, options.steps or BUBBLE_STEPS, world_size=case.pp)
+    if lacks_devices(case.size.device, case.pp):
+        return []
+    steps, device = options.steps or BUBBLE_STEPS, case.size.device
+    found = run_ranks(measure_bubble, case, steps, world_size=case.pp, device=device)
     return [row_of(name, "bubble_percent", [found], bar=(found[1] + BUBBLE_POINTS) / found[1])]
 
 
 def _memory(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
-    after_and_before = run_ranks(measure_memory, case, MEMORY_STEPS, world_size=case.pp)
-    return [row_of(name, "rss_mib", [after_and_before], bar=MEMORY_BAR)]
+    if lacks_devices(case.size.device, case.pp):
+        return []
+    after_and_before = run_ranks(measure_memory, case, MEMORY_STEPS, world_size=case.pp, device=case.size.device)
+    return [
+        row_of(name, "rss_mib" if case.size.device == "cpu" else "allocated_mib", [after_and_before], bar=MEMORY_BAR)
+    ]
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
@@ -135,7 +156,7 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
             assert mine.grad is not None and other.grad is not None
             results.append(("a gradient's norm", mine.grad.norm().item(), other.grad.norm().item()))
     check_agreement(results)
-    return time_in_turn(ours, peer, rounds=rounds, steps=steps)
+    return time_in_turn(ours, peer, rounds=rounds, steps=steps, device=own_device(case.size.device))
 
 
 def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
@@ -144,7 +165,7 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
     schedule, step = case.build(), build_ours(case, own_stages(case))
     pairs = []
     for number in range(steps + 1):
-        recorder = Recorder(torch.device("cpu"))
+        recorder = Recorder(own_device(case.size.device))
         dist.barrier()
         step(recorder=recorder)
         if number == 0:
@@ -160,15 +181,18 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
 
 
 def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Returns the resident memory of both ranks together, in MiB, after and before so many steps. Some steps go before,
-    to warm up."""
-    stages = own_stages(case)
+    """Returns the memory of both ranks together, in MiB, after and before so many steps: what is resident, or allocated
+    on a GPU. Some steps go before, to warm up."""
+    stages, device = own_stages(case), own_device(case.size.device)
     step, resident = _from_no_gradients(build_ours(case, stages), stages), []
     for count in (20, steps):
         for index in range(count):
             step(index)
         gc.collect()
-        total = torch.tensor(int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB)
+        mib = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB
+        if device.type == "cuda":
+            mib = torch.cuda.memory_allocated(device) / 2**20
+        total = torch.tensor(mib, device=device)
         dist.all_reduce(total)
         resident.append(total.item())
     return resident[1], resident[0]
@@ -182,27 +206,31 @@ def own_stages(case: PipelineCase) -> list[nn.Module]:
         nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width), nn.LayerNorm(width))
         for _ in range(schedule.stages)
     ]
-    return [stages[index] for index in schedule.stages_of(dist.get_rank())]
+    device = own_device(case.size.device)
+    return [stages[index].to(device) for index in schedule.stages_of(dist.get_rank())]
 
 
 def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Tensor]:
     """Returns a step of this project's runtime, which gives the loss on the last stage's rank."""
-    pp = init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",))
+    pp = init_device_mesh(case.size.device, (case.pp,), mesh_dim_names=("pp",))
     boundary = TensorSpec((case.size.rows, case.size.width))
-    runtime = PipelineRuntime(stages, case.build(), pp, nn.functional.mse_loss, boundaries=boundary)
+    runtime = PipelineRuntime(
+        stages, case.build(), pp, nn.functional.mse_loss, boundaries=boundary, device=own_device(case.size.device)
+    )
     return partial(runtime.run, *_batch(case))
 
 
 def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
     """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours leaves out."""
-    schedule, group = case.build(), init_device_mesh("cpu", (case.pp,), mesh_dim_names=("pp",)).get_group()
-    rank, example = dist.get_rank(), torch.empty(case.size.rows, case.size.width, requires_grad=True)
+    schedule, device = case.build(), own_device(case.size.device)
+    group = init_device_mesh(device.type, (case.pp,), mesh_dim_names=("pp",)).get_group()
+    rank, example = dist.get_rank(), torch.empty(case.size.rows, case.size.width, device=device, requires_grad=True)
     stages = [
         PipelineStage(
             module,
             index,
             schedule.stages,
-            torch.device("cpu"),
+            device,
             input_args=example if index > 0 else example.detach(),
             output_args=example,
             group=group,
@@ -218,7 +246,7 @@ def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Ten
     def step() -> Tensor:
         losses: list[Tensor] = []
         peer.step(*first, target=target, losses=losses, return_outputs=False)
-        return sum(losses, torch.zeros(()))
+        return sum(losses, torch.zeros((), device=device))
 
     return step
 
@@ -226,7 +254,8 @@ def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Ten
 def _batch(case: PipelineCase) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     inputs, labels = torch.randn(2, case.size.microbatches, case.size.rows, case.size.width)
-    return inputs, labels
+    device = own_device(case.size.device)
+    return inputs.to(device), labels.to(device)
 
 
 def _from_no_gradients(step: Callable[[], Tensor], stages: list[nn.Module]) -> Callable[[int], float]:

@@ -11,6 +11,8 @@ Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -133,21 +135,46 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """How a peer trains: on which device, by bf16 products of float32 weights or in float32, compiled or not."""
+
+    device: torch.device = torch.device("cpu")
+    is_bf16: bool = False
+    is_compiled: bool = False
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Returns the context of a forward."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.is_bf16 else nullcontext()
+
+    def compile(self, model: PlainLlama) -> None:
+        """Compiles each block, as users of torch's own stack do, where the peer is compiled."""
+        for layer in model.layers.values() if self.is_compiled else ():
+            layer.compile()
+
+
+FLOAT32_CPU = PeerSettings()
+
+
 class PlainStack:
     """One process, whose `train_step` takes the whole global batch whatever layout `recipe.parallel` names."""
 
-    def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-        self.grad_clip = recipe.train.grad_clip
-        self.model = PlainLlama(recipe.model)
+    def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU) -> None:
+        self.grad_clip, self.settings = recipe.train.grad_clip, settings
+        with settings.device:
+            self.model = PlainLlama(recipe.model)
         self.model.load(weights)
+        settings.compile(self.model)
         self.optimizers: list[torch.optim.Optimizer] = [adamw(self.model.parameters(), recipe.optimizer.resolved)]
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
         """One step on `batch`; returns the mean loss over its tokens and the norm of its gradient."""
         self.model.zero_grad()
-        total = torch.zeros(())
-        for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
-            loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
+        device = self.settings.device
+        total = torch.zeros((), device=device)
+        for inputs, labels in zip(batch.inputs.to(device), batch.labels.to(device), strict=True):
+            with self.settings.autocast():
+                loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
             loss.backward()
             total += loss.detach()
         # An infinite limit measures the norm and leaves the gradient as it is.
@@ -170,5 +197,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Returns AdamW at the peak learning rate, held constant."""
-    groups = parameter_groups(parameters, config)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=True)
+    parameters = list(parameters)
+    groups, on_gpu = parameter_groups(parameters, config), any(parameter.is_cuda for parameter in parameters)
+    kernels = {"fused": True} if on_gpu else {"foreach": True}  # which is the faster one there
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Literal
 
 from parallel3d.errors import ConfigError
 
@@ -21,6 +22,7 @@ class Options:
     rounds: int | None = None
     steps: int | None = None  # in a round, of each contestant
     case: str = ""  # run only the cases whose names hold this
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +70,14 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
         yield name
 
 
-def rows_against_peer(case: str, rounds: Sequence[Round], cpu_bar: float | None) -> list[ResultRow]:
+def rows_against_peer(
+    case: str, rounds: Sequence[Round], cpu_bar: float | None, wall_bar: float | None = None
+) -> list[ResultRow]:
     """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a
     round."""
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
-    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall)]
+    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall, wall_bar)]
 
 
 def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:

@@ -9,33 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recipe, TrainConfig
 from parallel3d.data.loader import Batch
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.harness import TimedCase, check_agreement, run_cases, time_in_turn
-from parallel3d.tools.bench.plain_llama import PlainStack
+from parallel3d.tools.bench.harness import AGREEMENT, TimedCase, check_agreement, own_device, run_cases, time_in_turn
+from parallel3d.tools.bench.plain_llama import PeerSettings, PlainStack
 from parallel3d.tools.bench.report import Options, ResultRow, Round
 from parallel3d.tools.bench.torch_stack import TorchStack
 from parallel3d.training.trainer import Trainer
 
 TrainStep = Callable[[Batch], float]
+BF16_AGREEMENT = 2e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """A model, a sequence length, and how long to measure it."""
+    """A model, a sequence length, how long to measure it, and on what. On a GPU the peer is always compiled, and
+    `is_compiled` says whether ours is; `wall_bar` is what ours promises of the stream's time, ours / peer."""
 
     name: str
     model: ModelConfig
     seq_len: int
     rounds: int
     steps: int  # in a round
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "fp32"
+    is_compiled: bool = False
+    wall_bar: float | None = None
+
+    def peer_settings(self) -> PeerSettings:
+        """Returns how the peer trains this size, on this rank."""
+        on_gpu = self.device == "cuda"
+        return PeerSettings(
+            device=own_device(self.device), is_bf16=self.precision == "bf16", is_compiled=on_gpu or self.is_compiled
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +76,20 @@ COMPUTE = StepSize(
     steps=1,
 )
 SIZES = (OVERHEAD, COMPUTE)
+_GPU_COMPUTE = StepSize(  # four blocks of Llama 3 8B, a quarter of its vocabulary
+    name="compute",
+    model=ModelConfig(layers=4, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, vocab=32_064),
+    seq_len=4096,
+    rounds=3,
+    steps=2,
+    device="cuda",
+    precision="bf16",
+)
+GPU_SIZES = (
+    replace(OVERHEAD, device="cuda"),
+    _GPU_COMPUTE,
+    replace(_GPU_COMPUTE, name="compute, compiled", is_compiled=True),
+)
 LAYOUTS = (
     StepLayout(name="single", parallel=ParallelConfig()),
     StepLayout(name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}),
@@ -79,7 +107,8 @@ LAYOUTS = (
 def bench_step(options: Options) -> list[ResultRow]:
     """Times every case that `options` names, and returns their rows. Rows against one process need the size's case
     `single` among them."""
-    return run_cases(timed_cases(measure, SIZES, LAYOUTS), options)
+    sizes = GPU_SIZES if options.device == "cuda" else SIZES
+    return run_cases(timed_cases(measure, sizes, LAYOUTS), options)
 
 
 def timed_cases(
@@ -97,18 +126,27 @@ def timed_cases(
                 world_size=layout.parallel.world_size,
                 rounds=size.rounds,
                 steps=size.steps,
-                cpu_bar=layout.cpu_bars.get(size.name),
+                cpu_bar=layout.cpu_bars.get(size.name) if size.device == "cpu" else None,
+                wall_bar=size.wall_bar,
                 one_process=first,
             )
     return cases
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
-    """Returns a recipe with 8 sequences a step in microbatches of 1, float32, and a constant learning rate."""
+    """Returns a recipe with 8 sequences a step in microbatches of 1, and a constant learning rate."""
     return Recipe(
         model=size.model,
         parallel=replace(parallel, microbatch_size=1),
-        train=TrainConfig(steps=1_000_000, global_batch_size=8, seq_len=size.seq_len, grad_clip=1.0, device="cpu"),
+        train=TrainConfig(
+            steps=1_000_000,
+            global_batch_size=8,
+            seq_len=size.seq_len,
+            grad_clip=1.0,
+            precision=size.precision,
+            compile=size.is_compiled,
+            device=size.device,
+        ),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), warmup_steps=0, min_lr_ratio=1.0),
     )
 
@@ -116,13 +154,14 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks this project's trainer against torch's own stack, or against the plain loop where
     there is one process, from the same weights; then times them in turn."""
-    plan = recipe(size, parallel)
-    trainer = Trainer(plan, mesh=build_mesh(plan.parallel, "cpu"), device=torch.device("cpu"), model_class=Llama)
+    plan, settings = recipe(size, parallel), size.peer_settings()
+    device = settings.device
+    trainer = Trainer(plan, mesh=build_mesh(plan.parallel, size.device), device=device, model_class=Llama)
     weights = initial_weights(Llama(plan.model, device="meta"), plan.train.seed)
     if parallel.world_size == 1:
-        stack: PlainStack | TorchStack = PlainStack(plan, weights)
+        stack: PlainStack | TorchStack = PlainStack(plan, weights, settings)
     else:
-        stack = TorchStack(plan, build_mesh(plan.parallel, "cpu"), weights)
+        stack = TorchStack(plan, build_mesh(plan.parallel, size.device), weights, settings)
     # Two steps agree, because the second one depends on the first one's gradients; they warm up both as well.
     ours, peer = (lambda batch: trainer.train_step(batch).loss), (lambda batch: stack.train_step(batch)[0])
     return time_train_steps(plan, ours, peer, agreement_steps=2, rounds=rounds, steps=steps)
@@ -135,8 +174,12 @@ def time_train_steps(
     then times them in turn on further batches. Raises RankError where the losses differ."""
     batches = [random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)]
     first, further = batches[:agreement_steps], batches[agreement_steps:]
-    check_agreement((f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first))
-    return time_in_turn(lambda at: ours(further[at]), lambda at: peer(further[at]), rounds=rounds, steps=steps)
+    losses = ((f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first))
+    check_agreement(losses, BF16_AGREEMENT if recipe.train.precision == "bf16" else AGREEMENT)
+    device = own_device(recipe.train.device)
+    return time_in_turn(
+        lambda at: ours(further[at]), lambda at: peer(further[at]), rounds=rounds, steps=steps, device=device
+    )
 
 
 def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
-from parallel3d.tools.bench.plain_llama import PlainLlama, adamw, token_loss
+from parallel3d.tools.bench.plain_llama import FLOAT32_CPU, PeerSettings, PlainLlama, adamw, token_loss
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
@@ -77,12 +78,16 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
         parallelize_module(layer, mesh, block, src_data_rank=None)
 
 
-def apply_fsdp(model: PlainLlama, mesh: DeviceMesh) -> None:
+def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) -> None:
     """Shards over `mesh`, one group a block. A block stays gathered until the last microbatch's backward: gathering it
-    anew for each one only costs time."""
+    anew for each one only costs time. With `is_bf16` parameters are gathered in bf16, and gradients summed in float32.
+    """
+    policy = MixedPrecisionPolicy()
+    if is_bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
@@ -98,25 +103,35 @@ class TorchStack:
     """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global batch. `mesh` has
     all four axes."""
 
-    def __init__(self, recipe: Recipe, mesh: DeviceMesh, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: DeviceMesh,
+        weights: Mapping[str, Tensor],
+        settings: PeerSettings = FLOAT32_CPU,
+    ) -> None:
         parallel = recipe.parallel
-        if recipe.model.tied_embeddings or parallel.recompute != "none" or recipe.train.precision != "fp32":
-            raise ConfigError("TorchStack trains in fp32, without tied embeddings and without recompute")
+        precision = "bf16" if settings.is_bf16 else "fp32"
+        if recipe.model.tied_embeddings or parallel.recompute != "none" or recipe.train.precision != precision:
+            raise ConfigError(f"TorchStack trains in {precision}, without tied embeddings and without recompute")
         if parallel.schedule != "1f1b" or parallel.dp_replicate > 1:
             raise ConfigError("TorchStack pipelines by 1f1b alone, and shards over dp_shard alone")
         self.mesh = mesh
         self.grad_clip = recipe.train.grad_clip
         self.microbatches = recipe.microbatches
         stage = mesh["pp"].get_local_rank()
-        self.model = cut_stage(recipe.model, stage, parallel.pp).to_empty(device="cpu")
+        self.model = cut_stage(recipe.model, stage, parallel.pp).to_empty(device=settings.device)
         self.model.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
         if parallel.tp > 1:
             apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
+        settings.compile(self.model)
+        # What is gathered in bf16 is computed in bf16, and needs no autocast.
+        self.settings = replace(settings, is_bf16=settings.is_bf16 and parallel.dp == 1)
         if parallel.dp > 1:
-            apply_fsdp(self.model, mesh["dp_shard"])
+            apply_fsdp(self.model, mesh["dp_shard"], is_bf16=settings.is_bf16)
         self.schedule: Schedule1F1B | None = None
         if parallel.pp > 1:
-            part = PipelineStage(self.model, stage, parallel.pp, torch.device("cpu"), group=mesh.get_group("pp"))
+            part = PipelineStage(self.model, stage, parallel.pp, settings.device, group=mesh.get_group("pp"))
             # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
             self.schedule = Schedule1F1B(part, self.microbatches, loss_fn=self._loss, scale_grads=False)
         self.optimizer = adamw(self.model.parameters(), recipe.optimizer)
@@ -127,8 +142,10 @@ class TorchStack:
     def train_step(self, batch: Batch) -> tuple[float, float]:
         """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
         self.optimizer.zero_grad()
+        device = self.settings.device
+        inputs, labels = batch.inputs.to(device), batch.labels.to(device)
         with loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext():
-            loss = sum(self._losses(batch.inputs, batch.labels), torch.zeros(()))
+            loss = sum(self._losses(inputs, labels), torch.zeros((), device=device))
         if self.mesh["dp_shard"].size() > 1:
             dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))
             loss = loss / self.mesh["dp_shard"].size()
@@ -151,12 +168,14 @@ class TorchStack:
             losses: list[Tensor] = []
             first = (inputs.flatten(0, 1),) if self.model.embed is not None else ()
             target = labels.flatten(0, 1) if self.model.head is not None else None
-            self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
+            with self.settings.autocast():
+                self.schedule.step(*first, target=target, losses=losses, return_outputs=False)
             yield from (_whole(loss.detach()) for loss in losses)
             return
         for index in range(self.microbatches):
             sync_in_last_backward(self.model, index, index == self.microbatches - 1)
-            loss = self._loss(self.model(inputs[index]), labels[index])
+            with self.settings.autocast():
+                loss = self._loss(self.model(inputs[index]), labels[index])
             loss.backward()
             yield _whole(loss.detach())
 
