@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from parallel3d.config.recipe import ParallelConfig
@@ -18,17 +19,19 @@ from parallel3d.planner.time.pipeline import pipeline_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
 from parallel3d.tools.calibrate import check as check
-from parallel3d.tools.calibrate.fit import larger_job, overhead_of
+from parallel3d.tools.calibrate.fit import larger_job, overhead_of, process_tree
 from parallel3d.tools.calibrate.hardware_file import ANY, hardware_text
+from parallel3d.tools.calibrate.kernels import in_turn, timed_s
 from parallel3d.tools.calibrate.probes import (
-    LARGER,
     LARGER_LAYERS,
     LARGER_MICROBATCHES,
-    LARGER_SIZES,
+    ON_CPU,
+    ON_GPU,
     TINY,
     TINY_LAYERS,
     TINY_MICROBATCHES,
     TINY_SEQ,
+    LargerRuns,
     probe_name,
     probes,
 )
@@ -39,21 +42,22 @@ BYTE_S = 4e-10  # seconds per byte of every other operator
 GRADIENT_S = 1e-9  # seconds per weight and microbatch
 
 
-def larger_blocks() -> dict[tuple[int, int], float]:
+def larger_blocks(larger: LargerRuns = ON_CPU) -> dict[tuple[int, int], float]:
     """Returns the seconds of the larger model's block by sequence and microbatch, by the planner's own model of this
     host."""
     rates = {"byte_s": BYTE_S, "gradient_s": GRADIENT_S, "logit_s": 0.0}
-    process = one_process_from_tree({**kernels(), **rates, "overhead": vars(TRUE), "recompute": {}})
+    process = one_process_from_tree({**kernels(larger), **rates, "overhead": vars(TRUE), "recompute": {}})
     found = {}
-    for size in LARGER_SIZES:
-        block = block_times(larger_job(ANY, size), Kernels(device=ANY.device, precision="fp32", process=process))
+    for size in larger.sizes:
+        run = larger_job(ANY, size, larger)
+        block = block_times(run, Kernels(device=ANY.device, precision=larger.precision, process=process))
         found[size] = block.forward_s + block.backward_s
     return found
 
 
-def kernels() -> dict[str, Any]:
-    sides = (32, 512)
-    rows = [[s, d, RATE] for s in sides for d in sides]
+def kernels(larger: LargerRuns = ON_CPU) -> dict[str, Any]:
+    sides, rate = (32, 512), RATE if larger.synchronous else 1000 * RATE
+    rows = [[s, d, rate] for s in sides for d in sides]
     return {
         "matmul": {p: rows for p in ("fp32", "bf16")},
         "attention": {p: {"forward": rows, "backward": rows} for p in ("fp32", "bf16")},
@@ -61,12 +65,16 @@ def kernels() -> dict[str, Any]:
     }
 
 
-def times_of(axis: str, overhead: Overhead, *, parameters: float) -> dict[str, float]:
-    """What probes would take whose steps were exactly linear."""
-    blocks = larger_blocks()
+def times_of(axis: str, overhead: Overhead, *, parameters: float, larger: LargerRuns = ON_CPU) -> dict[str, float]:
+    """What probes would take whose steps were exactly linear. A device that is not synchronous takes the longer of a
+    block's dispatch and its kernels, and a larger model's microbatch adds nothing to them."""
+    blocks = larger_blocks(larger)
 
     def step(layers: int, microbatches: int, block_s: float, count: float) -> float:
         each = overhead.microbatch + layers * (overhead.block + block_s)
+        if block_s and not larger.synchronous:
+            assert block_s > overhead.block
+            each = layers * block_s
         return overhead.step + layers * overhead.layer + microbatches * each + count * overhead.parameter
 
     times = {
@@ -74,8 +82,8 @@ def times_of(axis: str, overhead: Overhead, *, parameters: float) -> dict[str, f
         for layers in TINY_LAYERS
         for m in TINY_MICROBATCHES
     }
-    for layers, m, size in product(LARGER_LAYERS, LARGER_MICROBATCHES, LARGER_SIZES):
-        times[probe_name(axis, LARGER, layers, m, *size)] = step(layers, m, blocks[size], parameters)
+    for layers, m, size in product(LARGER_LAYERS, LARGER_MICROBATCHES, larger.sizes):
+        times[probe_name(axis, larger.model, layers, m, *size)] = step(layers, m, blocks[size], parameters)
     return times
 
 
@@ -128,6 +136,34 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     assert measured.ranks[2].axes["tp"].block == pytest.approx(1e-3, rel=1e-3)  # beyond a process alone
     assert measured.ranks[2].axes["FULL_SHARD"].step == pytest.approx(2e-3, rel=1e-3)
     assert measured.ranks[2].action_s == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_a_device_that_hides_its_dispatch_is_not_paid_for_it_twice() -> None:
+    """On a GPU a block takes the longer of its kernels and their dispatch: nothing is subtracted from the kernels'."""
+    times = times_of("alone", TRUE, parameters=ON_GPU.parameters, larger=ON_GPU)
+    deep = TINY_LAYERS[-1]
+    for kind in ("selective", "full"):
+        for m in TINY_MICROBATCHES:
+            times[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] = times[probe_name("alone", TINY, deep, m, TINY_SEQ, 1)]
+    tree = process_tree(kernels(ON_GPU), times, ANY, ON_GPU)
+    assert tree["byte_s"] == pytest.approx(BYTE_S, rel=1e-6)
+    assert tree["gradient_s"] == pytest.approx(GRADIENT_S, rel=1e-6)
+    assert tree["overhead"]["block"] == pytest.approx(TRUE.block, rel=1e-6)
+    assert (
+        process_tree(kernels(ON_GPU), times, ANY, replace(ON_GPU, synchronous=True))["gradient_s"] < 0.999 * GRADIENT_S
+    )
+    assert {probe.recipe.train.precision for probe in probes(1, ON_GPU)} == {"bf16"}
+
+
+def test_operands_are_taken_in_turn_beyond_the_cache_of_a_gpu() -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        return (torch.empty(2**21), torch.empty(2**21))  # 16 MiB
+
+    on_cpu, on_gpu = (in_turn(make, torch.device(device)) for device in ("cpu", "cuda"))
+    assert len({next(on_cpu)[0].data_ptr() for _ in range(20)}) == 1
+    pointers = [next(on_gpu)[0].data_ptr() for _ in range(16)]
+    assert len(set(pointers)) == 8 and pointers[:8] == pointers[8:]
+    assert timed_s(lambda: None, torch.device("cpu"), 3) >= 0.0
 
 
 def test_every_probe_is_one_that_the_fit_asks_for() -> None:

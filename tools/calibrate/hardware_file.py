@@ -14,6 +14,7 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
+from parallel3d.tools.calibrate.probes import LargerRuns
 
 ANY = load_cluster("cpu", [HARDWARE])  # for questions that are answered by the measured curves alone
 _MOST_CPU_RANKS = 8
@@ -25,16 +26,16 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     """Returns the file's text, from what each world has measured; `worlds` are by their ranks."""
     alone = worlds[min(worlds)]
     on_cpu = alone["device"] == "CPU"
-    cores = alone["cores"] if on_cpu else 0
+    cores, larger = alone["cores"] if on_cpu else 0, LargerRuns.on("cpu" if on_cpu else "cuda")
     processes = {
-        int(threads): process_tree(kernels, alone["probes"][threads], ANY)
+        int(threads): process_tree(kernels, alone["probes"][threads], ANY, larger)
         for threads, kernels in alone["kernels"].items()
     }
     ranks: dict[int, Tree] = {}
     for size, found in worlds.items():
         if size > 1:
             threads = max(n for n in processes if n <= max(1, cores // size)) if on_cpu else 1
-            ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]))
+            ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]), larger)
     # A host without GPUs runs as many ranks as one likes; that they share its cores is in `measured`.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
     tree = {

@@ -1,11 +1,16 @@
 """What `parallel3d-plan calibrate` measures of one process: products, attention and norms by size, through the layers'
-own functions. On a GPU the clock is read when the device is done; nothing else differs."""
+own functions.
+
+[Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so that a step takes the longer of both and
+not their sum: nothing is subtracted from what a kernel takes. Kernels are timed by events, behind work that keeps the
+GPU busy while the host dispatches them. Operands are taken in turn from so many copies that none is still in the GPU's
+cache, and attention has so many heads that every multiprocessor has some.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle, product
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +20,13 @@ from torch.nn import functional as F
 from parallel3d.layers.attention import attend
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Placement
+from parallel3d.tools.clock import DeviceClock
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEAST_SHARE = 0.2  # the least share of a call that is taken for its work and not for its dispatch
-_HEADS = 4
+_HEADS, _GPU_HEADS = 4, 64
+_GPU_CACHE_BYTES = 2 * 60e6  # twice the largest second-level cache
+_MOST_COPIES = 64
 _PASSES = 3
 _T = TypeVar("_T")
 
@@ -43,11 +51,35 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
 
 
 def best_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.005) -> float:
-    """Returns the least time of a call, over two rounds of several calls each."""
+    """Returns the least time of a call, over two rounds of several calls each. On a GPU it is the time of the call's
+    kernels, without gaps between them."""
     work()
     once = max(1e-7, timed_s(work, device, 1))
-    calls = max(1, int(round_s / once))
-    return min(timed_s(work, device, calls) for _ in range(2))
+    calls, clock = max(1, int(round_s / once)), DeviceClock(device)
+    ahead = None if device.type == "cpu" else busy(device)
+    return min(clock.seconds(work, calls, ahead=ahead) for _ in range(2))
+
+
+def busy(device: torch.device) -> Callable[[], object]:
+    """Returns a call that gives a GPU some milliseconds of work."""
+    x, y = (torch.empty(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    @torch.no_grad()
+    def work() -> None:
+        for _ in range(4):
+            torch.mm(x, x, out=y)
+
+    return work
+
+
+def in_turn(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """Yields operands that `make` has made, the same ones again and again on a CPU, and on a GPU so many in turn that
+    they do not fit its cache."""
+    first = make()
+    copies = 1
+    if device.type != "cpu":
+        copies = min(_MOST_COPIES, 1 + int(_GPU_CACHE_BYTES / sum(tensor.nbytes for tensor in first)))
+    return cycle([first, *(make() for _ in range(copies - 1))])
 
 
 def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[_T]]:
@@ -61,17 +93,13 @@ def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]])
 
 
 def timed_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Returns the seconds of a call, the mean of `calls` of them."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return (time.perf_counter() - start) / calls
+    """Returns the seconds of a call, the mean of `calls` of them, its dispatch and its waits included."""
+    return DeviceClock(device).seconds(work, calls)
 
 
-def _beyond(seconds: float, dispatch_s: float) -> float:
-    return max(seconds - dispatch_s, _LEAST_SHARE * seconds)
+def _beyond(seconds: float, dispatch_s: float, device: torch.device) -> float:
+    """Returns what a call takes beside its dispatch: all of it on a GPU, [Note: on a GPU]."""
+    return seconds if device.type != "cpu" else max(seconds - dispatch_s, _LEAST_SHARE * seconds)
 
 
 @torch.no_grad()
@@ -79,28 +107,39 @@ def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
     """Returns rows [side, depth, operations per second] of a linear layer's product."""
 
     def seconds(side: int, depth: int) -> float:
-        x, weight = (torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
-        return best_s(lambda: F.linear(x, weight), device)
+        def make() -> tuple[Tensor, ...]:
+            return tuple(torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
+
+        operands = in_turn(make, device)
+        return best_s(lambda: F.linear(*next(operands)), device)
 
     taken = _swept(seconds, [(8, 8), *product(sides, sides)])
     dispatch = min(taken.pop((8, 8)))
-    return [[s, d, 2.0 * s * s * d / _beyond(min(found), dispatch)] for (s, d), found in taken.items()]
+    return [[s, d, 2.0 * s * s * d / _beyond(min(found), dispatch, device)] for (s, d), found in taken.items()]
 
 
 def _attention(device: torch.device, precision: str, keys: Sequence[int], depths: Sequence[int]) -> dict[str, Rows]:
     """Returns rows [keys, head dim, operations per second] of causal attention: half of 4 (forward) and of 10
     (backward) operations for each query, key and number of a head."""
 
-    def seconds(length: int, depth: int) -> tuple[float, float]:
-        shape = (1, _HEADS, length, depth)
-        q, k, v = (torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True) for _ in range(3))
+    heads = _HEADS if device.type == "cpu" else _GPU_HEADS
 
-        def forward() -> Tensor:
+    def seconds(length: int, depth: int) -> tuple[float, float]:
+        def make() -> tuple[Tensor, ...]:
+            shape = (1, heads, length, depth)
+            tensors = (torch.randn(shape, device=device, dtype=_DTYPES[precision]) for _ in range(4))
+            return tuple(tensor.requires_grad_(at < 3) for at, tensor in enumerate(tensors))  # the last is a gradient
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, None, causal=True, scale=None)
 
-        gradient = torch.randn(shape, device=device, dtype=_DTYPES[precision])
-        alone = best_s(forward, device)
-        both = best_s(lambda: torch.autograd.grad(forward(), (q, k, v), gradient), device)
+        def forward_and_backward() -> None:
+            *inputs, gradient = next(operands)
+            torch.autograd.grad(forward(*inputs), inputs, gradient)
+
+        operands = in_turn(make, device)
+        alone = best_s(lambda: forward(*next(operands)[:3]), device)
+        both = best_s(forward_and_backward, device)
         return alone, max(both - alone, _LEAST_SHARE * both)
 
     taken = _swept(seconds, [(8, 32), *product(keys, depths)])
@@ -109,8 +148,8 @@ def _attention(device: torch.device, precision: str, keys: Sequence[int], depths
     rows: dict[str, Rows] = {"forward": [], "backward": []}
     for (length, depth), found in least_of.items():
         for way, products, took, least in zip(rows, (4.0, 10.0), found, dispatch, strict=True):
-            operations = 0.5 * products * _HEADS * length * length * depth
-            rows[way].append([length, depth, operations / _beyond(took, least)])
+            operations = 0.5 * products * heads * length * length * depth
+            rows[way].append([length, depth, operations / _beyond(took, least, device)])
     return rows
 
 
@@ -122,9 +161,9 @@ def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
     norm.weight.fill_(1.0)
 
     def seconds(rows: int, _: int) -> float:
-        x = torch.randn(rows, features, device=device)
-        return best_s(lambda: norm(x), device)
+        operands = in_turn(lambda: (torch.randn(rows, features, device=device),), device)
+        return best_s(lambda: norm(*next(operands)), device)
 
     taken = _swept(seconds, [(1, 0), *((max(1, size // (8 * features)), size) for size in sizes)])
     dispatch = min(taken.pop((1, 0)))
-    return [[float(size), _beyond(min(found), dispatch)] for (_, size), found in taken.items()]
+    return [[float(size), _beyond(min(found), dispatch, device)] for (_, size), found in taken.items()]

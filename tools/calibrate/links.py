@@ -18,7 +18,7 @@ from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
 from parallel3d.tools.calibrate.kernels import Rows, best_s, timed_s
-from parallel3d.tools.calibrate.probes import LARGER, LARGER_SEQ
+from parallel3d.tools.calibrate.probes import LargerRuns
 
 _FEATURES = 256
 _ROUNDS = 5
@@ -91,10 +91,11 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
     """Returns the seconds of a block's forward and backward: by one rank while the others wait, and by all at once."""
-    model = Llama(LARGER, device=device)
+    larger = LargerRuns.on(device.type)
+    model, (seq, _) = Llama(larger.model, device=device), larger.sizes[1]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    ids = torch.zeros(1, LARGER_SEQ, dtype=torch.int64, device=device)
+    ids = torch.zeros(1, seq, dtype=torch.int64, device=device)
 
     def work() -> None:
         model(ids).sum().backward()

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recipe, TrainConfig
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import from_config
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,35 @@ LARGER_SEQ = 128
 LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))  # sequence and microbatch: what elements take, and weights
 TINY_LAYERS, TINY_MICROBATCHES = (2, 6), (2, 10)
 LARGER_LAYERS, LARGER_MICROBATCHES = (1, 3), (2, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerRuns:
+    """The runs of the larger model on a kind of device, as (sequence, microbatch) of each size. On a GPU, which is not
+    `synchronous`, a step takes the longer of kernels and dispatch: they are so large that it is the kernels."""
+
+    model: ModelConfig
+    sizes: tuple[tuple[int, int], ...]
+    precision: Precision
+    synchronous: bool
+
+    @property
+    def parameters(self) -> float:
+        """The parameters of the deep larger model."""
+        return total_parameters(from_config(replace(self.model, layers=LARGER_LAYERS[-1])))
+
+    @classmethod
+    def on(cls, device_type: str) -> LargerRuns:
+        return ON_CPU if device_type == "cpu" else ON_GPU
+
+
+ON_CPU = LargerRuns(model=LARGER, sizes=LARGER_SIZES, precision="fp32", synchronous=True)
+ON_GPU = LargerRuns(
+    model=ModelConfig(layers=1, hidden=2048, heads=16, kv_heads=16, ffn_hidden=4096, vocab=4096),
+    sizes=((2048, 1), (4096, 1), (4096, 4)),
+    precision="bf16",
+    synchronous=False,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +73,39 @@ def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int, se
 
 
 def probe(
-    axis: str, parallel: ParallelConfig, model: ModelConfig, layers: int, microbatches: int, *, seq: int | None = None
+    axis: str,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    layers: int,
+    microbatches: int,
+    *,
+    seq: int = TINY_SEQ,
+    precision: Precision = "fp32",
 ) -> Probe:
-    seq = seq or (TINY_SEQ if model is TINY else LARGER_SEQ)
     batch = microbatches * parallel.dp * parallel.microbatch_size
     recipe = Recipe(
         model=replace(model, layers=layers),
         parallel=parallel,
-        train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq),
+        train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq, precision=precision),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
     )
     name = probe_name(axis, model, layers, microbatches, seq, parallel.microbatch_size)
     return Probe(name=name, recipe=recipe)
 
 
-def _tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
-    return [probe(axis, parallel, TINY, layers, m) for layers in TINY_LAYERS for m in TINY_MICROBATCHES]
-
-
-def probes(world_size: int) -> list[Probe]:
+def probes(world_size: int, larger: LargerRuns = ON_CPU) -> list[Probe]:
     """Returns the runs to time with so many ranks, each along one axis."""
+    run = partial(probe, precision=larger.precision)
+
+    def tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
+        return [run(axis, parallel, TINY, layers, m) for layers in TINY_LAYERS for m in TINY_MICROBATCHES]
+
     if world_size == 1:
-        found = _tiny("alone", ParallelConfig())
-        for (seq, size), layers, m in product(LARGER_SIZES, LARGER_LAYERS, LARGER_MICROBATCHES):
-            found.append(probe("alone", ParallelConfig(microbatch_size=size), LARGER, layers, m, seq=seq))
+        found = tiny("alone", ParallelConfig())
+        for (seq, size), layers, m in product(larger.sizes, LARGER_LAYERS, LARGER_MICROBATCHES):
+            found.append(run("alone", ParallelConfig(microbatch_size=size), larger.model, layers, m, seq=seq))
         for kind in ("selective", "full"):
-            found += [probe(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
+            found += [run(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
         return found
     axes = {
         "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
@@ -79,10 +118,11 @@ def probes(world_size: int) -> list[Probe]:
         axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
     found = []
     for axis, parallel in axes.items():
-        found += _tiny(axis, parallel)
-        found += [probe(axis, parallel, LARGER, LARGER_LAYERS[-1], m) for m in LARGER_MICROBATCHES]
+        found += tiny(axis, parallel)
+        seq, _ = larger.sizes[1]
+        found += [run(axis, parallel, larger.model, LARGER_LAYERS[-1], m, seq=seq) for m in LARGER_MICROBATCHES]
     pipeline = ParallelConfig(pp=world_size)
-    return [*found, *(probe("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
+    return [*found, *(run("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:

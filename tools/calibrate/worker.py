@@ -20,7 +20,7 @@ from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_grou
 from parallel3d.launch.worker_process import cores
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
-from parallel3d.tools.calibrate.probes import probes, time_probes
+from parallel3d.tools.calibrate.probes import LargerRuns, probes, time_probes
 
 RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
 _PRELOAD = ("torch", __name__, "parallel3d.training.trainer", "parallel3d.models.llama")
@@ -77,7 +77,7 @@ def _write(found: object, recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[str, float]:
-    found = probes(world_size)
+    found = probes(world_size, LargerRuns.on(device.type))
     seconds = time_probes([each.recipe for each in found], device, rounds=6 if quick else 16)
     return {each.name: taken for each, taken in zip(found, seconds, strict=True)}
 
