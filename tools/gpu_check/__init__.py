@@ -1,0 +1,1 @@
+"""`python -m parallel3d.tools.gpu_check`: the acceptance on one GPU."""
