@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.torch_private import group_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
     axis, replica = names.index("dp_replicate"), mesh["dp_replicate"].get_local_rank()
     if mesh["dp_replicate"].size() == 1:
         return mesh
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="replica_alone")
+    alone = group_of([dist.get_rank()], "replica_alone")
     groups = [alone if name == "dp_replicate" else mesh[name].get_group() for name in names]
     ranks = mesh.mesh.narrow(axis, replica, 1)
     return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)

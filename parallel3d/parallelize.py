@@ -107,7 +107,7 @@ def parallelize(
             for own in owned:
                 full = initial_tensor(own.spec, own.name, recipe.train.seed)
                 own.part.initialize(own.spec.local_part(full, tp))
-        stages.append(Stage(module, sharded.before_backward, sharded.after_weights))
+        stages.append(Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients))
         data.append(sharded)
         parameters += owned
 

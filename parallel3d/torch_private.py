@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -67,6 +68,36 @@ def default_store() -> dist.Store:
     """Returns the store at which the processes of the default group have met."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def group_of(
+    ranks: Sequence[int],
+    description: str,
+    *,
+    name: str | None = None,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """Makes a process group that its members alone make, of the default group's backends or of the one for `device`.
+    torch's `new_group` has two traps for it.
+
+    It names a group after its ranks and the number of groups that the process has already: two members with unequal
+    numbers wait for each other for ever. So a group of ranks that may have unequal numbers has a `name`, which is new
+    and the same on its members. And where the default group is bound to a device, torch would split the new group off
+    that one, in which all ranks of the default group have to take part: it is unbound for the moment, and the
+    communicator of the new group is made at its first use."""
+    c10d: Any = dist.distributed_c10d
+    everyone, naming = c10d._get_default_group(), c10d._process_group_name
+    backend = None if device is None else everyone._get_backend(device).name()
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    if name is not None:
+        c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=description)
+    finally:
+        everyone.bound_device_id, c10d._process_group_name = bound, naming
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -200,3 +200,41 @@ def test_forward_only_follows_the_placement_of_training(pp: int, microbatches: i
 def test_refuses_numbers_that_make_no_schedule(name: ScheduleName, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         build_schedule(name, **numbers)  # type: ignore[arg-type]
+
+
+def test_a_receive_may_be_posted_when_its_own_cause_has_been_issued() -> None:
+    schedule = build_schedule("1f1b", pp=3, microbatches=5)  # rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4
+    after = {str(taker): count for taker, count in schedule.postable_after(1).items()}
+    # Rank 0 does its fourth forward after its first backward, which takes what 1B0 gives, the third action of rank 1.
+    assert [after[f"1F{m}"] for m in range(5)] == [0, 0, 0, 3, 5]
+    # Rank 2 answers each forward of rank 1.
+    assert [after[f"1B{m}"] for m in range(5)] == [1, 2, 4, 6, 8]
+
+
+@settings(deadline=None, max_examples=40)
+@given(schedule=built(), data=st.data())
+def test_a_receive_may_be_posted_after_exactly_what_comes_before_its_sender(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, len(schedule.ranks) - 1))
+    before: dict[Action, set[int]] = {}  # the places of this rank's actions that come before an action, itself included
+    done_by: list[set[int]] = [set() for _ in schedule.ranks]
+    for holder, action in schedule.in_order():
+        causes = done_by[holder].union(*(before[need] for need in schedule.needs(action)))
+        own = {schedule.ranks[rank].index(action)} if holder == rank else set()
+        before[action] = done_by[holder] = causes | own
+    takers = [taker for (_, target), takers in schedule.transfers.items() if target == rank for taker in takers]
+    after = schedule.postable_after(rank)
+    assert set(after) == set(takers)
+    for taker in takers:
+        sender = next(need for need in schedule.needs(taker) if schedule.feeds(need) == taker)
+        assert after[taker] == max(before[sender], default=-1) + 1 <= schedule.ranks[rank].index(taker)
+
+
+@given(schedule=built(), data=st.data())
+def test_few_microbatches_have_each_kind_of_action_of_each_stage(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(schedule.ranks) - 1))
+    few = schedule.first_of_each_kind(rank)
+    assert {a[:2] for a in few.ranks[rank]} == {a[:2] for a in schedule.ranks[rank]}
+    assert {a.microbatch for actions in few.ranks for a in actions} == {a.microbatch for a in few.ranks[rank]}
+    assert len({a.microbatch for a in few.ranks[rank]}) <= 3

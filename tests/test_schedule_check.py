@@ -11,7 +11,7 @@ from work import lines_run
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.check import check_schedule, in_order
+from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 
@@ -82,7 +82,7 @@ def test_a_shuffled_schedule_is_refused_or_has_an_order_that_keeps_every_need(da
         assert "waits for" in str(error)
         return
     done: set[Action] = set()
-    for _, action in in_order(shuffled):
+    for _, action in shuffled.in_order():
         assert done.issuperset(shuffled.needs(action))
         done.add(action)
 

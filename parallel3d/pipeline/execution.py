@@ -30,13 +30,15 @@ class StageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model on this rank, and two calls by which the data dimension follows its backwards:
+    """A slice of the model on this rank, and three calls by which the data dimension follows its backwards:
     `before_backward(last)` comes before each backward and says whether the stage's gradients are complete after it;
-    `after_weights(last)` comes after the second half of each split backward and says the same."""
+    `after_weights(last)` comes after the second half of each split backward and says the same; `drop_gradients()` comes
+    after backwards that were none of training (`PipelineRuntime.warm_up`); None: the runtime sets them back itself."""
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None
     after_weights: Callable[[bool], None] = lambda last: None
+    drop_gradients: Callable[[], None] | None = None
     delayed: DelayedGradients | None = None  # set by the runtime of a schedule that splits the backward
 
 
@@ -87,6 +89,7 @@ class Execution:
                 if made is not None:
                     self._give(action, made)
                 del taken, made  # so that their memory is free before the next action waits for its input
+                self.transport.action_issued()
             self.transport.finish()
         except Exception as error:
             self._fail(error, actions, at)

@@ -1,28 +1,33 @@
 """How the ranks of one pipeline reach each other: shared memory, process groups, and the message of a failure.
 
-One process group carries what goes to a higher rank and another what goes to a lower rank, because a GPU's group works
-off its queue in order: with a single queue two ranks that each send first would wait for each other for ever. The
-groups are made when the first message needs them; on one host without GPUs often none does.
+Each way from one rank to another has a process group of its own. A GPU works off what a group was given in order, so
+with one group for both directions two ranks that each send first would wait for each other for ever. And NCCL connects
+two ranks at their first message, for which each of them stops until the other comes: so all ranks make their groups in
+one order, and send something small through each as soon as it is made. On one host without GPUs no group is made until
+a message is too large for the shared memory; often none is.
 """
 
 from __future__ import annotations
 
+import secrets
 import select
 import socket
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
 from parallel3d.host_memory.ring import Header, Incoming, Outgoing, PeerLostError, reserve
 from parallel3d.host_memory.segment import can_share, own_folder
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.torch_private import default_store, timeout_ms
+from parallel3d.torch_private import default_store, group_of, timeout_ms
 
 Way = tuple[int, int]  # source rank, target rank
 
@@ -37,33 +42,37 @@ class Links:
         self.outgoing: dict[int, Outgoing] = {}
         self.shared: frozenset[Way] = frozenset()  # the ways of all ranks that go through shared memory
         self._pipeline = pp.get_group() if self.size > 1 else None
-        self._groups: dict[bool, dist.ProcessGroup] = {}  # True: the group that carries what goes to a higher rank
+        self._ways, self._device = _ways(schedule), device
+        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}  # of a way of this rank, and the other end's rank
+        self.name = f"parallel3d/{secrets.token_hex(8)}"  # the first rank's on all ranks, and no other pipeline's
         self._is_closed = False
         self._failure_key = ""  # where the ranks leave the message of the first failure; "" where there are no others
         self._timeout_ms = 0.0
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
+        if not self.shared.issuperset(self._ways):
+            self.open_groups()
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
         self._timeout_ms = timeout_ms(pipeline, device)
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
-            for source, target in [way for way in _ways(schedule) if way[1] == self.rank and can_share(device.type)]:
+            for source, target in [way for way in self._ways if way[1] == self.rank and can_share(device.type)]:
                 with suppress(OSError):  # where there is no room, the backend carries this way's messages
                     path = folder / f"{source}-{target}"
                     reserve(path)
                     mine[source, target] = path
             incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
-            own = socket.gethostname(), folder, digest, mine
+            own = socket.gethostname(), self.name, digest, mine
             offers = [own] * self.size
             dist.all_gather_object(offers, own, group=pipeline)
-            hosts, folders, digests, links = zip(*offers, strict=True)
+            hosts, names, digests, links = zip(*offers, strict=True)
             if len(set(digests)) > 1:
                 raise ScheduleError(f"schedule {schedule.name}: the ranks of the pipeline do not have the same one")
-            self._failure_key = f"parallel3d/{hosts[0]}{folders[0]}"
-            for source, target in _ways(schedule):
+            self.name = self._failure_key = names[0]
+            for source, target in self._ways:
                 if (source, target) in links[target] and hosts[source] == hosts[target]:
                     self.shared |= {(source, target)}
                     if source == self.rank:
@@ -72,19 +81,34 @@ class Links:
             dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
-        """Makes the backend's groups, when all ranks of the pipeline come to need them."""
-        if not self._groups:
-            for ascending in (True, False):
-                assert self._pipeline is not None
-                ranks = dist.get_process_group_ranks(self._pipeline)
-                group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"pipeline_{ascending}")
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[ascending] = group
-            # A rank that failed at once would close its end while another still connects, which then waits for ever.
-            dist.barrier(self._pipeline)
+        """Makes and connects the backend's groups, when all ranks of the pipeline come to need them. Of two ranks that
+        meet for a way, each has already been at its earlier ways: so no circle of ranks waits for each other."""
+        if self._groups or self._pipeline is None:
+            return
+        ranks, device = dist.get_process_group_ranks(self._pipeline), self._device
+        timeout, first_message = timedelta(milliseconds=self._timeout_ms) or None, torch.zeros(1, device=device)
+        for source, target in self._ways:
+            if self.rank in (source, target):
+                name = f"{self.name} {source} to {target}"
+                ends = [ranks[source], ranks[target]]
+                group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
+                other = ranks[target if self.rank == source else source]
+                self._groups[source, target] = group, dist.get_group_rank(group, other)
+                work = self.isend(first_message, target) if self.rank == source else self.irecv(first_message, source)
+                assert work is not None
+                work.wait()
+        # A rank that failed at once would close its end while another still connects, which then waits for ever.
+        dist.barrier(self._pipeline)
 
-    def group(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._groups[source < target]
+    def isend(self, tensor: Tensor, target: int) -> dist.Work | None:
+        """Starts to send a tensor by the backend."""
+        group, other = self._groups[self.rank, target]
+        return dist.isend(tensor, group=group, group_dst=other)
+
+    def irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
+        """Starts to receive a tensor that `source` sends by the backend."""
+        group, other = self._groups[source, self.rank]
+        return dist.irecv(tensor, group=group, group_src=other)
 
     def wait(self, link: Incoming) -> Header:
         """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
@@ -125,7 +149,7 @@ class Links:
             default_store().set(self._failure_key, message)
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
-        for group in self._groups.values():
+        for group, _ in self._groups.values():
             if dist.get_backend(group) == "gloo":  # NCCL's would wait for its peers: there the launcher ends them
                 dist.destroy_process_group(group)
 

@@ -22,7 +22,7 @@ from parallel3d.layers.gradients import delay_weight_gradients
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
 from parallel3d.pipeline.execution import Execution, LossFunction, Microbatches, Stage
 from parallel3d.pipeline.links import Connect, Links
-from parallel3d.pipeline.transport import Buffers, Transport
+from parallel3d.pipeline.transport import Buffers, Rehearsal, Transport
 from parallel3d.schedules.build import forward_only
 from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.schedule import Schedule
@@ -74,6 +74,11 @@ class PipelineRuntime:
         self._crossings: tuple[Crossing, ...] = ()
         self._buffers = Buffers(self.device)
         self._forward_schedules: dict[int, Schedule] = {}
+        # Whether stages run alone before the first step of each set of sizes and number of microbatches: on a GPU, a
+        # kernel that is loaded at its first use may wait for all that was posted, a receive among it.
+        self.warms_up = self.device.type == "cuda" and len(schedule.ranks) > 1
+        self._warm: set[tuple[Any, ...]] = set()
+        self.is_warming_up = False
 
     def run(
         self,
@@ -101,6 +106,47 @@ class PipelineRuntime:
         execution = self._prepare(schedule, inputs, labels, sizes, self.loss_fn, keywords, recorder)
         execution.run()
         return self._loss(execution)
+
+    def warm_up(
+        self,
+        inputs: Microbatches | None,
+        labels: Microbatches | None = None,
+        *,
+        sizes: Sizes | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        """Does each kind of action of each stage of this rank once, alone: the other pipeline ranks would send zeros.
+        So kernels are loaded, compiled and tuned, and the groups of tensor and data parallelism connected, while no
+        receive is outstanding (`warms_up` says whether `run` calls it first). Parameters, their gradients, buffers and
+        torch's generators are left as they were; only where a stage has `drop_gradients` its gradients must be clear
+        before. The arguments are those of `run`. The ranks that share these stages call it at once."""
+        schedule = schedule or self.schedule
+        self._set_batch(schedule, inputs, labels, sizes, keywords)
+        schedule = schedule.first_of_each_kind(self.links.rank)
+        rehearsal = Rehearsal(self.links, schedule, self._crossings, self._buffers)
+        execution = Execution(schedule, self.stages, rehearsal, inputs, labels, keywords, self.loss_fn, None)
+        modules = [stage.module for stage in self.stages.values()]
+        kept = [{name: x.clone() for name, x in module.named_buffers()} for module in modules]
+        plain = [stage.module for stage in self.stages.values() if stage.drop_gradients is None]
+        gradients = [(p, p.grad) for module in plain for p in module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        self.is_warming_up = True
+        try:
+            with torch.random.fork_rng(devices=[self.device] if torch.cuda.is_initialized() else []):
+                execution.run()
+            for stage in self.stages.values():
+                if stage.drop_gradients is not None:
+                    stage.drop_gradients()
+        finally:
+            self.is_warming_up = False
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for module, buffers in zip(modules, kept, strict=True):
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])
 
     @torch.no_grad()
     def evaluate(
@@ -147,6 +193,24 @@ class PipelineRuntime:
         recorder: Recorder | None = None,
     ) -> Execution:
         """An execution with its receives posted. Raises ValueError where the batch does not suit the schedule."""
+        self._set_batch(schedule, inputs, labels, sizes, keywords)
+        kind_of_step = schedule.microbatches, *sorted((sizes or {}).items())
+        if self.warms_up and schedule.trains and kind_of_step not in self._warm:
+            self._warm.add(kind_of_step)
+            self.warm_up(inputs, labels, sizes=sizes, keywords=keywords, schedule=schedule)
+        transport = Transport(self.links, schedule, self._crossings, self._buffers)
+        return Execution(schedule, self.stages, transport, inputs, labels, keywords, loss_fn, recorder)
+
+    def _set_batch(
+        self,
+        schedule: Schedule,
+        inputs: Microbatches | None,
+        labels: Microbatches | None,
+        sizes: Sizes | None,
+        keywords: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Makes what depends on the sizes of what crosses between stages, where they are others than before. Raises
+        ValueError where the batch does not suit the schedule."""
         self.links.check_open()
         wanted = schedule.microbatches
         for what, given, is_needed in (
@@ -161,8 +225,6 @@ class PipelineRuntime:
         if self._sizes != sizes:
             self._crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
             self._sizes, self._buffers = sizes, Buffers(self.device)
-        transport = Transport(self.links, schedule, self._crossings, self._buffers)
-        return Execution(schedule, self.stages, transport, inputs, labels, keywords, loss_fn, recorder)
 
     def _loss(self, execution: Execution) -> Tensor:
         return torch.zeros((), device=self.device) if execution.loss is None else execution.loss

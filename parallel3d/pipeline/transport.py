@@ -47,28 +47,45 @@ class Buffers:
 
 class Transport:
     """Carries out the sends and receives of one run. `send` passes on what an action on another rank takes, `receive`
-    gets what an action here takes. `crossings[s]` is what goes between stages s and s + 1."""
+    gets what an action here takes, and `action_issued` is to be called after each action of this rank, when what it
+    gives has been sent. `crossings[s]` is what goes between stages s and s + 1.
+
+    A receive is posted only when all of this rank's own work from which its data follows has been issued, because a
+    GPU may come to wait for all that was posted to it: for memory, or for a kernel that is loaded at its first use."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers) -> None:
         self.links, self.crossings, self._buffers, self._placement = links, crossings, buffers, schedule.placement
         self._arrived: dict[Action, tuple[Tensor, ...]] = {}  # what was sent before that which an action waited for
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._inboxes: dict[int, _Inbox] = {}
-        gaps = zip(schedule.placement[:-1], schedule.placement[1:], crossings, strict=True)
-        if any(
-            one != other and ((one, other) not in links.shared or crossing.forward.nbytes > LARGEST_BYTES)
+        self._open_inboxes(schedule)
+
+    def _open_inboxes(self, schedule: Schedule) -> None:
+        """Posts what can come by the backend before this rank has done anything."""
+        links = self.links
+        gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
+        if all(
+            one == other or ((one, other) in links.shared and crossing.forward.nbytes <= LARGEST_BYTES)
             for one, other, crossing in gaps
         ):
-            links.open_groups()
-            for (source, target), takers in schedule.transfers.items():
-                if target == links.rank:
-                    messages = [(taker, self._message(taker)) for taker in takers]
-                    expected = deque(
-                        (taker, message.specs)
-                        for taker, message in messages
-                        if message.specs and (source not in links.incoming or message.nbytes > LARGEST_BYTES)
-                    )
-                    self._inboxes[source] = _Inbox(links.group(source, target), source, expected, buffers.take)
+            return
+        links.open_groups()
+        postable_after = schedule.postable_after(links.rank)
+        for (source, target), takers in schedule.transfers.items():
+            if target == links.rank:
+                messages = [(taker, self._message(taker)) for taker in takers]
+                expected = deque(
+                    _Expected(taker, message.specs, postable_after[taker])
+                    for taker, message in messages
+                    if message.specs and (source not in links.incoming or message.nbytes > LARGEST_BYTES)
+                )
+                self._inboxes[source] = _Inbox(links, source, expected, self._buffers.take)
+
+    def action_issued(self) -> None:
+        """Posts the receives that can come now that one more action of this rank has been issued."""
+        for inbox in self._inboxes.values():
+            inbox.issued += 1
+            inbox.post()
 
     def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
         message = self._message(taker)
@@ -84,7 +101,7 @@ class Transport:
             while len(outbox) >= SENDS_KEPT:
                 _wait(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
-            work = dist.isend(tensor, group=self.links.group(self.links.rank, target), group_dst=target)
+            work = self.links.isend(tensor, target)
             assert work is not None
             outbox.append((work, tensor))  # the tensor must live until it is sent
 
@@ -128,33 +145,57 @@ class Transport:
         return self.crossings[taker.stage].backward
 
 
+class Rehearsal(Transport):
+    """Stands in for the transport of stages that run alone: what another rank would send is zeros, and what goes to
+    another rank goes nowhere."""
+
+    def _open_inboxes(self, schedule: Schedule) -> None:
+        pass
+
+    def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def receive(self, taker: Action) -> tuple[Tensor, ...]:
+        return tuple(self._buffers.take(spec).zero_() for spec in self._message(taker).specs)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A message that is not posted yet, and after how many of this rank's actions it may be."""
+
+    taker: Action
+    specs: Boundary
+    postable_after: int
+
+
 @dataclass
 class _Inbox:
     """Receives what one rank sends here by the backend, in the order of the sender."""
 
-    group: dist.ProcessGroup
+    links: Links
     source: int
-    unposted: deque[tuple[Action, Boundary]]
+    unposted: deque[_Expected]
     buffer: Callable[[TensorSpec], Tensor]
     posted: deque[tuple[Action, list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=deque)
+    issued: int = 0  # actions of this rank so far
 
     def __post_init__(self) -> None:
-        self._post()
+        self.post()
 
     def next(self) -> tuple[Action, tuple[Tensor, ...]]:
         """Waits for the next message, and returns it with the action that takes it."""
         arriving, works, tensors = self.posted.popleft()
-        self._post()
+        self.post()
         for work in works:
             _wait(work, self.source)
         return arriving, tensors
 
-    def _post(self) -> None:
-        while self.unposted and len(self.posted) <= RECEIVES_AHEAD:
-            taker, specs = self.unposted.popleft()
-            tensors = tuple(self.buffer(spec) for spec in specs)
-            works = [dist.irecv(tensor, group=self.group, group_src=self.source) for tensor in tensors]
-            self.posted.append((taker, [work for work in works if work is not None], tensors))
+    def post(self) -> None:
+        while self.unposted and len(self.posted) <= RECEIVES_AHEAD and self.unposted[0].postable_after <= self.issued:
+            expected = self.unposted.popleft()
+            tensors = tuple(self.buffer(spec) for spec in expected.specs)
+            works = [self.links.irecv(tensor, self.source) for tensor in tensors]
+            self.posted.append((expected.taker, [work for work in works if work is not None], tensors))
 
 
 def _wait(work: dist.Work, peer: int) -> None:

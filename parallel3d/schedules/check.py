@@ -5,8 +5,6 @@ Lookups are in flat arrays by stage x microbatches + microbatch, so that half a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
@@ -52,49 +50,5 @@ def check_schedule(schedule: Schedule) -> None:
             fault = f"{Action(stage, missing, microbatch)} is never done"
         place = f"schedule {schedule.name}: rank {placement[stage]}"
         raise ScheduleError(f"{place}, {fault} ({len(wrong)} such of {len(done)})")
-    for _ in in_order(schedule):
+    for _ in schedule.in_order():
         pass
-
-
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields (rank, action) for all actions of a complete schedule, each after the actions that it needs. Raises
-    ScheduleError where no such order exists, naming where each rank stands and what it waits for."""
-    microbatches, last = schedule.microbatches, schedule.stages - 1
-    forward_done, gradient_done = bytearray(schedule.stages * microbatches), bytearray(schedule.stages * microbatches)
-    position = [0] * len(schedule.ranks)
-    waiting: dict[tuple[bool, int], int] = {}  # (is a forward, its place) -> the rank that waits for it
-    ready = list(reversed(range(len(schedule.ranks))))
-    while ready:
-        rank = ready.pop()
-        actions = schedule.ranks[rank]
-        for at in range(position[rank], len(actions)):
-            action = actions[at]
-            stage, kind, microbatch = action
-            place = stage * microbatches + microbatch
-            if kind is F:
-                if stage > 0 and not forward_done[place - microbatches]:
-                    waiting[True, place - microbatches] = rank
-                    break
-            elif kind is W:
-                if not gradient_done[place]:
-                    break
-            elif not forward_done[place]:
-                break
-            elif stage < last and not gradient_done[place + microbatches]:
-                waiting[False, place + microbatches] = rank
-                break
-            yield rank, action
-            position[rank] = at + 1
-            if kind is not W:
-                (forward_done if kind is F else gradient_done)[place] = 1
-                waiter = waiting.pop((kind is F, place), None)
-                if waiter is not None:
-                    ready.append(waiter)
-    left = [(rank, actions[at]) for rank, at in enumerate(position) if at < len(actions := schedule.ranks[rank])]
-    if left:
-        done = {action for actions, at in zip(schedule.ranks, position, strict=True) for action in actions[:at]}
-        stuck = [
-            f"rank {rank} at {action} waits for {next(need for need in schedule.needs(action) if need not in done)}"
-            for rank, action in left
-        ]
-        raise ScheduleError(f"schedule {schedule.name} stops before its end: {'; '.join(stuck)}")

@@ -6,14 +6,17 @@ which rank holds which stage. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from parallel3d.errors import ScheduleError
+
 RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
-SENDS_KEPT = 4  # sends to each rank before the oldest is waited for; its receive is always posted, so none blocks
+SENDS_KEPT = 4  # sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
 
 
 class Kind(StrEnum):
@@ -48,6 +51,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     trains: bool = True  # False where there are forwards alone
+    _postable: dict[int, Mapping[Action, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def stages(self) -> int:
@@ -101,6 +105,88 @@ class Schedule:
                 if self.placement[taker.stage] != source:
                     transfers.setdefault((source, self.placement[taker.stage]), []).append(taker)
         return {ranks: tuple(takers) for ranks, takers in transfers.items()}
+
+    def in_order(self) -> Iterator[tuple[int, Action]]:
+        """Yields (rank, action) for all actions of a complete schedule, each after the actions that it needs. Raises
+        ScheduleError where no such order exists, naming where each rank stands and what it waits for."""
+        microbatches, last = self.microbatches, self.stages - 1
+        forward_done, gradient_done = bytearray(self.stages * microbatches), bytearray(self.stages * microbatches)
+        position = [0] * len(self.ranks)
+        waiting: dict[tuple[bool, int], int] = {}  # (is a forward, its place) -> the rank that waits for it
+        ready = list(reversed(range(len(self.ranks))))
+        while ready:
+            rank = ready.pop()
+            actions = self.ranks[rank]
+            for at in range(position[rank], len(actions)):
+                action = actions[at]
+                stage, kind, microbatch = action
+                place = stage * microbatches + microbatch
+                if kind is Kind.FORWARD:
+                    if stage > 0 and not forward_done[place - microbatches]:
+                        waiting[True, place - microbatches] = rank
+                        break
+                elif kind is Kind.WEIGHT:
+                    if not gradient_done[place]:
+                        break
+                elif not forward_done[place]:
+                    break
+                elif stage < last and not gradient_done[place + microbatches]:
+                    waiting[False, place + microbatches] = rank
+                    break
+                yield rank, action
+                position[rank] = at + 1
+                if kind is not Kind.WEIGHT:
+                    (forward_done if kind is Kind.FORWARD else gradient_done)[place] = 1
+                    waiter = waiting.pop((kind is Kind.FORWARD, place), None)
+                    if waiter is not None:
+                        ready.append(waiter)
+        left = [(rank, actions[at]) for rank, at in enumerate(position) if at < len(actions := self.ranks[rank])]
+        if left:
+            done = {action for actions, at in zip(self.ranks, position, strict=True) for action in actions[:at]}
+            stuck = [
+                f"rank {rank} at {action} waits for {next(need for need in self.needs(action) if need not in done)}"
+                for rank, action in left
+            ]
+            raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
+
+    def postable_after(self, rank: int) -> Mapping[Action, int]:
+        """Returns, for each action of `rank` that takes what another rank sends, how many of this rank's own actions
+        must have been issued before that can come: the data follows from them, whatever way it takes over other ranks.
+        A receive that is posted earlier would stand in the way of its own cause wherever a device works off what it was
+        given before it takes more. It is found once, in one pass over the schedule."""
+        if rank not in self._postable:
+            found: dict[Action, int] = {}
+            count, last, placement = self.microbatches, self.stages - 1, self.placement
+            # How many of the rank's own actions come before all that another rank has done so far, and before each
+            # stage's output and the gradient of its input (by stage x microbatches + microbatch).
+            before = [0] * len(self.ranks)
+            outputs, gradients = [0] * (self.stages * count), [0] * (self.stages * count)
+            for holder, action in self.in_order():
+                stage, kind, microbatch = action
+                place, giver, taken = stage * count + microbatch, stage, 0
+                if kind is Kind.FORWARD and stage > 0:
+                    giver, taken = stage - 1, outputs[place - count]
+                elif kind in (Kind.BACKWARD, Kind.INPUT) and stage < last:
+                    giver, taken = stage + 1, gradients[place + count]
+                if holder != rank:
+                    before[holder] = max(before[holder], taken)
+                else:
+                    before[rank] += 1
+                    if placement[giver] != rank:
+                        found[action] = taken
+                if kind is not Kind.WEIGHT:
+                    (outputs if kind is Kind.FORWARD else gradients)[place] = before[holder]
+            self._postable[rank] = found
+        return self._postable[rank]
+
+    def first_of_each_kind(self, rank: int) -> Schedule:
+        """Returns the schedule of a few of the microbatches, in which each stage of a rank does every kind of action
+        that it does in the whole one (a stage may have some backwards whole and others in halves)."""
+        first: dict[tuple[int, Kind], int] = {}
+        for stage, kind, microbatch in self.ranks[rank]:
+            first.setdefault((stage, kind), microbatch)
+        few = set(first.values())
+        return replace(self, ranks=tuple(tuple(a for a in actions if a.microbatch in few) for actions in self.ranks))
 
     @cached_property
     def last_backwards(self) -> frozenset[Action]:

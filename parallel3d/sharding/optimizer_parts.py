@@ -101,6 +101,11 @@ class ShardedData:
     def clear_gradients(self) -> None:
         self._model.zero_grad()
 
+    def drop_gradients(self) -> None:
+        """Is called after backwards that were none of training. What they reduce over the data ranks ends first."""
+        self.finish_gradients()
+        self.clear_gradients()
+
     def publish(self) -> None:
         """Is called after the optimizer's step. The model then computes with the new values."""
 

@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence
 from parallel3d.mesh import Axis
 from parallel3d.row_split import shard_rows
+from parallel3d.torch_private import group_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,7 @@ def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axi
     if len(larger) < 2:
         return Axis.of(mesh[larger[0]] if larger else None)
     ranks = mesh[larger].mesh.flatten().tolist()
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
-    assert isinstance(group, dist.ProcessGroup)
-    return Axis(len(ranks), ranks.index(dist.get_rank()), group)
+    return Axis(len(ranks), ranks.index(dist.get_rank()), group_of(ranks, description))
 
 
 def own_rows(values: Tensor, shards: Axis) -> Tensor:

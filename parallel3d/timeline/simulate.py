@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from parallel3d.schedules.check import in_order
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.spans import Span, Timeline
 
@@ -71,7 +70,7 @@ def action_order(schedule: Schedule) -> ActionOrder:
     outputs = 2  # slots of the stages' outputs, by stage x microbatches + microbatch
     gradients = outputs + schedule.stages * count  # and of the gradients of their inputs
     actions, steps = [], []
-    for rank, action in in_order(schedule):
+    for rank, action in schedule.in_order():
         stage, kind, microbatch = action
         actions.append(action)
         place = stage * count + microbatch

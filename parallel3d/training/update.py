@@ -19,7 +19,7 @@ from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.optimizers.rounding import step_in_float32
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.torch_private import norms, scale_
+from parallel3d.torch_private import group_of, norms, scale_
 
 Observe = Callable[[LocalParameter], None]
 
@@ -73,6 +73,7 @@ class UpdateInBackward(Update):
 
     def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
         super().__init__(parts, optimizer, recipe, mesh)
+        self._pipeline = parts.pipeline
         self._squares: list[Tensor] = []
         for parameter in parts.parameters:
             parameter.part.when_complete(partial(self._update, parameter))
@@ -86,6 +87,8 @@ class UpdateInBackward(Update):
         assert factor == 1.0, f"gradients were stepped with, and should have been {factor} times as large"
 
     def _update(self, parameter: LocalParameter) -> None:
+        if self._pipeline.is_warming_up:
+            return
         if self._observe is not None:
             self._observe(parameter)
         self._squares.append(squared_norm([parameter], self._axes))
@@ -115,7 +118,7 @@ class GradientSync:
         if tied and ends[0] != ends[1] and mesh["pp"].get_local_rank() in ends:
             ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
             group = [ranks[end] for end in ends]
-            self._ends = dist.new_group(group, use_local_synchronization=True, group_desc="pipeline_ends")
+            self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
         self._tied = [p for p in parameters if p.name in tied] if self._ends else []
         # A rank that is both ends, as on a V, has the tied weight twice; a single stage has it once.
         named = [[p for p in parameters if p.name == name] for name in tied] if ends[0] == ends[1] else []

@@ -24,6 +24,7 @@ from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
+from parallel3d.torch_private import group_of
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 
 BUCKET_ELEMENTS = 2**24  # the most elements that are sent in one go: 64 MiB of float32
@@ -101,8 +102,7 @@ class LocalSgd:
         self._axes, self._codec = axes, CODECS[config.transport]
         # Fragments have a group of their own, because what is sent in every step must not queue behind a fragment.
         ranks = dist.get_process_group_ranks(replicas.group)
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="local_sgd")
-        self._wire = replace(replicas, group=group)
+        self._wire = replace(replicas, group=group_of(ranks, "local_sgd"))
         self.parameters = [OuterParameter(parameter) for parameter in parameters]
         self.fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
         for outer in self.parameters:

@@ -1,0 +1,175 @@
+"""Stages that have run alone before the first step train as stages that have not: the same numbers, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.execution import Stage
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.schedules.build import build_schedule
+from tests.distributed.test_pipeline import without_shared_memory
+from tests.distributed.training_cases import (
+    DEEP,
+    DEEP_TIED,
+    DROPPED,
+    GROUPED,
+    QWEN,
+    TIED,
+    Curve,
+    local_weights,
+    make_recipe,
+    make_trainer,
+    train,
+)
+
+STEPS = 3
+ALL_AXES = ParallelConfig(pp=2, dp_shard=2, tp=2, sequence_parallel=True, microbatch_size=2)
+REPLICAS = ParallelConfig(pp=2, dp_replicate=2, dp_shard=2, microbatch_size=1)
+FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
+
+
+def recipes() -> dict[str, list[Recipe]]:
+    """Returns recipes for 8 and for 4 ranks, one for each way in which a backward leaves something behind."""
+    strategies = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
+    eight = [make_recipe(GROUPED, replace(ALL_AXES, sharding=strategy)) for strategy in strategies]
+    eight += [
+        make_recipe(GROUPED, replace(ALL_AXES, sharding="SHARD_OPTIMIZER"), precision="bf16"),
+        make_recipe(TIED, replace(ALL_AXES, recompute="full")),
+        make_recipe(QWEN, replace(REPLICAS, sharding="HYBRID_SHARD", gather="microbatch", reduce="microbatch")),
+        make_recipe(replace(DROPPED, layers=4), replace(ALL_AXES, schedule="zb_v", virtual_stages=2)),
+    ]
+    lone = replace(make_recipe(DEEP, REPLICAS), local_sgd=LocalSgdConfig(sync_every=2))
+    in_backward = OptimizerConfig(lr=1e-3, min_lr_ratio=1.0, step_in_backward=True)
+    whole = replace(FOUR, microbatch_size=4, sharding="NO_SHARD")
+    four = [
+        make_recipe(DROPPED, FOUR),
+        make_recipe(GROUPED, FOUR, precision="fp16"),
+        make_recipe(GROUPED, FOUR, loss_chunk_tokens=16),
+        make_recipe(DEEP, replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP")),
+        *(
+            replace(make_recipe(GROUPED, layout, grad_clip=None), optimizer=in_backward)
+            for layout in (whole, replace(whole, sharding="SHARD_OPTIMIZER"), replace(whole, sharding=None))
+        ),
+    ]
+    return {"eight": [*eight, lone], "four": four}
+
+
+def trained(recipe: Recipe, *, warms_up: bool) -> tuple[Curve, list[Tensor], int]:
+    """Returns the curve, this rank's weights and the number of the first step's forwards of one of its stages."""
+    trainer = make_trainer(recipe)
+    trainer.pipeline.warms_up = warms_up
+    forwards: list[int] = []
+    module = trainer.stages[0].module
+    module.register_forward_pre_hook(lambda module, inputs: forwards.append(len(forwards)))
+    curve = train(trainer, 1)
+    first_step = len(forwards)
+    return [*curve, *train(trainer, STEPS - 1)], local_weights(trainer), first_step
+
+
+def compare(recipes: list[Recipe]) -> None:
+    for recipe in recipes:
+        state = torch.get_rng_state()
+        cold_curve, cold_weights, cold_forwards = trained(recipe, warms_up=False)
+        warm_curve, warm_weights, warm_forwards = trained(recipe, warms_up=True)
+        what = f"{recipe.model} {recipe.parallel}"
+        assert warm_forwards > cold_forwards == recipe.of_one_replica.microbatches, what
+        assert warm_curve == cold_curve, what
+        assert all(torch.equal(old, new) for old, new in zip(cold_weights, warm_weights, strict=True)), what
+        assert torch.equal(torch.get_rng_state(), state), what
+
+
+class Noisy(nn.Module):
+    """A stage with a buffer that each forward changes and a dropout by torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.norm(self.linear(x)))
+        return y
+
+
+def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
+    """Returns the state and the gradients of a stage after two runs whose gradients add up."""
+    torch.manual_seed(dist.get_rank())
+    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    schedule, stage = build_schedule("zb_h1", pp=pp.size(), microbatches=4), Noisy()
+    specs = TensorSpec(("batch", 4))
+    runtime = PipelineRuntime([stage], schedule, pp, lambda y, label: y.square().sum(), boundaries=specs)
+    runtime.warms_up = warms_up
+    for batch in (3, 5):
+        runtime.run(torch.ones(4, batch, 4), sizes={"batch": batch})
+    grads = {f"{name} grad": p.grad for name, p in stage.named_parameters() if p.grad is not None}
+    return {**stage.state_dict(), **grads, "generator": torch.get_rng_state()}
+
+
+def compare_noisy() -> None:
+    cold, warm = noisy_runs(warms_up=False), noisy_runs(warms_up=True)
+    assert len(cold) == len(warm) == 12
+    assert all(torch.equal(cold[name], warm[name]) for name in cold)
+
+
+def order_of_warm_up() -> list[str]:
+    """Returns what this rank does in its first step and in the next: stages alone, messages, actions."""
+    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    schedule, module = build_schedule("1f1b", pp=pp.size(), microbatches=2), nn.Linear(4, 4)
+    done: list[str] = []
+    module.register_forward_pre_hook(lambda module, inputs: done.append("F"))
+    stage = Stage(module, before_backward=lambda last: done.append("B"))
+    with without_shared_memory(True):
+        runtime = PipelineRuntime([stage], schedule, pp, lambda y, label: y.sum(), boundaries=TensorSpec((1, 4)))
+        runtime.warms_up = True
+        runtime.links.open_groups()
+        received = runtime.links.irecv
+
+        def irecv(tensor: Tensor, source: int) -> dist.Work | None:
+            done.append("receive")
+            return received(tensor, source)
+
+        with mock.patch.object(runtime.links, "irecv", irecv):
+            for _ in range(2):
+                runtime.run(torch.zeros(2, 1, 4))
+                done.append("end")
+    return done
+
+
+def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Curve:
+    with without_shared_memory(True):
+        return train(make_trainer(make_recipe(model, parallel)), 2)
+
+
+def test_warmed_stages_train_bitwise_as_cold_ones(world: Callable) -> None:
+    world(8).run(compare, recipes()["eight"])
+
+
+def test_warmed_stages_train_bitwise_as_cold_ones_in_other_ways(world: Callable) -> None:
+    world(4).run(compare, recipes()["four"])
+
+
+def test_the_warm_up_leaves_buffers_generators_and_gradients_of_any_module(world: Callable) -> None:
+    world(2).run(compare_noisy)
+
+
+def test_no_receive_is_posted_before_the_warm_up_is_done(world: Callable) -> None:
+    first, second = world(2).run(order_of_warm_up)
+    after_its_cause = ["F", "receive", "F", "receive", "B", "B", "end"]
+    nothing_to_wait_for = ["receive", "receive", "F", "B", "F", "B", "end"]
+    assert first == ["F", "B", *after_its_cause, *after_its_cause]
+    assert second == ["F", "B", *nothing_to_wait_for, *nothing_to_wait_for]
+
+
+def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:
+    """The end ranks have a group more than those between them, after which torch would name the pipeline's groups."""
+    layout = ParallelConfig(pp=4, microbatch_size=2)
+    curves = world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
+    assert curves == world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
