@@ -32,8 +32,8 @@ class StageError(RuntimeError):
 class Stage:
     """A slice of the model on this rank, and three calls by which the data dimension follows its backwards:
     `before_backward(last)` comes before each backward and says whether the stage's gradients are complete after it;
-    `after_weights(last)` comes after the second half of each split backward and says the same; `drop_gradients()` comes
-    after backwards that were none of training (`PipelineRuntime.warm_up`); None: the runtime sets them back itself."""
+    `after_weights(last)` comes after the second half of each split backward and says the same; `drop_gradients()`
+    throws away the gradients of `PipelineRuntime.warm_up`, which without it puts back those that were there."""
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None

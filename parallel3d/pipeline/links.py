@@ -43,7 +43,7 @@ class Links:
         self.shared: frozenset[Way] = frozenset()  # the ways of all ranks that go through shared memory
         self._pipeline = pp.get_group() if self.size > 1 else None
         self._ways, self._device = _ways(schedule), device
-        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}  # of a way of this rank, and the other end's rank
+        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}  # this rank's ways, with the other end's rank in it
         self.name = f"parallel3d/{secrets.token_hex(8)}"  # the first rank's on all ranks, and no other pipeline's
         self._is_closed = False
         self._failure_key = ""  # where the ranks leave the message of the first failure; "" where there are no others

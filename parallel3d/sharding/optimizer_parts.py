@@ -102,7 +102,7 @@ class ShardedData:
         self._model.zero_grad()
 
     def drop_gradients(self) -> None:
-        """Is called after backwards that were none of training. What they reduce over the data ranks ends first."""
+        """Is called after a warm-up's backwards: their gradients are summed over the data ranks and thrown away."""
         self.finish_gradients()
         self.clear_gradients()
 
