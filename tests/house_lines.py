@@ -19,12 +19,14 @@ ROOT = Path(__file__).parents[1]
 BATCH_PATH = frozenset(
     {
         "models/decoder.py",
+        "parallel3d/config/attention_kernels.py",
         "parallel3d/host_memory/exchange.py",
         "parallel3d/host_memory/ring.py",
         "parallel3d/host_memory/segment.py",
         "parallel3d/layers/attention.py",
         "parallel3d/layers/collectives.py",
         "parallel3d/layers/dropout.py",
+        "parallel3d/layers/fused_attention.py",
         "parallel3d/layers/gradients.py",
         "parallel3d/layers/linear.py",
         "parallel3d/layers/loss.py",

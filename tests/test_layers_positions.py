@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from parallel3d.layers import attention
-from parallel3d.layers.attention import own_mask, same_document
+from parallel3d.layers.attention import same_document
+from parallel3d.layers.fused_attention import own_mask
 from parallel3d.layers.positions import Llama3Scaling, RotaryEmbedding, YarnScaling, positions_in_documents
 
 KINDS = {

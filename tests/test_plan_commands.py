@@ -143,7 +143,7 @@ def test_memory_refuses_a_model_that_the_trainer_refuses(shape: str, rule: str, 
 def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -> None:
     path = tmp_path / "dropout.yaml"
     path.write_text(f"model: {{name: llama3.2-1b, attention_dropout: 0.1}}\n{RUN}")
-    note = "model.attention_dropout = 0.1 is not counted: the memory model knows dropout between the layers alone"
+    note = "model.attention_dropout = 0.1 is counted in memory alone: its time is taken for a fused kernel's"
     for command in ("memory", "recommend --gpus 8", "limits batch --gpus 8", "sweep --gpus 8"):
         assert f"note {note}" in " ".join(said(f"{command} --model {path} --gpu h100", capsys).split())
         assert tree(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]

@@ -97,6 +97,63 @@ LAYOUTS = {
     ),
     "replicas alone": (LLAMA, ParallelConfig(dp_replicate=4, sharding="_HYBRID_SHARD_ZERO2"), "bf16", 1, 0),
     "dropout": (replace(GPT, dropout=0.1), ParallelConfig(dp_shard=8, tp=2), "bf16", 2, 0),
+    "attention's probabilities written out": (
+        replace(GPT, dropout=0.1, attention_dropout=0.1),
+        ParallelConfig(dp_shard=8, tp=4),
+        "bf16",
+        2,
+        0,
+    ),
+    "and again in the backward": (
+        replace(LLAMA, attention_dropout=0.1),
+        ParallelConfig(dp_shard=8, tp=4, recompute="selective"),
+        "fp32",
+        2,
+        0,
+    ),
+    "and in a block that is recomputed": (
+        replace(LLAMA, attention_dropout=0.1),
+        ParallelConfig(pp=2, dp_shard=8, tp=4, recompute="full", microbatch_size=2),
+        "bf16",
+        2,
+        0,
+    ),
+    "and behind a split backward": (
+        replace(LLAMA, attention_dropout=0.1),
+        ParallelConfig(pp=2, dp_shard=8, tp=4, schedule="zb_h1"),
+        "bf16",
+        4,
+        1,
+    ),
+    "keys repeated for each query head": (
+        replace(LLAMA, kv_heads=2),
+        ParallelConfig(dp_shard=8, microbatch_size=4),
+        "fp32",
+        2,
+        0,
+    ),
+    "repeated again in the backward": (
+        replace(LLAMA, kv_heads=2),
+        ParallelConfig(pp=2, dp_shard=8, microbatch_size=4, recompute="selective"),
+        "fp32",
+        2,
+        1,
+    ),
+    "repeated, a split backward": (
+        replace(LLAMA, kv_heads=2),
+        ParallelConfig(pp=2, dp_shard=8, microbatch_size=4, schedule="zb_h1"),
+        "fp32",
+        4,
+        1,
+    ),
+    "a window": (replace(LLAMA, window=512), ParallelConfig(dp_shard=8, microbatch_size=4), "bf16", 2, 0),
+    "heads that no fused kernel takes": (
+        replace(LLAMA, hidden=2000, heads=40, kv_heads=8),
+        ParallelConfig(dp_shard=8, tp=8),
+        "fp32",
+        2,
+        0,
+    ),
 }
 
 
@@ -326,7 +383,10 @@ def test_a_page_of_json_says_where_the_peak_is(tmp_path: Path, capsys: pytest.Ca
         (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
-        (["model.attention_dropout=0.1"], "knows dropout between the layers alone"),
+        (
+            ["model.window=16", "train.device=auto"],
+            "model.window = 16: the memory model knows windows in float32 on CPUs",
+        ),
         (
             ["parallel.dp_shard=1", "parallel.dp_replicate=2", "local_sgd.sync_every=4"],
             "local_sgd.sync_every = 4: the memory model knows replicas that sum their gradients in each step",

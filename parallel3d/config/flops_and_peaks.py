@@ -13,6 +13,15 @@ PEAK_BF16_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
 }
+# The same in float32, without TensorFloat-32, which rounds factors to 10 bits and which this project leaves off.
+PEAK_FP32_FLOPS = {
+    "A100": 19.5e12,
+    "H100 PCIe": 51e12,
+    "H100": 66.9e12,
+    "H200": 66.9e12,
+    "GB200": 80e12,
+    "B200": 75e12,
+}
 
 
 def block_weights(*, hidden: int, kv_hidden: int, ffn_hidden: int, ffn_matrices: int) -> int:
@@ -30,3 +39,14 @@ def training_flops_per_token(*, layers: int, hidden: int, weights_per_block: int
 def peak_bf16_flops(device_name: str) -> float | None:
     """Returns the dense peak FLOP/s of a device by the name that CUDA gives it; None where it is not known."""
     return next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in device_name), None)
+
+
+def cost_of_fp32(device_name: str) -> str | None:
+    """Returns a line for a run in float32: what its products cost on a device, by the name that CUDA gives it; None
+    where its peaks are not known."""
+    bf16 = peak_bf16_flops(device_name)
+    fp32 = next((flops for part, flops in PEAK_FP32_FLOPS.items() if part in device_name), None)
+    if bf16 is None or fp32 is None:
+        return None
+    slower = f"products at {fp32 / 1e12:g} TFLOP/s at the most, in bf16 at {bf16 / 1e12:g}"
+    return f"train.precision = fp32 on {device_name}: {slower}; try train.precision=bf16"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
 from parallel3d.config.ranges import multiple_from, range_errors
 from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import (
@@ -42,6 +43,8 @@ def validate(recipe: Recipe) -> None:
     refuse([*range_errors(recipe)])
     checks = (model_errors, parallel_errors, schedule_errors, batch_errors, local_sgd_errors, run_errors)
     lines = [line for check in checks for line in check(recipe)]
+    if recipe.train.device == "cuda":  # a worker that finds a GPU by itself asks again, about that one
+        lines += attention_errors(recipe, AttentionDevice("cuda"))
     refuse([*lines, *sharding_errors(recipe.of_one_replica.parallel)])
     refuse([*optimizer_errors(recipe), *step_in_backward_errors(recipe)])
 

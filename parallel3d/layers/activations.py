@@ -10,9 +10,11 @@ softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
     each of two LayerNorms its input e D, mean and inverse deviation 2 w (on CPUs 2 e), output e D              t / r
     attention              q e H K, k and v 2 e G K, its output (the next product's input) e H K                t / n
                            its softmax, unless recomputed (selective): w H                                      t / n
+    by a kernel of GPUs that takes no grouped heads: k and v 2 e H K, unless recomputed                         t / n
     with its own dropout   instead of the softmax's w: q, k, v 3 e H K; of each score the softmax w, the mask 1
                            and the dropped e: (w + 1 + e) H S                                                   t / n
                            and the causal mask, S^2 once (selective: q, k, v and output as without dropout)
+    by torch's last kernel (`math`), instead: q, k, v 3 w H K; of each score the softmax: 4 H S                 t / n
     MLP with a gate        gate, up, act(gate), their product: 4 e F                                            t / n
     MLP without            up, act(up): 2 e F                                                                   t / n
     dropout                two masks of a byte: 2 D                                                             t / r
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d.config.attention_kernels import AttentionKernel
 from parallel3d.config.recipe import BlockRecompute
 
 
@@ -46,22 +49,37 @@ class BlockActivations:
     layer_norm: bool = False
     gated: bool = True
     dropout: bool = False
-    attention_dropout: bool = False
+    attention: AttentionKernel = AttentionKernel("cpu")
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes that one block keeps."""
-        tokens, e, wide = self.batch * self.seq, self.item_bytes, max(self.item_bytes, 4)
+        tokens, e = self.batch * self.seq, self.item_bytes
         outside = tokens // self.tp if self.sequence_parallel else tokens  # tokens outside attention and MLP
         if recompute == "full":
             return outside * self.hidden * e
         between = outside * (2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0))
         mlp = tokens * ((4 if self.gated else 2) * self.ffn_hidden // self.tp * e)
-        dim, heads, kv_heads = self.head_dim or self.hidden // self.heads, self.heads // self.tp, self.kv_heads
-        if self.attention_dropout and recompute == "none":
-            scores = heads * self.seq * (wide + 1 + e)
-            return between + mlp + tokens * (4 * heads * dim * e + scores) + self.seq**2
-        softmax = heads * wide if recompute == "none" else 0
-        return between + mlp + tokens * ((2 * heads + 2 * max(kv_heads // self.tp, 1)) * dim * e + softmax)
+        return (
+            between
+            + mlp
+            + tokens * self._attention_bytes(recompute)
+            + self.seq**2 * (recompute == "none" and self.attention.name == "scores")
+        )
+
+    def _attention_bytes(self, recompute: BlockRecompute) -> int:
+        """The bytes that attention keeps of one token."""
+        dim, heads, kernel, e = (
+            self.head_dim or self.hidden // self.heads,
+            self.heads // self.tp,
+            self.attention,
+            self.item_bytes,
+        )
+        groups = heads if kernel.repeats_heads and recompute == "none" else max(self.kv_heads // self.tp, 1)
+        inputs, wide = e * (heads + 2 * groups) * dim, max(e, 4)
+        if recompute == "none" and kernel.kept_bytes:
+            inputs = 3 * heads * dim * (wide if kernel.name == "math" else e)
+        softmax = heads * (kernel.kept_bytes * self.seq or wide) * (recompute == "none")
+        return inputs + e * heads * dim + softmax
 
     def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
         """Returns the bytes that the blocks of one stage keep, given by their indices in the whole model. One block in

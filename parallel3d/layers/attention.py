@@ -4,9 +4,11 @@ Shapes: B batch, S sequence, T the context's sequence (S in self-attention), D h
 K head dim, n = tp.
 
 [Note: masks] A mask is bool [B or 1, 1, S, T], True where a query may see a key, and the same for every head, so that
-every tp rank uses the same one; it costs S T bytes a sequence. torch's kernels that skip whole blocks instead train on
-GPUs alone and are not used: flex_attention has no backward on a CPU (2.13), and varlen is CUDA's. For packed documents
-`ParallelAttention.forward(lengths=...)` needs no mask.
+every tp rank uses the same one; it costs S T bytes a sequence, and twice that again in the kernel's dtype. Nothing else
+of an attention grows with S T on a GPU: a window and packed documents (`lengths`) have kernels of their own or are
+computed in pieces (`config.attention_kernels` is the table, `fused_attention` makes the calls). A CPU computes a window
+by a mask. flex_attention, which would do all of it, has to be compiled and has no backward on a CPU (2.13), so that
+nothing here could compare it with anything; it is not used.
 """
 
 from __future__ import annotations
@@ -19,11 +21,19 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules_layout import divides_key_value_heads
 from parallel3d.layers.dropout import Dropout, DropoutMode
+from parallel3d.layers.fused_attention import (
+    attend,
+    attend_by_varlen,
+    attend_in_window,
+    kernel_of,
+    own_mask,
+    refuse_large_scores,
+    repeat_heads,
+)
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, normal, zeros
@@ -157,16 +167,26 @@ class ParallelAttention(ParallelModule):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Sequence[int] | None, key: Tensor | None
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, T, G / n, K]
+        causal, scale, window = self.options.causal, self.options.scale, self.options.window
+        dropout, queries, keys = self.dropout if self.training else None, q.shape[1], k.shape[1]
+        if window is not None and window >= keys:
+            window = None  # a window that hides nothing costs no mask
+        is_shifted = queries != keys and (causal or window is not None)  # which no kernel of torch knows
+        has_mask = mask is not None or is_shifted
+        kernel = kernel_of(
+            q, k, mask=has_mask, window=window is not None, documents=lengths is not None, dropout=dropout is not None
+        )
+        if kernel.name == "varlen":
+            return attend_by_varlen(q, k, v, lengths, causal=causal, window=window, scale=scale)
         if lengths is not None:  # each document by itself
             documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q, k, v))
             parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*documents, strict=True)]
             return torch.cat(parts, dim=1).view(*q.shape[:3], -1)
-        queries, keys = q.shape[1], k.shape[1]
+        if kernel.in_pieces and window is not None:
+            return attend_in_window(q, k, v, causal=causal, window=window, scale=scale)
+        refuse_large_scores(kernel, q, k, masks=1 if mask is None else mask.shape[0])
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        causal, window, scale = self.options.causal, self.options.window, self.options.scale
-        dropout = self.dropout if self.training else None
-        sees_all = window is None or window >= keys  # a window that hides nothing costs no mask
-        if mask is None and sees_all and dropout is None and (queries == keys or not causal):
+        if not has_mask and window is None and dropout is None:
             return attend(q, k, v, None, causal=causal, scale=scale).transpose(1, 2)
         own = own_mask(queries, keys, causal=causal, window=window, device=q.device)
         if own is not None:
@@ -175,23 +195,13 @@ class ParallelAttention(ParallelModule):
             return attend(q, k, v, mask, causal=False, scale=scale).transpose(1, 2)
         # The probabilities [B, H, S, T] are written out: torch's kernels draw their dropout from one generator, which
         # on tp ranks of equal seeds would drop the same elements of different heads.
-        if q.shape[1] != k.shape[1]:
-            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        if kernel.repeats_heads:
+            k, v = repeat_heads(q, k, v)
         scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         wide = torch.promote_types(scores.dtype, torch.float32)
         return (dropout(scores.softmax(dim=-1, dtype=wide).to(v.dtype), key) @ v).transpose(1, 2)
-
-
-def attend(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
-) -> Tensor:
-    """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes without a mask."""
-    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
 
 
 def same_document(documents: Tensor) -> Tensor:
@@ -208,19 +218,3 @@ def lengths_of_documents(documents: Tensor) -> list[int]:
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     places = starts.flatten().nonzero().flatten().tolist()
     return [end - start for start, end in pairwise([*places, batch * seq])]
-
-
-def own_mask(queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Returns the mask [S, T] of an attention's own settings; None where every query sees every key. With `window` a
-    query sees that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and
-    as many on the other side where the attention is not causal."""
-    if not causal and window is None:
-        return None
-    # Queries are the last of the keys, as torch's causal_lower_right has them.
-    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
-    mask = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        mask &= distance >= 0
-    if window is not None:
-        mask &= distance.abs() < window
-    return mask

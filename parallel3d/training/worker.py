@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.store import find_checkpoints, sweep
+from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
+from parallel3d.config.flops_and_peaks import cost_of_fp32
 from parallel3d.config.recipe import Recipe
+from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import ByteTokenizer, Corpus, TokenIds, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
 from parallel3d.layers.collectives import start_gather
+from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.training.loop import fit
@@ -33,6 +37,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
     assert recipe.run_dir is not None
     train = recipe.train
     device = choose_device(train.device, rendezvous)
+    refuse(attention_errors(recipe, device_of(device)))
     with process_group(rendezvous, device, train.timeout_s):
         mesh = build_mesh(recipe.parallel, device.type)
         corpus = load_corpus(recipe.data)
@@ -55,7 +60,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
                 f"{train.precision}), {len(corpus.train):,} training tokens, {recipe.microbatches} "
                 f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
-            for line in resumed:
+            for line in [*on_this_gpu(recipe, device), *resumed]:
                 progress.say(line)
             if trainer.step >= train.steps:
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
@@ -65,6 +70,15 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
             text = generate(trainer, corpus.tokenizer, prompt=prompt, tokens=tokens, top_k=top_k)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
+
+
+def on_this_gpu(recipe: Recipe, device: torch.device) -> list[str]:
+    """Returns lines for the user about what a GPU makes of the recipe: attention's kernel, and what float32 costs."""
+    if device.type != "cuda":
+        return []
+    kernel, name = kernel_of_recipe(recipe, device_of(device)), torch.cuda.get_device_name(device)
+    cost = cost_of_fp32(name) if recipe.train.precision == "fp32" else None
+    return [f"attention: {kernel.words}", *([] if cost is None else [cost])]
 
 
 def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> tuple[BatchLoader, BatchLoader]:

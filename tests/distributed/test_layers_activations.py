@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_world_size
 
+from parallel3d.config.attention_kernels import AttentionCall, AttentionDevice, attention_kernel
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.activations import BlockActivations
 from parallel3d.layers.dropout import dropout_key
@@ -97,7 +98,15 @@ def compare(config: ModelConfig, every: int) -> None:
             layer_norm=config.architecture == "gpt",
             gated=config.architecture == "llama",
             dropout=config.dropout > 0,
-            attention_dropout=config.attention_dropout > 0,
+            attention=attention_kernel(
+                AttentionCall(
+                    item_bytes=dtype.itemsize,
+                    head_dim=config.head_dim,
+                    is_grouped=config.key_value_heads != config.heads,
+                    has_dropout=config.attention_dropout > 0,
+                ),
+                AttentionDevice("cpu"),
+            ),
         ).bytes_of_blocks(range(config.layers), recompute, every=every)  # type: ignore[arg-type]
         kept = kept_bytes(model, x)
         assert kept == expected, f"{kept}, not {expected}: {recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"

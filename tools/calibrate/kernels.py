@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d.layers.attention import attend
+from parallel3d.layers.fused_attention import attend
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Placement
 from parallel3d.tools.clock import DeviceClock

@@ -211,7 +211,7 @@ def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 def memory_of_a_step(findings: Findings) -> None:
     """A11: compares what the allocator held at its most in a step with what a dry run of the same recipe says."""
     recipe = small(_MANY if findings.on_gpu else LLAMA, precision="bf16", global_batch_size=4, seq_len=2048)
-    dry = dry_run(recipe, 0, fused_norm=findings.on_gpu)
+    dry = dry_run(recipe, 0, on_gpu=findings.on_gpu)
     findings.note("dry run, GiB", dry.peak.total / 2**30)
     findings.holds("the dry run counts parameters", dry.parameter_count > 0)
     if findings.on_gpu:

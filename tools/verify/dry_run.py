@@ -3,7 +3,8 @@ full size that sends nothing. The model, the sharding, the pipeline's runtime, i
 trainer's own. Of torch it needs no GPU, and of this machine no more than Python's objects.
 
 What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is not for CPUs, the
-kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`), because it keeps less.
+kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`), because it keeps less, and attention is
+computed as the table of its kernels says for a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from parallel3d.config.attention_kernels import AttentionDevice, kernel_of_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch
+from parallel3d.layers import fused_attention
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.links import OfflineLinks
@@ -31,6 +35,8 @@ from parallel3d.timeline.recorder import Recorder
 from parallel3d.tools.verify.ledger import Ledger, Snapshot
 from parallel3d.torch_private import READ_A_VALUE, FakeTensor, FakeTensorMode, cutting_by, tree_iter, world_of_none
 from parallel3d.training.trainer import Trainer
+
+_GPU = AttentionDevice("cuda", capability=(9, 0))  # what attention's kernels are chosen for
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,9 @@ class _FusedRMSNorm(Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
-    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there. `fused_norm`: as on
-    GPUs."""
+def dry_run(recipe: Recipe, rank: int, *, on_gpu: bool) -> DryRun:
+    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, with
+    kernels as on GPUs (`on_gpu`) or as on CPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
     with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
@@ -133,9 +139,12 @@ def dry_run(recipe: Recipe, rank: int, *, fused_norm: bool) -> DryRun:
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
         modes.enter_context(cutting_by(Chunks))
-        if fused_norm:
+        if on_gpu:
             # By its name in torch, because a mode for functions is off in recompute.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
+            modes.enter_context(mock.patch.object(fused_attention, "device_of", lambda device: _GPU))
+            if kernel_of_recipe(recipe, _GPU).name == "math":
+                modes.enter_context(sdpa_kernel(SDPBackend.MATH))
         trainer = Trainer(
             recipe,
             mesh=mesh,

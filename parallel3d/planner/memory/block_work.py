@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from parallel3d.config.attention_kernels import AttentionCall, AttentionDevice, AttentionKernel, attention_kernel
 from parallel3d.layers.activations import BlockActivations
 from parallel3d.planner.model.parameters import block_tables
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -31,7 +32,11 @@ class BlockTensors:
     ffn: int  # the MLP's inner features
     queries: int
     keys: int  # as large as the values
-    softmax: int  # what attention's kernel keeps beside its output
+    attended_keys: int  # the same as attention's kernel takes them, which may be once for each query head
+    attention_own: int  # what attention keeps, unless recomputed, beside queries, keys, values and output
+    scores_forward: int  # what a forward makes of scores beside those kept, where a kernel writes them out
+    scores_again: int  # the same in a backward, where attention is recomputed
+    scores_backward: int
     norm: int  # what a norm keeps of its forward, its output aside
     gates: int  # 1 for an MLP with a gate, else 0
     mask: int  # of dropout between the layers; 0 without
@@ -51,6 +56,11 @@ class BlockTensors:
         return self.attention_weights + self.up_weights + self.down_weight
 
     @property
+    def mlp_kept(self) -> int:
+        """What the MLP keeps, its norm's part included."""
+        return self.norm + self.hidden_local + (2 + 2 * self.gates) * self.ffn
+
+    @property
     def input_gradient(self) -> int:
         """The gradient of a column-parallel product's input, beside that input, gathered again, where it lies along the
         sequence: the gradient is summed over tp and cut."""
@@ -66,26 +76,50 @@ class BlockTensors:
         the output of the MLP's last product before and after it is summed over tp, or dropout's mask, which is drawn
         from 24 bytes a number."""
         made = max(self.hidden_full + self.hidden_local + self.copied, self.hidden_local + 25 * self.mask)
-        return made - is_recomputed * (self.norm + 2 * self.queries + 2 * self.keys + self.softmax + self.mask)
+        dropped = self.norm + 2 * self.queries + 2 * self.keys + self.attention_own + self.mask
+        return max(made - is_recomputed * dropped, self.scores_forward - self.mlp_kept)
 
     def backward(self, weights: WeightGradients, *, is_recomputed: bool) -> int:
         """Bytes made in a backward beside the gradient of the block's output, with those that are left of the block's
         whole activations."""
-        f, mlp_kept = self.ffn, self.norm + self.hidden_local + (2 + 2 * self.gates) * self.ffn
+        f, mlp_kept = self.ffn, self.mlp_kept
         dropped = self.hidden_local * (self.mask > 0)
         least = max(2 * dropped, (self.forward() + dropped) * is_recomputed)
         if weights == "later":
             products = self.gathered + (2 + self.gates) * f + dropped
             ends = self.delayed - self.kept + self.hidden_local
-            return max(least, products, self.gathered + f + self.input_gradient, ends + self.input_gradient)
+            # Attention's own comes when the MLP waits for its second half.
+            waits = 2 * self.hidden_full + (2 + self.gates) * f - mlp_kept
+            scores = max(self.scores_backward + 2 * self.queries + 2 * self.attended_keys, self.scores_again) + waits
+            return max(least, products, self.gathered + f + self.input_gradient, ends + self.input_gradient, scores)
         down, up, is_kept = self.down_weight, self.up_weights, weights == "kept"
         mlp = (
             max(self.gathered + f + down + dropped, self.gathered + self.copied),  # the last product
             2 * f * self.gates + down * is_kept,  # the activation
             self.input_gradient - (1 + self.gates) * f + up + down * is_kept,  # the first products
         )
-        attention = max(self.gathered + self.queries, 2 * self.queries + 2 * self.keys, self.input_gradient) + dropped
+        inside = max(2 * self.queries + 2 * self.attended_keys + self.scores_backward, self.scores_again)
+        attention = max(self.gathered + self.queries, inside, self.input_gradient) + dropped
         return max(least, *mlp, attention + self.attention_weights - mlp_kept + (down + up) * is_kept)
+
+
+# Compute capabilities by the family of a hardware file; any other GPU is taken for an A100, as all later ones keep as
+# much of attention.
+_CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
+
+
+def planned_attention(run: PlannedRun) -> AttentionKernel:
+    """Returns the kernel of the attention of a planned run; windows are taken for whole sequences."""
+    device, shape = run.cluster.device, run.shape
+    call = AttentionCall(
+        item_bytes=int(run.item_bytes),
+        is_bf16=run.precision.startswith("bf16"),
+        head_dim=shape.head_dim,
+        is_grouped=max(shape.kv_heads // run.layout.tp, 1) != shape.heads // run.layout.tp,
+        has_dropout=run.optimizer.has_attention_dropout,
+    )
+    of = AttentionDevice("cpu" if run.on_cpu else "cuda", capability=_CAPABILITIES.get(device.family, (8, 0)))
+    return attention_kernel(call, of)
 
 
 def block_tensors(run: PlannedRun) -> BlockTensors:
@@ -104,25 +138,31 @@ def block_tensors(run: PlannedRun) -> BlockTensors:
         layer_norm=shape.layer_norm,
         gated=shape.feed_forward_inputs == 2,
         dropout=run.optimizer.has_dropout,
+        attention=planned_attention(run),
     )
-    return _block_tensors(activations, shape)
+    return _block_tensors(activations, shape, layout.recompute == "selective")
 
 
 @lru_cache(maxsize=4096)
-def _block_tensors(block: BlockActivations, shape: ModelShape) -> BlockTensors:
-    item, tp, hidden = block.item_bytes, block.tp, block.hidden
+def _block_tensors(block: BlockActivations, shape: ModelShape, is_selective: bool) -> BlockTensors:
+    item, tp, hidden, kernel = block.item_bytes, block.tp, block.hidden, block.attention
     tokens = block.batch * block.seq
     outside = tokens // tp if block.sequence_parallel else tokens
     is_gathered = block.sequence_parallel and tp > 1
     query, key, output, up, down = block_tables(shape, tp)[:5]
+    keys, scores = item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim, tokens * block.seq * block.heads // tp
     return BlockTensors(
         hidden_local=item * outside * hidden,
         gathered=item * tokens * hidden * is_gathered,
         copied=item * tokens * hidden * (is_gathered and block.batch > 1),
         ffn=item * tokens * block.ffn_hidden // tp,
         queries=item * tokens * hidden // tp,
-        keys=item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim,
-        softmax=tokens * block.heads // tp * max(item, 4),
+        keys=keys,
+        attended_keys=item * tokens * hidden // tp if kernel.repeats_heads else keys,
+        attention_own=block.bytes() - block.bytes("selective"),
+        scores_forward=scores * kernel.forward_bytes,
+        scores_again=scores * kernel.forward_bytes * is_selective,
+        scores_backward=scores * kernel.backward_bytes,
         norm=outside * block.norm_bytes - item * outside * hidden,
         gates=int(block.gated),
         mask=outside * hidden if block.dropout else 0,

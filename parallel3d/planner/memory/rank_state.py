@@ -186,7 +186,7 @@ class RankState:
         """Returns what `count` blocks keep of a microbatch from the first one on, an index in the whole model."""
         every, recompute = self.layout.recompute_every, self.layout.recompute
         again = 0 if recompute == "none" else -(-(first + count) // every) - -(-first // every)
-        kept = self.block.kept - self.block.softmax if recompute == "selective" else self.block.hidden_local
+        kept = self.block.kept - self.block.attention_own if recompute == "selective" else self.block.hidden_local
         return again * kept + (count - again) * self.block.kept
 
     @property

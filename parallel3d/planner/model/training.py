@@ -19,6 +19,7 @@ class OptimizerMemory:
     muon: MuonCosts | None = None  # Muon's matrices of blocks; those bytes are of all other parameters then
     stochastic_rounding_states: int | None = None  # 16-bit states that a step rounds stochastically; None: it does not
     has_dropout: bool = False  # dropout between the layers
+    has_attention_dropout: bool = False
     steps_in_backward: bool = False  # each parameter is stepped when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
 
@@ -50,6 +51,7 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
         muon=muon,
         stochastic_rounding_states=states * has_narrow_states if rounds else None,
         has_dropout=recipe.model.dropout > 0,
+        has_attention_dropout=recipe.model.attention_dropout > 0,
         steps_in_backward=optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
@@ -57,13 +59,15 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields the settings that would change the memory and are not counted, with what is counted and a remedy."""
-    optimizer, dropout, every = recipe.optimizer, recipe.model.attention_dropout, recipe.local_sgd.sync_every
+    optimizer, train, window = recipe.optimizer, recipe.train, recipe.model.window
+    every = recipe.local_sgd.sync_every
+    is_cut = window is not None and window < train.seq_len and train.precision == "fp32" and train.device != "cpu"
     rounds_so = optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward)
     other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
     sums = "replicas that sum their gradients in each step"
     for is_set, key, value, known, usual in (
         (rounds_so, "optimizer.stochastic_rounding", "true", f"no such steps with {other}", "false"),
-        (dropout, "model.attention_dropout", dropout, "dropout between the layers alone", "0"),
+        (is_cut, "model.window", window, "windows in float32 on CPUs alone", "null"),
         (every is not None, "local_sgd.sync_every", every, sums, "null"),
     ):
         if is_set:
@@ -73,6 +77,9 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 def notes(recipe: Recipe) -> Iterator[str]:
     """Yields what a plan, which chooses layouts of its own, does not count of a recipe."""
     yield from (f"{setting} is not counted: {known}" for setting, known, _ in unmodeled_settings(recipe))
+    if recipe.model.attention_dropout:
+        where = "in memory alone: its time is taken for a fused kernel's"
+        yield f"model.attention_dropout = {recipe.model.attention_dropout} is counted {where}"
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
         yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
