@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from parallel3d.data.loader import IGNORED, Batch, BatchLoader
+from parallel3d.config.recipe import BatchSizes
+from parallel3d.data.loader import IGNORED, Batch, BatchLoader, batches_ahead
 from parallel3d.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own place, so a sequence tells where it comes from
@@ -155,3 +159,74 @@ def test_a_corpus_shorter_than_a_window_is_refused() -> None:
     loader(TOKENS[:8])
     with pytest.raises(DataError, match=r"has 7 tokens, fewer than train.seq_len \+ 1 = 8"):
         loader(TOKENS[:7])
+
+
+@dataclass
+class Asked:
+    """A loader that tells for which steps it has made a batch, and has none for `broken`."""
+
+    broken: int | None = None
+    made: SimpleQueue[int] = field(default_factory=SimpleQueue)
+
+    def batch(self, step: int) -> Batch:
+        if step == self.broken:
+            raise DataError(f"no batch of step {step}")
+        self.made.put(step)
+        return loader().batch(step)
+
+
+def ahead(asked: object, steps: range) -> Generator[Batch, None, None]:
+    return batches_ahead(asked, steps, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def is_thread_alive() -> bool:
+    return any(thread.name.startswith("next_batch") for thread in threading.enumerate())
+
+
+def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() -> None:
+    growing = replace(loader(), sizes=BatchSizes(full=12, start=4, increment=4, warmup_steps=6))
+    found = list(ahead(growing, range(1, 9)))
+    assert [len(batch.inputs) for batch in found] == [4, 4, 8, 8, 8, 12, 12, 12]
+    for step, batch in enumerate(found, 1):
+        expected = growing.batch(step)
+        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(batch.labels, expected.labels)
+        assert torch.equal(batch.samples, expected.samples)
+
+
+def test_one_batch_is_made_while_the_caller_has_the_one_before() -> None:
+    asked = Asked()
+    batches = ahead(asked, range(5, 9))
+    assert sequences(next(batches)) == sequences(loader().batch(5))
+    assert [asked.made.get(timeout=60) for _ in range(2)] == [5, 6]  # the caller has not asked for the second
+    batches.close()  # what the thread has been told to make it makes
+    assert asked.made.empty()
+
+
+@pytest.mark.parametrize("leave", ["at the end", "half way", "dropped", "by an error"])
+def test_the_thread_ends_however_its_batches_are_left(leave: str) -> None:
+    batches = ahead(Asked(broken=2 if leave == "by an error" else None), range(4))
+    next(batches)
+    next(batches)
+    assert is_thread_alive()
+    if leave == "at the end":
+        assert len(list(batches)) == 2
+    elif leave == "half way":
+        batches.close()
+    elif leave == "dropped":
+        del batches
+    else:
+        with pytest.raises(DataError, match="no batch of step 2"):  # not earlier, when the thread has met it
+            next(batches)
+    assert not is_thread_alive()
+
+
+def test_a_gpus_batch_is_pinned_by_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may wait for the whole device to give pinned memory: between two steps and not within one."""
+    pinned = []
+    monkeypatch.setattr(Batch, "pinned", lambda batch: pinned.append(threading.current_thread()) or batch)
+    assert len(list(batches_ahead(loader(), range(2), torch.device("cuda")))) == 2
+    assert pinned == [threading.current_thread()] * 2
+
+
+def test_a_run_that_is_done_makes_no_batch() -> None:
+    assert list(ahead(Asked(broken=4), range(4, 4))) == []

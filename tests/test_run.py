@@ -28,8 +28,8 @@ SMALL = [
     "optimizer.warmup_steps=0",
 ]
 METRICS = {
-    "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu",
-    "peak_memory_bytes", "val_loss", "loss_scale", "skipped_steps",
+    "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
+    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "val_loss", "loss_scale", "skipped_steps",
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert all(set(line) == METRICS for line in lines)
     assert lines[-1]["tokens"] == 10 * 8 * 32 and lines[0]["mfu"] is None
+    assert all(0 < line["data_wait_s"] < line["step_time_s"] for line in lines)
     assert lines[4]["val_loss"] is not None and lines[3]["val_loss"] is None
     kept = sorted((straight / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step_00000008", "step_00000010"]

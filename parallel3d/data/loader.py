@@ -3,6 +3,8 @@ seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the label
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -26,6 +28,10 @@ class Batch:
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
     labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is learned
     samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
+
+    def pinned(self) -> Batch:
+        """Returns the batch in pinned memory, from which it is copied to a GPU while the host goes on."""
+        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), self.samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,3 +99,17 @@ class BatchLoader:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         own = torch.from_numpy(samples).view(self.dp_size, -1, self.microbatch_size)[self.dp_rank]
         return Batch(inputs, labels, own)
+
+
+def batches_ahead(loader: BatchLoader, steps: range, device: torch.device) -> Generator[Batch, None, None]:
+    """Yields the batches of `steps` in their order, each made by a thread while the caller has the one before; for a
+    GPU they are in pinned memory. No batch is made further ahead. An error of the loader is raised when its batch is
+    asked for. The thread ends with the generator, so close the generator where you may leave it early."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="next_batch") as thread:
+        coming: Future[Batch] | None = None
+        for step in steps:
+            batch = (coming or thread.submit(loader.batch, step)).result()
+            coming = thread.submit(loader.batch, step + 1) if step + 1 in steps else None
+            # Pinned by the caller's thread, because CUDA may wait for the whole device to give pinned memory, which it
+            # must not do in the middle of a pipeline's step.
+            yield batch.pinned() if device.type == "cuda" else batch
