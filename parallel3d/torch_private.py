@@ -26,13 +26,22 @@ from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested 
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "functional_collectives", "tree_iter"]
 
+# Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for each.
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_rsqrt_ = torch._foreach_rsqrt_
+foreach_sqrt_ = torch._foreach_sqrt_
+
 READ_A_VALUE = torch.ops.aten._local_scalar_dense.default  # the operator behind `Tensor.item` and `if tensor:`
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiplies each tensor by `factor`, in place, in few kernels. The public `torch.nn.utils.clip_grads_with_norm_`
     never multiplies by more than 1, and a plain loop costs a GPU one launch for each tensor."""
-    torch._foreach_mul_(list(tensors), factor)
+    foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

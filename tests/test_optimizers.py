@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from parallel3d.config.load import load_recipe
-from parallel3d.config.recipe import OptimizerConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.models.llama import Llama
+from parallel3d.optimizers.build import build_optimizer
 from parallel3d.optimizers.muon import SubMatrix, adjustment, nearest_holders, orthogonalize, parts_of_ranks
 from parallel3d.optimizers.rounding import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.optimizers.step_bytes import assign_by_cost
 from parallel3d.recipes import find_recipe
+from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
+from parallel3d.torch_private import TorchDispatchMode, tree_iter
 
 SHAPES = [(24, 40), (40, 24), (7,)]
 
@@ -57,6 +62,61 @@ def test_adamw_of_other_states_does_in_float32_what_torch_does() -> None:
     ours = trained(lambda p: low_precision_adamw(p, torch.bfloat16))
     assert_close(ours, theirs, atol=0.01 * 5 * 2**-7)  # five steps of lr, each off by bf16's spacing at most
     assert not torch.equal(ours[0], theirs[0])
+
+
+def test_parameters_that_are_widened_together_are_no_larger_than_the_largest() -> None:
+    """What a step makes beside the parameters is counted by the largest of them, in `step_bytes`."""
+    shapes, together = [(7,), (30,), (24, 40), (9,), (20, 30), (300,), (61,)], []
+
+    class Counting(LowPrecisionSGD):
+        def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+            together.append([parameter.numel() for parameter in parameters])
+            super()._step_together(parameters, group)
+
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = Counting(parameters, lr=0.5, momentum=0.5)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.bfloat16)}
+        parameter.grad = None if parameter.numel() == 9 else torch.ones_like(parameter)
+    optimizer.step()
+    assert together == [[7, 30], [960], [600, 300], [61]]
+    assert [parameter.mean().item() for parameter in parameters] == [0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5]
+    assert all(state["momentum_buffer"].dtype == torch.bfloat16 for state in optimizer.state.values())
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts the operators that are called on tensors of the meta device, which have no number to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = func.is_view or func is torch.ops.aten.detach.default
+        self.count += not is_view and any(
+            x.device.type == "meta" for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(layers: int) -> tuple[int, int]:
+    """Returns the operators of a step of Adafactor on a device, and the parameters that it steps."""
+    config = ModelConfig(layers=layers, hidden=32, heads=4, ffn_hidden=64, vocab=64)
+    model = Llama(config, device="meta")
+    parameters = local_parameters(model, {}, ShardedData(model))
+    optimizer = build_optimizer(parameters, OptimizerConfig(name="adafactor"), mesh=None)  # type: ignore[arg-type]
+    for parameter in parameters:
+        parameter.local.grad = torch.ones_like(parameter.local)
+    with OperatorCount() as operators:
+        optimizer.step()
+    return operators.count, len(parameters)
+
+
+def test_a_step_of_adafactor_reads_nothing_off_the_device_and_calls_few_operators() -> None:
+    """A kernel that is launched costs the host microseconds, and a number that is read costs it its lead."""
+    (few, parameters), (many, more) = operators_of_a_step(2), operators_of_a_step(6)
+    assert (many - few) / (more - parameters) <= 9
+    assert few - 9 * parameters <= 25
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

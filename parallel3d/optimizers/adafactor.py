@@ -9,7 +9,8 @@ anything: row and column means with the norms of the parameters, the means of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,37 @@ from parallel3d.mesh import Axis
 from parallel3d.optimizers.rounding import apply
 from parallel3d.optimizers.step_bytes import rounds
 from parallel3d.sharding.optimizer_parts import LocalParameter
+from parallel3d.torch_private import (
+    foreach_clamp_min_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_rsqrt_,
+    foreach_sqrt_,
+    norms,
+)
 
 SMALLEST_RMS = 1e-3  # epsilon_2: the least RMS of a parameter that its steps are in proportion to
 _EPSILON = torch.finfo(torch.float32).eps  # epsilon_1
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedParameter:
+    """A parameter in step number `step` (from 1), with its gradient in float32 and its optimizer's group and states."""
+
+    local: Tensor
+    gradient: Tensor
+    shape: tuple[int, ...]  # the whole parameter's
+    split: ParameterSharding
+    state: dict[str, Tensor]
+    group: dict[str, Any]
+    step: float
+
+    @property
+    def weight(self) -> float:
+        """The weight of this step's squared gradient, 1 - beta_2."""
+        return float(self.step ** self.group["beta2_decay"])
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -43,45 +72,73 @@ class Adafactor(torch.optim.Optimizer):
         pairs = [(parameter, group) for group in self.param_groups for parameter in group["parameters"]]
         pairs = [(parameter, group) for parameter, group in pairs if parameter.local.grad is not None]
         for some in rounds(pairs, lambda pair: self._splits[pair[0].local].part_elements):
-            sums = Sums()
-            for _ in zip(*[self._stepping(*pair, sums) for pair in some], strict=True):
-                sums.finish()
+            self._step_together([self._counted(*pair) for pair in some])
 
-    def _stepping(self, parameter: LocalParameter, group: dict[str, Any], sums: Sums) -> Iterator[None]:
-        """Steps a parameter. Wherever it yields, the sums over the axes that it has asked for are taken, together with
-        those of other parameters that are stepped beside it."""
-        local, shape = parameter.local, parameter.spec.shape
-        split, state = self._splits[local], self.state[local]
+    def _counted(self, parameter: LocalParameter, group: dict[str, Any]) -> SteppedParameter:
+        """Counts a parameter's step. Its number is a tensor on the CPU, so that no GPU is waited for."""
+        local, state = parameter.local, self.state[parameter.local]
         assert local.grad is not None
-        gradient, last = local.grad.float(), local.ndim - 1
-        is_matrix = local.ndim > 1
         state["step"] += 1
-        step = state["step"].item()
-        weight = step ** group["beta2_decay"]  # the weight of this step's squared gradient, 1 - beta_2
-        norm = sums.add(_square(local), split.axes)
-        if is_matrix:
-            of_rows = sums.add(_square(gradient, last), split.along(last))  # [..., rows, 1]
-            of_columns = sums.add(_square(gradient, last - 1), split.along(last - 1))  # [..., 1, columns]
-        yield
+        step, shape = float(state["step"]), parameter.spec.shape
+        return SteppedParameter(local, local.grad.float(), shape, self._splits[local], state, group, step)
 
-        if is_matrix:
-            state["row_var"].lerp_(of_rows.div_(shape[-1]), weight)
-            state["col_var"].lerp_(of_columns.div_(shape[-2]), weight)
-            row_sum = sums.add(state["row_var"].sum(dim=-2, keepdim=True), split.along(last - 1))  # [..., 1, 1]
-        yield
+    def _step_together(self, some: Sequence[SteppedParameter]) -> None:
+        """Steps some parameters. An operator takes the tensors of all of them, where it can, and three times the sums
+        over the axes are taken of all at once."""
+        matrices, vectors = [one for one in some if one.local.ndim > 1], [one for one in some if one.local.ndim <= 1]
+        some, sums = [*matrices, *vectors], Sums()
+        rms = norms([one.local for one in some], torch.float32)
+        rows = [_norm(m.gradient, dim=-1) for m in matrices]  # [..., rows, 1]
+        columns = [_norm(m.gradient, dim=-2) for m in matrices]  # [..., 1, columns]
+        foreach_mul_([*rms, *rows, *columns], [*rms, *rows, *columns])
+        for one, square in zip(some, rms, strict=True):
+            sums.add(square, one.split.axes)
+        for m, of_rows, of_columns in zip(matrices, rows, columns, strict=True):
+            sums.add(of_rows, m.split.along(m.local.ndim - 1))
+            sums.add(of_columns, m.split.along(m.local.ndim - 2))
+        sums.finish()
 
-        if is_matrix:
-            row_mean = row_sum.div_(shape[-2]).clamp_(min=_EPSILON)
-            moment = (state["row_var"] @ state["col_var"]).div_(row_mean)
-        else:
-            moment = state["variance"].lerp_(gradient.square(), weight).clone()
-        update = moment.clamp_(min=_EPSILON**2).rsqrt_().mul_(gradient)
-        change = sums.add(_square(update), split.axes)
-        yield
+        row_vars, column_vars = [m.state["row_var"] for m in matrices], [m.state["col_var"] for m in matrices]
+        if matrices:
+            foreach_div_(rows, [m.shape[-1] for m in matrices])
+            foreach_div_(columns, [m.shape[-2] for m in matrices])
+            foreach_lerp_(row_vars, rows, [m.weight for m in matrices])
+            foreach_lerp_(column_vars, columns, [m.weight for m in matrices])
+        row_means = [row_var.sum(dim=-2, keepdim=True) for row_var in row_vars]  # [..., 1, 1]
+        for m, row_mean in zip(matrices, row_means, strict=True):
+            sums.add(row_mean, m.split.along(m.local.ndim - 2))
+        sums.finish()
 
-        rate = min(group["lr"], step**-0.5) * (norm / split.elements).sqrt().clamp(min=SMALLEST_RMS)
-        too_large = (change / split.elements).sqrt().div(group["update_clip"]).clamp(min=1.0)
-        apply(local, update.mul_(rate / too_large), decay=group["lr"] * group["weight_decay"])
+        updates = [row_var @ column_var for row_var, column_var in zip(row_vars, column_vars, strict=True)]
+        if matrices:
+            foreach_div_(row_means, [m.shape[-2] for m in matrices])
+            foreach_clamp_min_(row_means, _EPSILON)
+            foreach_div_(updates, row_means)
+        if vectors:
+            variances, squares = [v.state["variance"] for v in vectors], [v.gradient.square() for v in vectors]
+            foreach_lerp_(variances, squares, [v.weight for v in vectors])
+            foreach_copy_(squares, variances)
+            updates += squares
+        foreach_clamp_min_(updates, _EPSILON**2)
+        foreach_rsqrt_(updates)
+        foreach_mul_(updates, [one.gradient for one in some])
+        changes = norms(updates, torch.float32)
+        foreach_mul_(changes, changes)
+        for one, change in zip(some, changes, strict=True):
+            sums.add(change, one.split.axes)
+        sums.finish()
+
+        for squares in (rms, changes):
+            foreach_div_(squares, [one.split.elements for one in some])
+            foreach_sqrt_(squares)
+        foreach_clamp_min_(rms, SMALLEST_RMS)
+        foreach_mul_(rms, [min(one.group["lr"], one.step**-0.5) for one in some])
+        foreach_div_(changes, [one.group["update_clip"] for one in some])
+        foreach_clamp_min_(changes, 1.0)
+        foreach_div_(rms, changes)
+        foreach_mul_(updates, rms)
+        for one, update in zip(some, updates, strict=True):
+            apply(one.local, update, decay=one.group["lr"] * one.group["weight_decay"])
 
 
 def start_states(local: Tensor) -> dict[str, Tensor]:
@@ -92,9 +149,9 @@ def start_states(local: Tensor) -> dict[str, Tensor]:
     return {"row_var": zeros((*local.shape[:-1], 1)), "col_var": zeros((*local.shape[:-2], 1, local.shape[-1]))}
 
 
-def _square(x: Tensor, dim: int | None = None) -> Tensor:
-    """Returns the sum of squares; with `dim` over that dim alone, which is kept with size 1."""
-    return torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None, dtype=torch.float32).square_()
+def _norm(x: Tensor, dim: int) -> Tensor:
+    """Returns the 2-norm over `dim`, which is kept with size 1."""
+    return torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
 
 
 class ParameterSharding:
@@ -151,7 +208,7 @@ class Sums:
         for name in sorted(self._axes):  # in the same order on all ranks
             parts = self._wanted[name]
             total = all_reduce(torch.cat([part.flatten() for part in parts]), self._axes[name])
-            for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+            split = total.split([part.numel() for part in parts])
+            foreach_copy_(parts, [summed.view_as(part) for part, summed in zip(parts, split, strict=True)])
         self._axes.clear()
         self._wanted.clear()

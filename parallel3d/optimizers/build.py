@@ -115,7 +115,7 @@ def _optimizer(
             states = start_states(local)
         else:
             states = {state: torch.zeros_like(local, dtype=dtype) for state in names}
-        if name in ("adamw", "adafactor"):
-            states["step"] = torch.zeros((), device=local.device)
+        if name in ("adamw", "adafactor"):  # the kernel of AdamW reads it on the device, and Adafactor on the host
+            states["step"] = torch.zeros((), device=local.device if name == "adamw" else "cpu")
         optimizer.state[local] = states
     return optimizer

@@ -13,37 +13,51 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d.optimizers.step_bytes import WIDE_ELEMENTS, rounds
+from parallel3d.optimizers.step_bytes import WIDE_ELEMENTS, rounds, runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.torch_private import offsets_of
+from parallel3d.torch_private import foreach_copy_, offsets_of
 
 
 class _InFloat32(torch.optim.Optimizer):
-    """Lets torch's own optimizer, which keeps states as wide as the parameter, step with states of another dtype. Each
-    parameter that has a gradient is stepped by itself, so that its temporary tensors are gone before the next. `state`
-    must have all states of each parameter before the first step."""
+    """Lets torch's own optimizer, which keeps states as wide as the parameter, step with states of another dtype. Of
+    the parameters that have a gradient a few are stepped at a time, together no larger than the largest, so that the
+    temporary tensors of one run are gone before the next. `state` must have all states of each parameter before the
+    first step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         groups = self.param_groups
-        for group in groups:
-            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                values, gradient, states = parameter.data, parameter.grad, self.state[parameter]
-                self.state[parameter] = dict(states)
-                _widen(parameter, self.state[parameter])
-                self.param_groups = [group | {"params": [parameter]}]
-                super().step()
-                values.copy_(parameter.data)
-                for name, state in states.items():
-                    state.copy_(self.state[parameter][name])
-                parameter.data, parameter.grad, self.state[parameter] = values, gradient, states
+        stepped = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        largest = max((p.numel() for of_group in stepped for p in of_group), default=0)
+        for group, of_group in zip(groups, stepped, strict=True):
+            for some in runs(of_group, Tensor.numel, most=largest):
+                self._step_together(some, group)
         self.param_groups = groups
+
+    def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        gradients, states = [p.grad for p in parameters if p.grad is not None], [self.state[p] for p in parameters]
+        kept = [*(p.data for p in parameters), *(state for of_one in states for state in of_one.values())]
+        stepped = _in_float32(kept)  # in place
+        wide = iter(stepped)
+        for p, value, gradient in zip(parameters, wide, _in_float32(gradients), strict=False):
+            p.grad = None  # a gradient has its parameter's dtype
+            p.data, p.grad = value, gradient
+        for p, of_one in zip(parameters, states, strict=True):
+            self.state[p] = dict(zip(of_one, wide, strict=False))
+        self.param_groups = [group | {"params": parameters}]
+        super().step()
+        if changed := [(old, new) for old, new in zip(kept, stepped, strict=True) if old is not new]:
+            foreach_copy_([old for old, _ in changed], [new for _, new in changed])
+        for p, value, gradient, of_one in zip(parameters, kept, gradients, states, strict=False):
+            p.grad = None
+            p.data, p.grad, self.state[p] = value, gradient, of_one
 
 
 class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
@@ -52,6 +66,15 @@ class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
 
 class LowPrecisionSGD(_InFloat32, torch.optim.SGD):
     """SGD with a "momentum_buffer" of any dtype."""
+
+
+def _in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies in float32 of the tensors of another dtype, and the others themselves."""
+    wide = [x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in tensors]
+    narrow = [(copy, x) for copy, x in zip(wide, tensors, strict=True) if copy is not x]
+    if narrow:
+        foreach_copy_([copy for copy, _ in narrow], [x for _, x in narrow])
+    return wide
 
 
 def apply(parameter: Tensor, change: Tensor, *, decay: float) -> None:

@@ -34,6 +34,20 @@ def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int =
         yield found
 
 
+def runs(items: Iterable[T], elements_of: Callable[[T], int], *, most: int) -> Iterator[list[T]]:
+    """Yields runs of items of at most `most` elements together, or a single larger item."""
+    run: list[T] = []
+    elements = 0
+    for item in items:
+        if run and elements + elements_of(item) > most:
+            yield run
+            run, elements = [], 0
+        run.append(item)
+        elements += elements_of(item)
+    if run:
+        yield run
+
+
 def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
     """Returns the rank of each item. The dearest items are assigned first, each to the rank with the lowest cost so far
     (the first of several)."""

@@ -23,6 +23,7 @@ from parallel3d.config.recipe import LocalSgdConfig
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
+from parallel3d.optimizers.step_bytes import runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import group_of
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
@@ -176,7 +177,7 @@ class LocalSgd:
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
         self._on_their_way[fragment] = []
-        for bucket in _buckets(self.fragments[fragment]):
+        for bucket in runs(self.fragments[fragment], lambda outer: outer.value.numel(), most=BUCKET_ELEMENTS):
             differences = [outer.value - outer.inner.local.detach() for outer in bucket]
             mean = MeanOverReplicas(differences, self._wire, self._codec)
             self._on_their_way[fragment].append((bucket, mean))
@@ -194,9 +195,11 @@ class LocalSgd:
         replicas have the same means, but ranks of one replica do not."""
         self._arrive(fragment)
         parameters = self.fragments[fragment]
-        bad = sum(int(not torch.isfinite(outer.mean).all()) for outer in parameters if outer.mean is not None)
-        found = torch.tensor(float(bad), dtype=torch.float64, device=self.parameters[0].value.device)
-        if all_reduce_over(self._axes, found).item():
+        bad = torch.zeros((), dtype=torch.float64, device=self.parameters[0].value.device)
+        for outer in parameters:
+            if outer.mean is not None:
+                bad += ~torch.isfinite(outer.mean).all()
+        if all_reduce_over(self._axes, bad).item():
             limit = " or is beyond 65504, float16's largest number" if self.config.transport == "fp16" else ""
             raise NonFiniteError(
                 f"step {step}: the mean difference of the replicas' parameters is not finite{limit}. "
@@ -211,15 +214,3 @@ class LocalSgd:
         del self._on_their_way[fragment]
         if kept == 0.0:
             self._same.add(fragment)
-
-
-def _buckets(parameters: Sequence[OuterParameter]) -> Iterator[list[OuterParameter]]:
-    """Yields runs of parameters of at most BUCKET_ELEMENTS, or a single larger parameter."""
-    bucket: list[OuterParameter] = []
-    for outer in parameters:
-        if bucket and sum(other.value.numel() for other in (*bucket, outer)) > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(outer)
-    if bucket:
-        yield bucket
