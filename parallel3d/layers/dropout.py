@@ -50,7 +50,8 @@ class Dropout(nn.Module):
     x, y [batch, ..., rows, columns]: the activations of a transformer [batch, seq, features]. `split_dim`: the dim that
     is split over tp, if one is (1 under sequence parallelism, -1 between a column- and a row-parallel linear). `name`:
     the layer's global one, different for every dropout of a model. `key` [batch]: `dropout_key`; without one, one is
-    drawn (`drawn_key`).
+    drawn (`drawn_key`). Keys of a whole step are best moved to a GPU at once, because `exact` copies one that is not
+    there; `fast` reads the key on the host, so there keep it on the CPU.
     """
 
     def __init__(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+class StepTotals(NamedTuple):
+    """The sums of a step over the mesh, while they are on the device: float64 scalars."""
+
+    loss: Tensor  # mean over the labels
+    grad_norm: Tensor
+    tokens: Tensor
+    votes: Tensor  # how many ranks received SIGTERM; where replicas train apart, on average
+
+
 def count_labels(labels: Tensor) -> Tensor:
     """The number of labels that are learned, a float64 scalar on the labels' device."""
     return (labels != IGNORED).sum().double()
@@ -59,8 +69,8 @@ class StepHook:
     def before_forward(self, step: int, labels: Tensor) -> None:
         """Prepares the step; called before the forward with this rank's labels."""
 
-    def combine(self, totals: StepResult) -> StepResult:
-        """Returns the totals of the whole run, given those of this rank's replica."""
+    def combine(self, totals: StepTotals) -> StepTotals:
+        """Returns the totals of the whole run, given those of this rank's replica, without reading a number of them."""
         return totals
 
     def check(self, step: int, totals: StepResult) -> None:
@@ -114,35 +124,30 @@ class CountLabelsFirst(StepHook):
         self._axes = {name: axes[name] for name in ("dp_replicate", "dp_shard")}
 
     def before_forward(self, step: int, labels: Tensor) -> None:
-        tokens = round(all_reduce_over(self._axes, count_labels(labels)).item())
-        has_labels = torch.tensor(float(tokens > 0), device=labels.device)
+        counted = all_reduce_over(self._axes, count_labels(labels))
+        has_labels = (counted > 0).double()
         share = has_labels if self._local_sgd is None else self._local_sgd.mean(has_labels)
+        tokens, with_labels = torch.stack((counted, share)).tolist()  # the host waits for a GPU
         # Where one replica has no label all of them stop, because the others would wait for it.
-        refuse_no_labels(step, tokens if share.item() == 1.0 else 0, self._ignored_ids)
-        self._loss.tokens = tokens
+        refuse_no_labels(step, round(tokens) if with_labels == 1.0 else 0, self._ignored_ids)
+        self._loss.tokens = round(tokens)
 
 
 class TrainApart(StepHook):
     """Local SGD: each replica's totals are its own until they are combined, and replicas meet after the optimizer's
     step. An evaluation is of the outer parameters, which are what the run leaves behind."""
 
-    def __init__(self, local_sgd: LocalSgd, device: torch.device) -> None:
-        self._local_sgd, self._device = local_sgd, device
+    def __init__(self, local_sgd: LocalSgd) -> None:
+        self._local_sgd = local_sgd
 
-    def combine(self, totals: StepResult) -> StepResult:
+    def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the mean loss over all replicas' labels and the root of the mean square of their gradient norms.
         `tokens` is 0 where any replica has no label."""
-        flags = float(totals.tokens == 0), float(totals.is_asked_to_stop)
-        known = (totals.loss * totals.tokens, totals.grad_norm**2, float(totals.tokens), *flags)
-        means = self._local_sgd.mean(torch.tensor(known, dtype=torch.float64, device=self._device))
-        loss, square, tokens, empty, votes = means.tolist()
-        return replace(
-            totals,
-            loss=loss / max(tokens, 1.0),
-            grad_norm=square**0.5,
-            tokens=0 if empty else round(tokens * self._local_sgd.replicas.size),
-            is_asked_to_stop=votes > 0,
-        )
+        loss, norm, tokens, votes = totals
+        known = torch.stack((loss * tokens, norm.square(), tokens, votes, (tokens == 0).double()))
+        loss, square, tokens, votes, empty = self._local_sgd.mean(known).unbind()
+        whole = tokens * self._local_sgd.replicas.size * (empty == 0)
+        return StepTotals(loss / tokens.clamp(min=1.0), square.sqrt(), whole, votes)
 
     def after_step(self, step: int) -> None:
         self._local_sgd.after_step(step)

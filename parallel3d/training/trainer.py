@@ -21,7 +21,7 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.training import hooks
-from parallel3d.training.hooks import StepResult
+from parallel3d.training.hooks import StepResult, StepTotals
 from parallel3d.training.local_sgd.replicas import LocalSgd
 from parallel3d.training.loss import LossScaler, MeanLoss
 from parallel3d.training.update import Observe, Update, UpdateInBackward, learning_rate
@@ -72,7 +72,7 @@ class Trainer:
             ignored_ids = recipe.data.ignore_token_ids
             self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, ignored_ids, self.local_sgd))
         if self.local_sgd is not None:
-            self.hooks.append(hooks.TrainApart(self.local_sgd, device))
+            self.hooks.append(hooks.TrainApart(self.local_sgd))
 
     def train_step(
         self,
@@ -89,11 +89,12 @@ class Trainer:
         scale), with nothing changed but where the optimizer steps in the backward, and DataError, with nothing changed,
         where no rank has a label."""
         step, model = self.step + 1, self.recipe.model
-        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
         keywords = None
         if model.dropout or model.attention_dropout:
-            keywords = [{"key": key} for key in dropout_key(self.recipe.train.seed, self.step, batch.samples)]
+            keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
+            keywords = [{"key": key} for key in keys]
         for hook in self.hooks:
             hook.before_forward(step, labels)
         self.update.begin(self.step, rate, observe)
@@ -122,16 +123,16 @@ class Trainer:
         """Returns the mean loss over the labels of a global batch of any size, of which `batch` is this data rank's
         share, without training on it; the same on every rank. Where replicas train apart it is the loss of the outer
         parameters, which are what the run will leave behind. Raises DataError where the batch has no label."""
-        inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+        inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         with self._evaluating():
             loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-        return self._result(loss, labels, torch.zeros((), dtype=torch.float64)).loss
+        return self._result(loss, labels, loss.new_zeros((), dtype=torch.float64)).loss
 
     def logits(self, ids: Tensor) -> list[Tensor]:
         """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch,
         seq] on the ranks of the last stage, and an empty list elsewhere."""
         with self._evaluating():
-            outputs = self.pipeline.forward(ids.to(self.device), sizes=self._sizes(ids))
+            outputs = self.pipeline.forward(self._on_device(ids), sizes=self._sizes(ids))
             return [self.loss.logits(output) for output in outputs]
 
     def schedule_of(self, microbatches: int) -> Schedule:
@@ -142,6 +143,10 @@ class Trainer:
                 layout.schedule, pp=layout.pp, microbatches=microbatches, virtual_stages=layout.virtual_stages
             )
         return self._schedules[microbatches]
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
+        return x.to(self.device, non_blocking=True)
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
@@ -176,25 +181,29 @@ class Trainer:
         """Sums this rank's loss, labels, share `square` of the squared gradient norm, and vote to stop over the mesh,
         in one all-reduce an axis, and lets the hooks combine the replicas. The loss is equal on all tp ranks, so each
         adds its share of it. The labels of a data rank are the same along tp and pp, so the first rank of both axes
-        adds them."""
+        adds them. All arithmetic is on the device, in float64, and all results are read at once: this is where the host
+        waits for a GPU, once a step."""
         tp, pp = self.axes["tp"], self.axes["pp"]
         real = hooks.count_labels(labels) * (tp.rank == 0 and pp.rank == 0)
         vote = torch.full_like(real, float(is_asked_to_stop))
-        parts = torch.stack((loss.double() / tp.size, square.to(labels.device), real, vote))
-        nominal_loss, total_square, tokens, votes = all_reduce_over(self.axes, parts).tolist()
-        factor = self.loss.tokens / max(tokens, 1.0) / self.loss.scale
-        norm = total_square**0.5 * factor
+        parts = torch.stack((loss.double() / tp.size, square, real, vote))
+        nominal_loss, total_square, tokens, votes = all_reduce_over(self.axes, parts).unbind()
+        # The nominal number is a tensor, because torch multiplies a Python number by the divisor's reciprocal.
+        factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
+        norm = total_square.sqrt() * factor
+        totals = StepTotals(nominal_loss * factor, norm, tokens, votes)
+        for hook in self.hooks:
+            totals = hook.combine(totals)
+        read = torch.stack((*totals, factor, norm)).tolist()
         result = StepResult(
-            loss=nominal_loss * factor,
-            grad_norm=norm,
-            tokens=round(tokens),
-            factor=factor,
-            own_norm=norm,
-            is_asked_to_stop=votes > 0,
+            loss=read[0],
+            grad_norm=read[1],
+            tokens=round(read[2]),
+            is_asked_to_stop=read[3] > 0,
+            factor=read[4],
+            own_norm=read[5],
             lr=rate,
             loss_scale=None if self.scaler is None else self.loss.scale,
         )
-        for hook in self.hooks:
-            result = hook.combine(result)
         hooks.refuse_no_labels(self.step + 1, result.tokens, self.recipe.data.ignore_token_ids)
         return result

@@ -19,7 +19,7 @@ from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.optimizers.rounding import step_in_float32
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.torch_private import group_of, norms, scale_
+from parallel3d.torch_private import foreach_copy_, group_of, norms, scale_
 
 Observe = Callable[[LocalParameter], None]
 
@@ -130,8 +130,8 @@ class GradientSync:
         if self._partial:
             gradients = [_gradient(p) for p in self._partial]
             summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
-            for gradient, total in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            parts = summed.split([g.numel() for g in gradients])
+            foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         for parameter in self._tied:
             dist.all_reduce(_gradient(parameter), group=self._ends)
         for first, second in self._pairs:
@@ -145,7 +145,7 @@ def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis])
     for parameter in parameters:
         if not parameter.is_copy:
             by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
     for copies, gradients in by_copies.items():
         # The norms are float32 at least, because torch's own total norm of bf16 gradients would be rounded to bf16.
         each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
