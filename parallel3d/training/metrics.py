@@ -28,7 +28,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     tokens: int  # labels since the start of the run, including those of skipped steps
     step_time_s: float
-    data_wait_s: float = 0.0  # of step_time_s: waiting for the batch, on the rank that waited longest
+    data_wait_s: float = 0.0  # the part of step_time_s that waits for a batch, on the worst rank
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float | None  # the share of the dense bf16 peak that was used; None where the peak is not known
