@@ -123,6 +123,7 @@ class Decoder(nn.Module):
         if config.tied_embeddings:
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
+        self.rotary, self.ranks_of_sequence = parts.rotary, head.axis.size if sequence_parallel else 1
         self.dropout = residual_dropout(config, "embed", placement)
         self.layers = nn.ModuleDict()
         for index in range(config.layers):
@@ -139,6 +140,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if self.embed is not None:
             x = self.dropout(self.embed(x), key)
+        if self.rotary is not None:  # before the blocks, so that a compiled one does not make the table in every call
+            self.rotary.make_table(x.shape[1] * self.ranks_of_sequence, x)
         for block in self.layers.values():
             x = block(x, key)
         if self.norm is not None and self.head is not None:

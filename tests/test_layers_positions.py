@@ -48,6 +48,41 @@ def test_scaled_frequencies_are_transformers(kind: str, head_dim: int) -> None:
     assert rotary(x).norm().item() == pytest.approx(x.norm().item() * magnitude, rel=1e-5)
 
 
+def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Computes the rotation of x [batch, seq, heads, head_dim] in float64."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[1]).double(), theta ** -(torch.arange(half).double() / half))
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    first, second = x.double().split(half, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def test_bf16_queries_are_turned_in_float32_and_rounded_once() -> None:
+    """A number of a pair of length r is then wrong by at most 2^-8 of r, the half of bf16's last place. With angles and
+    products in bf16 the worst is 2.4 times as much."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4096, 2, 64).bfloat16().requires_grad_()
+    gradient = torch.randn(x.shape).bfloat16()
+    rotary = RotaryEmbedding(64, theta=10_000.0)
+    y = rotary(x)
+    y.backward(gradient)
+    assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.bfloat16
+    wide = x.detach().double().requires_grad_()
+    wanted = turned_exactly(wide, 10_000.0)
+    wanted.backward(gradient.double())
+    assert wide.grad is not None
+    for found, exact in ((y.detach(), wanted.detach()), (x.grad, wide.grad)):
+        length = exact.unflatten(-1, (2, 32)).norm(dim=-2, keepdim=True).expand(-1, -1, -1, 2, -1).flatten(-2)
+        assert ((found.double() - exact) / length).abs().max() < 1.001 * 2.0**-8
+
+
+def test_the_backward_of_a_rotation_is_its_gradient() -> None:
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    rotary = RotaryEmbedding(6, theta=100.0, scaling=KINDS["yarn"][0])
+    positions = torch.tensor([[0, 1, 0], [2, 0, 1]])
+    assert torch.autograd.gradcheck(lambda value: rotary(value, positions), (x,))
+
+
 def test_a_document_has_positions_and_a_mask_of_its_own() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [2, 2, 3, 3, 3, 3]])
     assert positions_in_documents(documents).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3]]

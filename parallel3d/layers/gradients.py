@@ -91,9 +91,13 @@ def accumulated_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be wider."""
+    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be wider: on an NVIDIA GPU
+    by the product itself, which sums in float32, so that nothing is rounded or written twice. Other devices have no
+    such product, and round it to the dtype of its factors first."""
     if total.dtype == x.dtype:
         total.addmm_(grad_out.t(), x)
+    elif total.is_cuda and total.dtype == torch.float32 and x.element_size() == 2 and torch.version.hip is None:
+        torch.addmm(total, grad_out.t(), x, out_dtype=torch.float32, out=total)
     else:
         total.add_(grad_out.t().mm(x))
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
 
 
@@ -40,7 +42,8 @@ class LearnedPositions(ParallelModule):
         weight = self.replicated("weight")
         if positions is None:
             return x + weight[first : first + own]
-        return x + F.embedding(positions[:, first : first + own], weight)
+        # Looked up in float32, in which the gradients of equal positions then add up.
+        return x + F.embedding(positions[:, first : first + own], weight.to(wide_dtype(weight))).to(x.dtype)
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
@@ -105,7 +108,9 @@ class RotaryEmbedding(nn.Module):
     that frequency changed by `scaling` where there is one (Su et al. 2021, arXiv 2104.09864, in the half-split form of
     Hugging Face's Llama).
 
-    The table of angles is float32, made on first use for the longest sequence yet, and no part of a state dict.
+    Angles and arithmetic are float32 (of float64 queries float64), rounded once to the dtype of x. The table of angles
+    is no part of a state dict. It is made for the longest sequence yet: by `make_table`, which whoever compiles the
+    layers calls before them, or on first use.
     """
 
     def __init__(
@@ -118,25 +123,45 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
         they are not given. Returns the same shape and dtype."""
-        cos, sin = self._angles(x)
+        cos, sin = (part[: x.shape[1]] for part in self.make_table(x.shape[1], x))
         if positions is not None:
             cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
-        return torch.addcmul(x * cos, x.roll(self.head_dim // 2, dims=-1), sin)
+        turned: Tensor = _Turn.apply(x, cos, sin)
+        return turned
 
-    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [seq, 1, head_dim] in x's dtype; sin is negative for the first half, which gets the second's."""
-        length = x.shape[1]
-        table = self._table
-        if table is None or table[0].shape[0] < length or table[0].device != x.device or table[0].dtype != x.dtype:
-            exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
+    def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on its device; sin is
+        negative for the first half, which gets the second's."""
+        table, dtype = self._table, wide_dtype(like)
+        if table is None or len(table[0]) < length or table[0].device != like.device or table[0].dtype != dtype:
+            exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
             frequencies, magnitude = self.theta**-exponents, 1.0
             if self.scaling is not None:
                 frequencies, magnitude = self.scaling.scale(frequencies, self.theta), self.scaling.magnitude
-            positions = torch.arange(length, device=x.device, dtype=torch.float32)
+            positions = torch.arange(length, device=like.device, dtype=torch.float32)
             angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
-            signs = torch.full((self.head_dim,), magnitude, device=x.device)
+            signs = torch.full((self.head_dim,), magnitude, device=like.device)
             signs[: self.head_dim // 2] *= -1.0
-            table = (angles.cos() * magnitude).to(x.dtype), (angles.sin() * signs).to(x.dtype)
+            table = (angles.cos() * magnitude).to(dtype), (angles.sin() * signs).to(dtype)
             if not is_compiling():  # a graph that keeps something is another graph the next time
                 self._table = table
-        return table[0][:length], table[1][:length]
+        return table
+
+
+class _Turn(Function):
+    """x cos + (x with its halves swapped) sin. Its backward turns back: by -sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return turn(grad, cos, sin, -1.0), None, None
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign).to(x.dtype)
