@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +13,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.layers.parameter import initial_tensor, set_fused_gradients
+from parallel3d.layers.parameter import initial_part, set_fused_gradients
+from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.mesh import Axis
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
@@ -62,10 +64,11 @@ def parallelize(
     loss_fn: LossFunction,
     *,
     connect: Connect = Links,
+    initialize: bool = True,
 ) -> Parallelized:
     """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
-    them with weights that depend on the seed and their names alone. The pipeline's ranks reach each other by `connect`.
-    """
+    them with weights that depend on the seed and their names alone; without `initialize` they hold what the memory
+    held. The pipeline's ranks reach each other by `connect`."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.stage_boundaries is not None:
         sizes = sizes_between(parallel.stage_boundaries, model.layers)
@@ -99,14 +102,14 @@ def parallelize(
         set_fused_gradients(module, not recipe.optimizer.step_in_backward)
         if recipe.train.compile:
             compile_blocks(module)
+        if device.type == "cuda":
+            align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
         materialize(module, device)
         sharded.allocate()
         owned = local_parameters(module, aliases, sharded)
-        with torch.no_grad():  # each global tensor is drawn, and this rank's part of it is kept
-            for own in owned:
-                full = initial_tensor(own.spec, own.name, recipe.train.seed)
-                own.part.initialize(own.spec.local_part(full, tp))
+        for own in owned if initialize else ():
+            own.part.initialize(partial(initial_part, own.spec, own.name, recipe.train.seed, tp))
         stages.append(Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients))
         data.append(sharded)
         parameters += owned
@@ -144,6 +147,14 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
             step_in_backward=recipe.optimizer.step_in_backward,
         ),
     )
+
+
+def align_logits(module: nn.Module) -> None:
+    """Lets a GPU multiply into aligned rows of logits, which its fast kernels need, where the vocabulary is odd
+    (GPT-2's 50,257). No parameter changes."""
+    for part in module.modules():
+        if isinstance(part, VocabParallelHead):
+            part.pad_to(64)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.gradients import add_product
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import Placement, initial_weights, set_fused_gradients
+from parallel3d.layers.parameter import (
+    TILE_COLUMNS,
+    TILE_NUMBERS,
+    Initializer,
+    ParameterSpec,
+    Placement,
+    initial_part,
+    initial_weights,
+    normal,
+    set_fused_gradients,
+    zeros,
+)
+from parallel3d.layers.positions import LearnedPositions
+from parallel3d.layers.vocabulary import VocabParallelEmbedding
+from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.torch_private import FakeTensorMode, TorchDispatchMode
 
 MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
 
@@ -94,6 +111,115 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(first[name], deeper[name])
     assert not torch.equal(first[name], first["layers.1.attention.q.weight"])
     assert first[name].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def of_whole_shape(tensor: Tensor, generator: torch.Generator | None) -> object:
+    return tensor.uniform_(0, len(tensor.shape), generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(1300, 700), (3, 1100), (70_000,), (300, 4, 200)])
+@pytest.mark.parametrize("init", [normal(0.5), of_whole_shape])
+def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(shape: tuple[int, ...], init: Initializer) -> None:
+    """Over tp along each dim, and along rows over data ranks, some of whom have none."""
+    for dim in (None, 0, 1)[: 1 + len(shape)]:
+        spec = ParameterSpec(shape, dim, init, uneven=True)
+        whole = initial_part(spec, "some.weight", 5, Axis.of(None))
+        assert whole.shape == shape and whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
+        for tp in (Axis(4, 0, None), Axis(4, 2, None)):
+            of_tp = spec.local_part(whole, tp)
+            assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
+            for rank, rows in enumerate(of_tp.tensor_split([-(-len(of_tp) // 5) * r for r in range(1, 5)])):
+                assert torch.equal(initial_part(spec, "some.weight", 5, tp, Axis(5, rank, None)), rows)
+
+
+def test_the_weights_of_a_seed_stay_what_they_are() -> None:
+    """Whoever changes the tiles or their seeds gives every recipe another model."""
+    weight = initial_part(ParameterSpec((600, 600), None, normal(1.0)), "layers.3.mlp.up.weight", 7, Axis.of(None))
+    corners = torch.stack((weight[0, 0], weight[127, 511], weight[128, 511], weight[127, 512], weight[599, 599]))
+    expected = [0.6309854984, 0.1834932566, -1.0255668163, 1.2421560288, 0.8680661917]
+    torch.testing.assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    assert abs(weight.mean().item()) < 0.01 and weight.std().item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_rank_draws_no_more_than_the_tiles_of_its_part() -> None:
+    drawn: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.normal_.default:
+                drawn.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    spec = ParameterSpec((8192, 2048), 1, normal(1.0))
+    with Counting():
+        part = initial_part(spec, "w", 0, Axis(4, 3, None), Axis(64, 1, None))
+    assert part.shape == (128, 512) and drawn == [TILE_NUMBERS] and TILE_COLUMNS == 512
+
+
+GRADIENTS = ("by autograd", "the first of a step", "added to a bf16 total", "added to a float32 total")
+
+
+@pytest.mark.parametrize("kept", GRADIENTS)
+def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
+    """A bf16 number that 4,000 gradients near 1 are added to one by one ends below 512."""
+    embedding = VocabParallelEmbedding(7, 16, tp=Placement(dtype=torch.bfloat16), init=zeros)
+    weight = embedding.weight
+    set_fused_gradients(embedding, kept != "by autograd")
+    if kept == "added to a bf16 total":
+        weight.grad = torch.zeros_like(weight)
+    if kept == "added to a float32 total":
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    ids, gradients = torch.full((2, 2001), 3), torch.rand(2, 2001, 16).add(0.5).bfloat16()
+    ids[:, 7] = torch.tensor([5, 0])
+    embedding(ids).backward(gradients)
+    found = getattr(weight, "main_grad", weight.grad)
+    assert found is not None
+    exact = torch.zeros(7, 16, dtype=torch.float64).index_add_(0, ids.flatten(), gradients.flatten(0, 1).double())
+    assert found[[1, 2, 4, 6]].eq(0).all() and torch.equal(found[5], gradients[0, 7].to(found.dtype))
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
+
+
+def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() -> None:
+    positions = LearnedPositions(4, 8, tp=Placement(dtype=torch.bfloat16))
+    places, gradients = torch.arange(4).repeat(1, 1000), torch.rand(1, 4000, 8).add(0.5).bfloat16()
+    positions.longest = 4000
+    x = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
+    assert torch.equal(positions(x, places)[0, :4], positions.weight)
+    positions(x, places).backward(gradients)
+    exact = gradients.double().view(1000, 4, 8).sum(0)
+    assert positions.weight.grad is not None
+    torch.testing.assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
+
+
+def test_on_a_gpu_a_product_is_added_to_a_wider_total_by_one_kernel() -> None:
+    """The call is made with tensors that have no memory: what is shown is that torch takes it for the operator that is
+    meant, and accepts dtypes and strides. A build of torch for CPUs cannot copy the result into such a tensor."""
+    called: list[tuple[str, torch.dtype]] = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            called.append((str(func), args[0].dtype))
+            if func is torch.ops.aten.addmm.dtype_out:
+                result, out = torch.ops.aten.addmm.dtype(*args), kwargs["out"]
+                assert (result.shape, result.dtype) == (out.shape, out.dtype) and out is args[0]
+                return out
+            return func(*args, **(kwargs or {}))
+
+    def added(total: Tensor, grad_out: Tensor, x: Tensor) -> list[tuple[str, torch.dtype]]:
+        called.clear()
+        with Recording():
+            add_product(total, grad_out, x)
+        return [call for call in called if "mm" in call[0] or "add" in call[0]]
+
+    with FakeTensorMode():
+        for dtype in (torch.bfloat16, torch.float16):
+            grad_out = torch.empty(10, 8, dtype=dtype, device="cuda").narrow(1, 0, 6)  # a head's, which is filled up
+            x, memory = torch.empty(10, 4, dtype=dtype, device="cuda"), torch.empty(100, device="cuda")
+            assert added(memory.narrow(0, 20, 24).view(6, 4), grad_out, x) == [("aten.addmm.dtype_out", torch.float32)]
+            assert added(torch.empty(6, 4, dtype=dtype, device="cuda"), grad_out, x)[0][0] == "aten.addmm_.default"
+        narrow = torch.empty(10, 6, dtype=torch.bfloat16), torch.empty(10, 4, dtype=torch.bfloat16)
+        calls = [("aten.mm.default", torch.bfloat16), ("aten.add_.Tensor", torch.float32)]
+        assert added(torch.empty(6, 4), *narrow) == calls  # a CPU has no such kernel
 
 
 def vars_of(config: ModelConfig) -> dict[str, object]:

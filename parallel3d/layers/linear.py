@@ -112,6 +112,7 @@ class RowParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    padded_width = None  # its output is never filled up
 
     def __init__(
         self,
@@ -163,10 +164,11 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
 
 
 def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Returns whether torch's own linear computes the layer: nothing is split, and the weight is so small that the copy
-    of its gradient, which fusing would save, costs less than a function in Python."""
-    is_small = layer.weight.numel() < FUSED_FROM_ELEMENTS
-    return layer.axis.size == 1 and (not layer.fused_gradients or is_small or is_compiling())
+    """Returns whether torch's own linear computes the layer: nothing is split or filled up, and the weight is so small
+    that the copy of its gradient, which fusing would save, costs less than a function in Python."""
+    if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
+        return False
+    return not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling()
 
 
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:

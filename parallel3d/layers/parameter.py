@@ -5,14 +5,16 @@ A parameter is laid over the tp axis at rest, so that `fully_shard` composes wit
 tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work
 (`layers.gradients`).
 
-[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is drawn on the CPU in float32
-from a generator seeded by (seed, its global name), and every rank keeps its part. So every layout, and every device,
-starts from the same model.
+[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is made of tiles of a fixed
+size, and each tile is drawn on the CPU in float32 from a generator seeded by (seed, the parameter's global name, the
+tile's place). A rank draws the tiles that its part lies in and no others. So every layout, and every device, starts
+from the same model, and to start takes the less time and memory, the more ranks share the model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from fnmatch import fnmatchcase
@@ -59,6 +61,7 @@ class Placement:
 
 LayerTp = Placement | DeviceMesh | None
 Initializer = Callable[[Tensor, torch.Generator | None], object]
+TILE_COLUMNS, TILE_NUMBERS = 512, 2**16  # the most of a tile; other values make other weights of the same seed
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ class ParameterSpec:
             return full
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
         return full.narrow(self.dim, rows.start, len(rows))
+
+    def box(self, axis: Axis) -> tuple[range, range]:
+        """Returns the rows and the columns of this tp rank's part in the global tensor as a matrix, where all dims but
+        the first are columns."""
+        every = range(self.shape[0]), range(math.prod(self.shape[1:]))
+        if self.dim is None:
+            return every
+        own, numbers = shard_rows(self.shape[self.dim], axis.rank, axis.size), math.prod(self.shape[self.dim + 1 :])
+        assert self.dim < 2, "a later dim is no range of columns"
+        return (own, every[1]) if self.dim == 0 else (every[0], range(own.start * numbers, own.stop * numbers))
 
 
 class ParallelModule(nn.Module):
@@ -189,13 +202,19 @@ class _Replicated(Function):
         return accumulate_or_return(ctx.parameter, grad, fused=ctx.fused), None, None
 
 
+@dataclass(frozen=True)
+class Normal:
+    """The initializer that draws from a normal distribution with mean 0."""
+
+    std: float
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator | None) -> object:
+        return tensor.normal_(0.0, self.std, generator=generator)
+
+
 def normal(std: float) -> Initializer:
     """Returns an initializer that draws from a normal distribution with mean 0."""
-
-    def fill(tensor: Tensor, generator: torch.Generator | None) -> object:
-        return tensor.normal_(0.0, std, generator=generator)
-
-    return fill
+    return Normal(std)
 
 
 def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
@@ -208,20 +227,44 @@ def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
     return tensor.zero_()
 
 
-def initial_tensor(spec: ParameterSpec, name: str, seed: int) -> Tensor:
-    """Returns the global tensor that the parameter of this global name starts from, float32 on the CPU."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-    full = torch.empty(spec.shape, dtype=torch.float32)
-    with torch.no_grad():
-        spec.init(full, generator)
-    return full
+@torch.no_grad()
+def initial_part(spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis | None = None) -> Tensor:
+    """Returns what a rank's part of the parameter of this global name starts from, float32 on the CPU: its part over
+    `tp`, and of that the rows of one of the data `shards` where they share them. An initializer that is not of this
+    module may depend on the shape, and fills the whole tensor, which is then cut."""
+    rows, columns = spec.box(tp)
+    if shards is not None:
+        own = shard_rows(len(rows), shards.rank, shards.size)
+        rows = rows[own.start : own.stop]
+    height, width = tile_height, tile_width = spec.shape[0], math.prod(spec.shape[1:])
+    if isinstance(spec.init, Normal) or spec.init in (ones, zeros):
+        tile_width = min(width, TILE_COLUMNS)
+        tile_height = TILE_NUMBERS // tile_width
+    part = torch.empty(len(rows), len(columns))
+    for down, from_rows, to_rows in _tiles(rows, height, tile_height):
+        for across, from_columns, to_columns in _tiles(columns, width, tile_width):
+            place = f"/{down.start}/{across.start}" if down.start or across.start else ""
+            digest = hashlib.blake2b(f"{seed}/{name}{place}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            tile = torch.empty(len(down), len(across))
+            spec.init(tile.view(spec.shape) if tile.numel() == height * width else tile, generator)
+            part[to_rows, to_columns] = tile[from_rows, from_columns]
+    inner = spec.shape[2:]
+    return part.view(len(rows), len(columns) // math.prod(inner), *inner) if len(spec.shape) > 1 else part.view(-1)
+
+
+def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:
+    """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it, and where in `own`."""
+    for start in range(own.start - own.start % step, own.stop, step) if own else ():
+        first, end = max(own.start, start), min(own.stop, start + step)
+        within, of_own = slice(first - start, end - start), slice(first - own.start, end - own.start)
+        yield range(start, min(start + step, size)), within, of_own
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns the initial global tensor of every parameter by its (first) global name, for references and tests; a run
-    holds one global tensor at a time. `module` may be on the meta device."""
-    return {name: initial_tensor(spec, name, seed) for name, spec in named_specs(module)}
+    """Returns the initial global tensor of every parameter by its (first) global name, for references and tests.
+    `module` may be on the meta device."""
+    return {name: initial_part(spec, name, seed, Axis.of(None)) for name, spec in named_specs(module)}
 
 
 def set_initializers(module: nn.Module, initializers: Mapping[str, Initializer]) -> None:
@@ -241,9 +284,9 @@ def set_initializers(module: nn.Module, initializers: Mapping[str, Initializer])
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Gives every parameter its initial values, on `device`, from the meta device or another: one global tensor at a
-    time is drawn and cut, so that a model larger than the memory can be built. Tied parameters stay tied. Nothing is
-    sent. Call it before `fully_shard`; `parallelize.initialize_parameters` fills a model that is already sharded."""
+    """Gives every parameter its initial values, on `device`, from the meta device or another: this rank's part of one
+    tensor at a time is drawn, so that a model larger than the memory can be built. Tied parameters stay tied. Nothing
+    is sent. Call it before `fully_shard`; `parallelize` fills a model that is already sharded."""
     made: dict[int, nn.Parameter] = {}
     for prefix, part in module.named_modules():
         if not isinstance(part, ParallelModule):
@@ -251,7 +294,7 @@ def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None
         for attribute, spec in part.specs.items():
             old = part.get_parameter(attribute)
             if id(old) not in made:
-                full = initial_tensor(spec, f"{prefix}.{attribute}" if prefix else attribute, seed)
-                local = spec.local_part(full, part.axis).clone().to(device=device, dtype=old.dtype)
-                made[id(old)] = nn.Parameter(part.on_axis(local, spec, full), requires_grad=old.requires_grad)
+                local = initial_part(spec, f"{prefix}.{attribute}" if prefix else attribute, seed, part.axis)
+                local, whole = local.to(device=device, dtype=old.dtype), torch.empty(spec.shape, device="meta")
+                made[id(old)] = nn.Parameter(part.on_axis(local, spec, whole), requires_grad=old.requires_grad)
             setattr(part, attribute, made[id(old)])

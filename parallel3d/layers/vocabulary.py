@@ -84,15 +84,29 @@ class _VocabParallelEmbedding(Function):
             grad = gather(grad, ctx.layer.axis)
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
-        if fused and (total := accumulated_gradient(weight)) is not None:
+        total = accumulated_gradient(weight) if fused else None
+        if total is not None:
             # Added to the rows that were looked up alone: a dense gradient of the vocabulary's size for every
-            # microbatch costs more than the look-up. It is deterministic on GPUs, too.
-            total.index_put_((ids,), grad.to(total.dtype), accumulate=True)
+            # microbatch costs more than the look-up.
+            add_rows(total, ids, grad)
             return None, None, None
-        dtype = grad.dtype if fused else wide_dtype(grad)  # rows that many tokens look up are rounded once, at the end
-        dense = torch.zeros_like(local_tensor(weight), dtype=dtype)
-        dense.index_put_((ids,), grad.to(dtype), accumulate=True)
-        return None, accumulate_or_return(weight, dense.to(grad.dtype), fused=fused), None
+        dense = torch.zeros_like(local_tensor(weight))
+        add_rows(dense, ids, grad)
+        return None, accumulate_or_return(weight, dense, fused=fused), None
+
+
+def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
+    """Adds each of grad [B, S, D] to the row of `total` [w, D] that ids [B, S] names. The gradients of the tokens of
+    one row are summed in float32 at least and then rounded once: added one by one to a bf16 row, all but the first few
+    hundred of a frequent token would be lost."""
+    ids, grad, wide = ids.flatten(), grad.flatten(0, -2), wide_dtype(total)
+    if total.dtype != wide:
+        # One token of each row, whichever is written last, stands for all of them and gets their sum; the others get 0.
+        tokens = torch.arange(len(ids), device=ids.device)
+        standing_for = tokens.new_empty(len(total)).index_put_((ids,), tokens)[ids]
+        sums = torch.zeros_like(grad, dtype=wide)
+        grad = sums.index_put_((standing_for,), grad.to(wide), accumulate=True)
+    total.index_put_((ids,), grad.to(total.dtype), accumulate=True)
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -124,12 +138,14 @@ class VocabParallelHead(ColumnParallelLinear):
         gather_output: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, tp=tp, init=init, gather_output=gather_output)
-        if pad_to_multiple_of < 1:
-            raise ValueError(
-                f"VocabParallelHead: pad_to_multiple_of = {pad_to_multiple_of}: must be at least 1; try 64"
-            )
         self.rows_each = largest_shard(out_features, self.axis.size)
-        self.padded_width = -(-self.rows_each // pad_to_multiple_of) * pad_to_multiple_of
+        self.pad_to(pad_to_multiple_of)
+
+    def pad_to(self, multiple: int) -> None:
+        """Sets `pad_to_multiple_of`, at any time."""
+        if multiple < 1:
+            raise ValueError(f"VocabParallelHead: pad_to_multiple_of = {multiple}: must be at least 1; try 64")
+        self.padded_width = -(-self.rows_each // multiple) * multiple
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.is_deferred else self.logits(x)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.layers.collectives import after
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
+from parallel3d.mesh import Axis
 from parallel3d.sharding.exchange import Packing, start_row_gather, start_row_reduction
 from parallel3d.sharding.settings import Reduction
 from parallel3d.sharding.units import Uses
@@ -69,7 +70,8 @@ class ReplicatedPart:
         self.act = act
 
     @torch.no_grad()
-    def initialize(self, values: Tensor) -> None:
+    def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
+        values = draw(Axis.of(None))
         local_tensor(self.parameter).copy_(values)
         if self.has_master:
             self.local.copy_(self._reduction.own(values))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec
 from parallel3d.mesh import Axis
-from parallel3d.sharding.settings import own_rows
 
 
 class OptimizerPart(Protocol):
@@ -39,8 +38,8 @@ class OptimizerPart(Protocol):
         gradient afterwards. The gradient must go through autograd, because no hook hears of fused gradients
         (`layers.gradients`)."""
 
-    def initialize(self, values: Tensor) -> None:
-        """Takes this part out of the values of all data ranks together (of this tp rank)."""
+    def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
+        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank has in all."""
 
 
 class ShardedPart:
@@ -71,8 +70,8 @@ class ShardedPart:
         self._find().register_post_accumulate_grad_hook(take)
 
     @torch.no_grad()
-    def initialize(self, values: Tensor) -> None:
-        local_tensor(self._find()).copy_(own_rows(values, self._shards))
+    def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
+        local_tensor(self._find()).copy_(draw(self._shards))
 
 
 class ShardedData:

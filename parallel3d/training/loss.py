@@ -33,7 +33,7 @@ class MeanLoss:
     its product to the loss, which then makes the logits of `chunk_tokens` tokens at a time.
     """
 
-    def __init__(self, recipe: Recipe, tp: DeviceMesh | None) -> None:
+    def __init__(self, recipe: Recipe, tp: DeviceMesh | None, gpu_bytes: float | None = None) -> None:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.chunk_tokens = tokens_at_a_time(
@@ -41,33 +41,34 @@ class MeanLoss:
             tokens=recipe.parallel.microbatch_size * recipe.train.seq_len,
             vocab=recipe.model.vocab,
             tp=recipe.parallel.tp,
+            gpu_bytes=gpu_bytes,
         )  # None: the logits of a whole microbatch exist at once
-        self._tp = Axis.of(tp)
+        self._tp, self._vocab = Axis.of(tp), recipe.model.vocab
         self._head: VocabParallelHead | None = None
+        self._columns: int | None = None  # the logits of this rank without those that a head has filled up; None: all
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
         if self._head is not None:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(output, labels, self._head, chunk_tokens=self.chunk_tokens)
         else:
-            terms = TokenLoss(self._tp, output.shape[-1] * self._tp.size, chunk_tokens=self.chunk_tokens)
+            terms = TokenLoss(self._tp, self._vocab, chunk_tokens=self.chunk_tokens)
             losses = token_losses(output, labels, terms, overwrite_logits=True)
         return losses.sum() / (self.tokens / self.scale)
 
     def defer_head(self, modules: Iterable[nn.Module]) -> None:
         """Makes the head among `modules` leave its product to the loss, if chunks are wanted. A head with a bias, or
         whose output is gathered, still makes whole logits, and only the loss's own tensors come in chunks."""
-        if self.chunk_tokens is None:
-            return
         for head in (part for module in modules for part in module.modules() if isinstance(part, VocabParallelHead)):
-            if head.bias is None and not head.gather_output:
-                head.is_deferred = True
-                self._head = head
+            if not head.gather_output:
+                self._columns = head.rows_each
+                head.is_deferred = self.chunk_tokens is not None and head.bias is None
+                self._head = head if head.is_deferred else None
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:
-        """Returns the logits for the last stage's output."""
-        return output if self._head is None else self._head.logits(output)
+        """Returns this rank's logits [..., vocab / tp] for the last stage's output."""
+        return (output if self._head is None else self._head.logits(output))[..., : self._columns]
 
 
 @dataclass

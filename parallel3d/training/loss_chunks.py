@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-CHUNK_BYTES = 2**29  # float32 logits of a chunk; smaller ones make products too narrow to be quick
-LARGE_BYTES = 2 * CHUNK_BYTES  # float32 logits of a microbatch, from which on they are made in chunks
+import math
+
+CPU_CHUNK_BYTES = 2**29  # float32 logits of a chunk; smaller ones make products too narrow to be quick
+_LARGEST_CHUNK_BYTES = 2**32
+_SHARE_OF_GPU = 1 / 32
 
 
-def tokens_at_a_time(wanted: int | None, *, tokens: int, vocab: int, tp: int) -> int | None:
+def chunk_bytes(gpu_bytes: float | None) -> int:
+    """Returns the float32 logits of a chunk, for the memory of a GPU or None for a CPU. A GPU wants wide products, each
+    of which adds to a gradient of the whole table: the largest power of two in a 32nd of its memory, 2 GiB of 80 GB. A
+    power of two, so that a planned device and the same one at run time, which may differ by some MiB, agree."""
+    if gpu_bytes is None:
+        return CPU_CHUNK_BYTES
+    power = 2 ** math.floor(math.log2(gpu_bytes * _SHARE_OF_GPU))
+    return min(max(power, CPU_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
+
+
+def tokens_at_a_time(wanted: int | None, *, tokens: int, vocab: int, tp: int, gpu_bytes: float | None) -> int | None:
     """Returns the tokens whose logits exist at a time, or None where those of the whole microbatch do. `wanted` is
-    `train.loss_chunk_tokens`; where it is None the size of the logits decides. `tokens` are those of one microbatch."""
-    token_bytes = 4 * -(-vocab // tp)
+    `train.loss_chunk_tokens`; where it is None, they come in chunks if the logits of the microbatch fill two. `tokens`
+    are those of one microbatch, `gpu_bytes` the memory of one GPU, None on a CPU."""
+    token_bytes, chunk = 4 * -(-vocab // tp), chunk_bytes(gpu_bytes)
     if wanted is None:
-        wanted = tokens if tokens * token_bytes < LARGE_BYTES else max(1, CHUNK_BYTES // token_bytes)
+        wanted = tokens if tokens * token_bytes < 2 * chunk else max(1, chunk // token_bytes)
     return None if wanted >= tokens else wanted

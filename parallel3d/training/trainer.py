@@ -29,7 +29,9 @@ from parallel3d.training.update import Observe, Update, UpdateInBackward, learni
 
 class Trainer:
     """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect` makes
-    the links between the ranks of a pipeline. `training.state` saves and loads a trainer."""
+    the links between the ranks of a pipeline. `training.state` saves and loads a trainer. Without `initialize` no
+    weights are drawn: a checkpoint must be loaded before the first step. `gpu_bytes`, the memory of a GPU, decides how
+    much of it the loss takes."""
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class Trainer:
         device: torch.device,
         model_class: ModelClass,
         connect: Connect = Links,
+        initialize: bool = True,
+        gpu_bytes: float | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
         self.step = 0  # steps done
@@ -48,10 +52,12 @@ class Trainer:
         if recipe.local_sgd.sync_every is not None:  # from here on a replica is a run of its own
             recipe, mesh = recipe.of_one_replica, replica_mesh(mesh)
         self.mesh, self.axes = mesh, axes_of(mesh)
-        self.loss = MeanLoss(recipe, mesh["tp"])
+        self.loss = MeanLoss(recipe, mesh["tp"], gpu_bytes)
         self._schedules: dict[int, Schedule] = {}  # by the number of microbatches
         schedule = self.schedule_of(recipe.microbatches)
-        parts = parallelize(model_class, recipe, mesh, device, schedule, self.loss, connect=connect)
+        parts = parallelize(
+            model_class, recipe, mesh, device, schedule, self.loss, connect=connect, initialize=initialize
+        )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
         self.parameters, self.parameter_count, self.tied = parts.parameters, parts.parameter_count, parts.tied
         self.loss.defer_head(stage.module for stage in parts.stages)

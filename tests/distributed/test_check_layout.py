@@ -102,8 +102,8 @@ def gathered_backwards(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return torch.cat(GATHER(x, axis, dim).chunk(axis.size, dim)[::-1], dim)
 
 
-def cut_backwards(self: ParameterSpec, full: Tensor, axis: Axis) -> Tensor:
-    return LOCAL_PART(self, full, replace(axis, rank=axis.size - 1 - axis.rank))
+def cut_backwards(self: ParameterSpec, axis: Axis) -> tuple[range, range]:
+    return BOX(self, replace(axis, rank=axis.size - 1 - axis.rank))
 
 
 def whole_gradient(*args: object, partial_gradient: bool = False, **kwargs: object) -> ParameterSpec:
@@ -121,7 +121,7 @@ def completed_twice(self: update.GradientSync) -> None:
     COMPLETE(self)
 
 
-GATHER, LOCAL_PART = convert_forms.gather_from_region, ParameterSpec.local_part
+GATHER, BOX = convert_forms.gather_from_region, ParameterSpec.box
 SQUARED_NORM, COMPLETE = update.squared_norm, update.GradientSync.complete
 FAULTS = {
     "none": nullcontext,
@@ -129,7 +129,7 @@ FAULTS = {
     "bias added tp times": lambda: mock.patch.object(convert_forms.RowForm, "forward", summed_where_whole),
     "replicated twice in the norm": lambda: mock.patch.object(update, "squared_norm", replicated_twice),
     "gather in the wrong order": lambda: mock.patch.object(convert_forms, "gather_from_region", gathered_backwards),
-    "weights cut in the wrong order": lambda: mock.patch.object(ParameterSpec, "local_part", cut_backwards),
+    "weights cut in the wrong order": lambda: mock.patch.object(ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": lambda: mock.patch(f"{__name__}.divisor", lambda mesh: 1),
     "tied summed twice": lambda: mock.patch.object(update.GradientSync, "complete", completed_twice),
 }

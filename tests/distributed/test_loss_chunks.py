@@ -12,9 +12,14 @@ import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
+from parallel3d.layers.vocabulary import VocabParallelHead
+from parallel3d.models import gpt
+from parallel3d.parallelize import align_logits
 from parallel3d.training.loss import MeanLoss
+from parallel3d.training.loss_chunks import chunk_bytes, tokens_at_a_time
 from tests.distributed.training_cases import (
     DEEP_TIED,
+    GPT,
     GROUPED,
     TIED,
     Curve,
@@ -81,6 +86,63 @@ def test_chunks_train_as_plain_torch_does(world: Callable, size: int) -> None:
     for (model, _), curve in zip(CASES[size], world(size).run(train_in_chunks, CASES[size])[0], strict=True):
         expected = plain_curve(make_recipe(model, ParallelConfig()), STEPS)
         assert_follows(curve, expected, last=None)
+
+
+def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -> None:
+    """The head's rows are filled up as on a GPU: the curve and all that is kept stay what they are."""
+    for model, parallel, chunk in cases:
+        recipe = make_recipe(replace(model, vocab=130), parallel, loss_chunk_tokens=chunk)
+        plain, aligned = make_trainer(recipe), make_trainer(recipe)
+        for stage in aligned.stages:
+            align_logits(stage.module)
+        curve, of_aligned = train(plain, STEPS), train(aligned, STEPS)
+        assert_follows(of_aligned, curve, last=None)
+        for ours, theirs in zip(aligned.parameters, plain.parameters, strict=True):
+            assert ours.local.shape == theirs.local.shape
+        batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
+        for ours, theirs in zip(aligned.logits(batch.inputs), plain.logits(batch.inputs), strict=True):
+            assert ours.shape[-1] == -(-130 // parallel.tp)
+            torch.testing.assert_close(ours, theirs)
+        heads = [part for stage in aligned.stages for part in stage.module.modules() if hasattr(part, "pad_to")]
+        assert [head.padded_width for head in heads] == [192 if parallel.tp == 1 else 128] * len(heads)
+
+
+ALIGNED = {
+    1: [(TIED, ParallelConfig(), None), (GROUPED, ParallelConfig(microbatch_size=4), CHUNK)],
+    2: [
+        (TIED, ParallelConfig(tp=2, sequence_parallel=True), None),
+        (GROUPED, ParallelConfig(tp=2), CHUNK),
+        (DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2), None),
+        (TIED, ParallelConfig(dp_shard=2), None),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", ALIGNED)
+def test_aligned_rows_of_logits_train_the_same_model(world: Callable, size: int) -> None:
+    world(size).run(train_aligned, ALIGNED[size])
+
+
+def test_gpt2s_vocabulary_is_aligned_and_its_table_stays_as_it_is() -> None:
+    model = gpt.GPT(replace(GPT, vocab=50_257), device="meta")
+    shapes = [parameter.shape for parameter in model.parameters()]
+    align_logits(model)
+    assert isinstance(model.head, VocabParallelHead) and model.head.padded_width == 50_304
+    assert model.head.weight.shape == (50_257, 32) and [parameter.shape for parameter in model.parameters()] == shapes
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "expected"),
+    [(None, GIB // 2), (15.8 * GIB, GIB // 2), (39.4 * GIB, GIB), (79.1 * GIB, 2 * GIB), (268 * GIB, 4 * GIB)],
+)
+def test_a_chunk_is_a_share_of_the_devices_memory(gpu_bytes: float | None, expected: int) -> None:
+    assert chunk_bytes(gpu_bytes) == expected
+    tokens = [2 * expected // (4 * 1000) + more for more in (0, 1)]
+    found = [tokens_at_a_time(None, tokens=t, vocab=8000, tp=8, gpu_bytes=gpu_bytes) for t in tokens]
+    assert found == [None, expected // 4000]
 
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:

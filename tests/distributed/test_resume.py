@@ -48,7 +48,8 @@ def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -
 
 
 def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
-    trainer = make_trainer(make_recipe(model, parallel))
+    """A trainer that loads first needs no initial weights."""
+    trainer = make_trainer(make_recipe(model, parallel), initialize=False)
     load_trainer(trainer, path)
     assert trainer.step == HALF
     return train(trainer, HALF)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
@@ -72,10 +73,15 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     return training_loader(recipe, tokens, rank)
 
 
-def make_trainer(recipe: Recipe) -> Trainer:
-    """Builds the recipe's trainer on this rank; every rank of the world calls it."""
-    mesh = build_mesh(recipe.parallel, "cpu")
-    return Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
+def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
+    """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not initialised is NaN."""
+    mesh, build = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
+    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=build, initialize=initialize)
+    if not initialize:
+        held = [parameter for stage in trainer.stages for parameter in stage.module.parameters()]
+        for tensor in [*held, *(parameter.local for parameter in trainer.parameters)]:
+            local_tensor(tensor.detach()).fill_(float("nan"))
+    return trainer
 
 
 def train(trainer: Trainer, steps: int) -> Curve:

@@ -101,7 +101,7 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
         recipe, memory = recipe_of_plan(asked, plan, each, run="plan"), each.memory
         validate(recipe)
         rank = memory.rank * (each.parallel.world_size // each.parallel.pp)
-        exact = dry_run(recipe, rank, on_gpu=not cluster.device.is_cpu).peak.total
+        exact = dry_run(recipe, rank, gpu_bytes=cluster.device.gpu_bytes).peak.total
         bytes_ = memory.total - memory.allocated + exact
         tried.append((each, bytes_))
         if bytes_ <= usable:

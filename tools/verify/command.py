@@ -85,7 +85,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     run = run_of_recipe(recipe)
     place = recipe.parallel.coordinates(rank)
     parts = tuple(part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp)
-    dry = dry_run(recipe, rank, on_gpu=not run.on_cpu)
+    dry = dry_run(recipe, rank, gpu_bytes=run.cluster.device.gpu_bytes)
     count = rank_numel(
         run.shape, parts, run.layout.tp, shards=run.layout.optimizer_shards, at=(place.tp, place.dp_shard)
     )

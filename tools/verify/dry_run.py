@@ -129,9 +129,9 @@ class _FusedRMSNorm(Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def dry_run(recipe: Recipe, rank: int, *, on_gpu: bool) -> DryRun:
-    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, with
-    kernels as on GPUs (`on_gpu`) or as on CPUs."""
+def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
+    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, on GPUs of so much
+    memory or (None) on CPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
     with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
@@ -139,7 +139,7 @@ def dry_run(recipe: Recipe, rank: int, *, on_gpu: bool) -> DryRun:
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
         modes.enter_context(cutting_by(Chunks))
-        if on_gpu:
+        if gpu_bytes is not None:
             # By its name in torch, because a mode for functions is off in recompute.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
             modes.enter_context(mock.patch.object(fused_attention, "device_of", lambda device: _GPU))
@@ -151,6 +151,8 @@ def dry_run(recipe: Recipe, rank: int, *, on_gpu: bool) -> DryRun:
             device=torch.device("cpu"),
             model_class=model_class(recipe.model.architecture),
             connect=OfflineLinks,
+            initialize=False,
+            gpu_bytes=gpu_bytes,
         )
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
         shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)

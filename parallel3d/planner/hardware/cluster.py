@@ -33,7 +33,7 @@ _NUMBERS: dict[str, dict[str, tuple[str, float]]] = {
 }
 _WHOLE = ("processors", "gpus", "whole_nodes")
 _OPTIONAL = ("kernel_s", "launch_s", "price_per_hour", "oversubscription", "whole_nodes")
-_DEVICE_KEYS = ("name", "family", "peak_tflops", "attention_tflops")  # beside its numbers
+_DEVICE_KEYS = ("name", "family", "cuda_names", "peak_tflops", "attention_tflops")  # beside its numbers
 _TOP_KEYS = (*_NUMBERS, "measured", "price_per_hour")
 
 
@@ -53,10 +53,16 @@ class Device:
     launch_s: float = 6.0e-6  # host time to launch one
     price_per_hour: float | None = None  # US dollars
     family: str = ""  # the architecture; software that is older than a family runs slower on it
+    cuda_names: tuple[str, ...] = ()  # the device as CUDA calls it
 
     @property
     def is_cpu(self) -> bool:
         return self.name.lower().startswith("cpu")
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        """The memory of a GPU, by which a program may choose; None for a CPU."""
+        return None if self.is_cpu else self.memory_bytes
 
     def peak(self, precision: str) -> float:
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
@@ -131,6 +137,13 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
     return replace(cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem)
 
 
+def device_of_cuda(cuda_name: str, folders: list[Path]) -> Device | None:
+    """Returns the device that CUDA calls `cuda_name`, by its full name; None where no file of `folders` lists it."""
+    paths = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
+    devices = (load_cluster(str(path), folders).device for path in paths)
+    return next((device for device in devices if cuda_name in device.cuda_names), None)
+
+
 def _path(name: str, folders: list[Path]) -> Path:
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
@@ -186,6 +199,8 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
                 raise ValueError(f"{key} = {own[key]}: must hold a number for each name, such as {{bf16: 989.4}}")
             said = {f"{key}.{each}": value for each, value in own[key].items()}
             rates[key] = {each: 1e12 * _number(said, f"{key}.{each}") for each in own[key]}
+        if not isinstance(names := own.get("cuda_names", []), list):
+            raise ValueError(f"cuda_names = {names}: must be a list, such as [NVIDIA H100 PCIe]")
         if sorted(rates["attention_tflops"]) != ["backward", "forward"]:
             there = ", ".join(rates["attention_tflops"])
             raise ValueError(f"attention_tflops: has {there}, and must have forward and backward")
@@ -206,6 +221,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
             peak_flops=rates["peak_tflops"],
             attention_flops=rates["attention_tflops"],
             family=str(own.get("family", "")),
+            cuda_names=tuple(map(str, names)),
             **found["device"],
         ),
         node=node,

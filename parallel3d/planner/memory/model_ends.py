@@ -34,7 +34,13 @@ class EndTensors:
             item=item,
             tokens=run.tokens,
             rows=rows,
-            chunk=tokens_at_a_time(run.optimizer.loss_chunk_tokens, tokens=run.tokens, vocab=shape.vocab, tp=tp),
+            chunk=tokens_at_a_time(
+                run.optimizer.loss_chunk_tokens,
+                tokens=run.tokens,
+                vocab=shape.vocab,
+                tp=tp,
+                gpu_bytes=run.cluster.device.gpu_bytes,
+            ),
             table=rows * shape.hidden,
             positions=item * shape.position_rows * shape.hidden if shape.positions == "learned" else 0,
             is_split=tp > 1,
@@ -85,10 +91,9 @@ class EndTensors:
 
     def embedding_backward(self, weights: WeightGradients) -> int:
         """Returns the bytes made from the gradient of the embedding's output to that of its table."""
-        table, full = self.item * self.table, self.block.hidden_full
-        wide = 4 * full // self.item if self.item < 4 else 0
-        made = table if weights == "kept" else wide
-        if self.steps_in_backward and self.item < 4:  # the table's gradient is added up in float32
-            made = 4 * self.table + max(wide, table)
+        full, wide = self.block.hidden_full, 4 * self.block.hidden_full // self.item if self.item < 4 else 0
+        made = wide
+        if weights == "kept" or self.steps_in_backward:  # what it has of each row is summed in float32, beside it
+            made = self.item * self.table + 2 * wide
         along = full * self.is_split  # without other ranks' rows
         return self.positions * (weights == "kept") + along + max(self.block.gathered, made)
