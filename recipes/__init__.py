@@ -13,6 +13,8 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
+from parallel3d.planner.hardware.cluster import device_of_cuda
+from parallel3d.tools.arguments import HARDWARE
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -40,4 +42,10 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Runs one rank of the run to its end."""
     from parallel3d.training.worker import run_worker  # this imports torch, which a wrong recipe need not wait for
 
-    run_worker(recipe, rendezvous, model_class(recipe.model.architecture))
+    run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
+
+
+def peak_flops(cuda_name: str, precision: str) -> float | None:
+    """Returns the dense peak FLOP/s of the GPU that CUDA calls so, from its hardware file; None where none lists it."""
+    device = device_of_cuda(cuda_name, [HARDWARE])
+    return None if device is None else device.peak(precision)

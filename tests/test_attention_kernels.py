@@ -23,7 +23,7 @@ from parallel3d.config.attention_kernels import (
     attention_kernel,
     kernel_of_recipe,
 )
-from parallel3d.config.flops_and_peaks import PEAK_BF16_FLOPS, PEAK_FP32_FLOPS, cost_of_fp32
+from parallel3d.config.flops import cost_of_fp32
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
@@ -32,7 +32,7 @@ from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.fused_attention import attend_in_window, kernel_of, own_mask, refuse_large_scores
 from parallel3d.layers.parameter import Placement, initial_weights
 from parallel3d.models import shape_cards
-from parallel3d.tools.arguments import HARDWARE
+from parallel3d.recipes import peak_flops
 from parallel3d.torch_private import FakeTensorMode
 
 CPU, V100, A100 = AttentionDevice("cpu"), AttentionDevice("cuda", (7, 0)), AttentionDevice("cuda", (8, 0))
@@ -310,22 +310,11 @@ def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyP
 
 
 def test_float32_says_what_it_costs() -> None:
-    assert cost_of_fp32("NVIDIA A100-SXM4-80GB") == (
+    assert cost_of_fp32("NVIDIA A100-SXM4-80GB", peak_flops) == (
         "train.precision = fp32 on NVIDIA A100-SXM4-80GB: products at 19.5 TFLOP/s at the most, in bf16 at 312; "
         "try train.precision=bf16"
     )
-    assert cost_of_fp32("some card") is None
-    assert PEAK_FP32_FLOPS.keys() == PEAK_BF16_FLOPS.keys()
-    for file, name in (
-        ("a100-80gb", "A100"),
-        ("h100-80gb", "H100"),
-        ("h100-pcie", "H100 PCIe"),
-        ("h200", "H200"),
-        ("b200", "B200"),
-        ("gb200", "GB200"),
-    ):
-        peaks = yaml.safe_load((HARDWARE / f"{file}.yaml").read_text())["device"]["peak_tflops"]
-        assert PEAK_FP32_FLOPS[name] == pytest.approx(peaks["fp32"] * 1e12)
+    assert cost_of_fp32("some card", peak_flops) is None
 
 
 def test_the_bound_is_where_its_comment_says() -> None:

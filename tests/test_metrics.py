@@ -10,18 +10,18 @@ import pytest
 import torch
 import yaml
 
-from parallel3d.config.flops_and_peaks import peak_bf16_flops
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig
+from parallel3d.config.recipe import LoggingConfig, ModelConfig, OptimizerConfig, Precision, Recipe, TrainConfig
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
+from parallel3d.recipes import peak_flops
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.training.metrics import (
     MetricsFile,
     StepMetrics,
     Stopwatch,
     flops_per_token,
-    peak_flops,
+    known_peak,
     peak_memory_bytes,
 )
 from parallel3d.training.progress import Bar, clock, describe, open_progress
@@ -109,34 +109,56 @@ def test_the_trainer_and_the_planner_count_the_same_operations(name: str) -> Non
     assert flops_per_token(model, seq_len=2048) == model_flops_per_token(from_config(model), 2048)
 
 
+def recipe(precision: Precision, peak_tflops: float | None = None) -> Recipe:
+    model = ModelConfig(layers=1, hidden=8, heads=2, ffn_hidden=16, vocab=32)
+    train = TrainConfig(steps=1, global_batch_size=1, seq_len=4, precision=precision)
+    return Recipe(model=model, train=train, logging=LoggingConfig(peak_tflops=peak_tflops))
+
+
 def test_a_cpu_has_memory_and_no_known_peak() -> None:
-    assert peak_flops(torch.device("cpu"), "bf16") is None
+    assert known_peak(recipe("bf16"), torch.device("cpu"), peak_flops) == (None, [])
     ballast = torch.ones(64 * 2**20)
-    assert peak_memory_bytes(torch.device("cpu")) > ballast.nbytes
-
-
-def test_peaks_are_found_by_the_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(torch.device("cuda"), "bf16") == 989.4e12
-    assert peak_flops(torch.device("cuda"), "fp32") is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert peak_flops(torch.device("cuda"), "bf16") == 756e12
+    held, reserved = peak_memory_bytes(torch.device("cpu"))
+    assert held > ballast.nbytes and reserved == 0
 
 
 @pytest.mark.parametrize(
-    ("file", "cuda_name"),
+    ("cuda_name", "tflops"),
     [
-        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
-        ("h100-80gb", "NVIDIA H100 80GB HBM3"),
-        ("h100-pcie", "NVIDIA H100 PCIe"),
-        ("h200", "NVIDIA H200"),
-        ("b200", "NVIDIA B200"),
-        ("gb200", "NVIDIA GB200"),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
     ],
 )
-def test_hardware_files_have_the_trainers_peaks(file: str, cuda_name: str) -> None:
-    tree = yaml.safe_load((HARDWARE / f"{file}.yaml").read_text())
-    assert tree["device"]["peak_tflops"]["bf16"] * 1e12 == peak_bf16_flops(cuda_name)
+def test_a_peak_is_that_of_the_devices_full_name(
+    cuda_name: str, tflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cuda_name)
+    assert known_peak(recipe("bf16"), torch.device("cuda"), peak_flops) == (pytest.approx(tflops * 1e12), [])
+
+
+def test_a_run_says_why_it_has_no_mfu_and_how_to_give_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    peak, (line,) = known_peak(recipe("bf16"), device, peak_flops)
+    assert peak is None and "HBM3 MIG 1g.10gb' in its cuda_names; logging.peak_tflops=989.4" in line
+    assert known_peak(recipe("bf16", 140.0), device, peak_flops) == (140e12, [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    assert known_peak(recipe("fp16"), device, peak_flops) == (125e12, [])
+    assert known_peak(recipe("fp32"), device, peak_flops) == (15.7e12, [])
+
+
+def test_no_two_hardware_files_claim_one_name() -> None:
+    devices = [yaml.safe_load(path.read_text())["device"] for path in HARDWARE.glob("*.yaml")]
+    names = [name for device in devices if isinstance(device, dict) for name in device.get("cuda_names", [])]
+    assert len(names) == len(set(names)) > 15
 
 
 def test_learning_rate_warms_up_and_comes_down() -> None:

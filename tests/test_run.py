@@ -29,7 +29,8 @@ SMALL = [
 ]
 METRICS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "val_loss", "loss_scale", "skipped_steps",
+    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", "loss_scale",
+    "skipped_steps",
 }  # fmt: skip
 
 

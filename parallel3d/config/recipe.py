@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from parallel3d.config.flops_and_peaks import block_weights
+from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import within
 from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
@@ -148,6 +148,7 @@ class TrainConfig:
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
     compile: bool = False  # torch.compile each block
+    deterministic: bool = False  # deterministic algorithms alone, where torch has others
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
@@ -269,6 +270,8 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     every: int = 10  # steps
+    # The dense peak of one device, of which MFU is the share; None: that of the planner's hardware file of its name.
+    peak_tflops: float | None = within("above 0 and finite", None, example="989.4")
     timeline: int | None = None  # the step whose actions all ranks record into run_dir; None: no step
 
 

@@ -28,10 +28,13 @@ def fit(
     metrics_file: MetricsFile | None,
     progress: ProgressDisplay,
     stop: StopRequest,
+    *,
+    peak_flops: float | None = None,
 ) -> None:
     """Trains from the trainer's step to the recipe's last. Every rank calls it; one rank has `metrics_file`. `loaders`
-    give this data rank's batches for training and for validation. Raises NonFiniteError, SaveError and DataError, and
-    PreemptedError after the step in which any rank had a `stop`."""
+    give this data rank's batches for training and for validation. `peak_flops` of one device is what MFU is the share
+    of. Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which any rank had a
+    `stop`."""
     recipe, (training, validation), watch, waiting = trainer.recipe, loaders, Stopwatch(), Stopwatch()
     reported_tokens = trainer.tokens
     with closing(batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)) as batches:
@@ -51,7 +54,7 @@ def fit(
             if _due(recipe.train.eval_every, step, last):
                 val_loss = trainer.evaluate(validation.batch(0))
             if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
-                line = measure(trainer, result, watch, waiting, trainer.tokens - reported_tokens, val_loss)
+                line = measure(trainer, result, watch, waiting, trainer.tokens - reported_tokens, val_loss, peak_flops)
                 reported_tokens = trainer.tokens
                 progress.measured(line)
                 if metrics_file is not None:
@@ -74,20 +77,20 @@ def measure(
     waiting: Stopwatch,
     tokens: int,
     val_loss: float | None,
+    peak: float | None,
 ) -> StepMetrics:
     """Returns the metrics of a step; every rank calls it. `tokens` counts those of the steps that `watch` has timed,
-    and `waiting` has timed what they waited for batches."""
+    and `waiting` has timed what they waited for batches; `peak` is the FLOP/s of one device."""
     recipe = trainer.recipe
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
-    peak = metrics.peak_flops(trainer.device, recipe.train.precision)
     worst = torch.tensor(
-        (metrics.peak_memory_bytes(trainer.device), waiting.read()[0] / steps),
+        (*metrics.peak_memory_bytes(trainer.device), waiting.read()[0] / steps),
         dtype=torch.float64,
         device=trainer.device,
     )
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    peak_bytes, data_wait_s = worst.tolist()
+    peak_bytes, reserved_bytes, data_wait_s = worst.tolist()
     return StepMetrics(
         step=trainer.step,
         loss=result.loss,
@@ -100,6 +103,7 @@ def measure(
         tokens_per_s_per_device=per_device,
         mfu=None if peak is None else per_device * metrics.flops_per_token(recipe.model, recipe.train.seq_len) / peak,
         peak_memory_bytes=round(peak_bytes),
+        peak_reserved_bytes=round(reserved_bytes) or None,
         val_loss=val_loss,
         loss_scale=result.loss_scale,
         skipped_steps=trainer.skipped_steps,

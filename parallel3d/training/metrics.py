@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.config.flops_and_peaks import peak_bf16_flops, training_flops_per_token
-from parallel3d.config.recipe import ModelConfig, Precision
+from parallel3d.config.flops import PeakOf, training_flops_per_token
+from parallel3d.config.recipe import ModelConfig, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class StepMetrics:
     data_wait_s: float = 0.0  # the part of step_time_s that waits for a batch, on the worst rank
     tokens_per_s: float
     tokens_per_s_per_device: float
-    mfu: float | None  # the share of the dense bf16 peak that was used; None where the peak is not known
-    peak_memory_bytes: int  # on the worst rank: CUDA's allocator, or the process on a CPU
+    mfu: float | None  # the share of the device's dense peak that was used; None where the peak is not known
+    peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
+    peak_reserved_bytes: int | None = None  # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
     val_loss: float | None = None
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
     skipped_steps: int = 0  # steps since the start of the run whose gradients overflowed
@@ -76,7 +77,7 @@ class Stopwatch:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Returns the operations of a token's forward and backward, as `config.flops_and_peaks` counts them."""
+    """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
@@ -86,17 +87,27 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     )
 
 
-def peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Returns the peak FLOP/s of one device at 16 bits. None where it is not known, and in float32, whose peak depends
-    on what torch allows."""
-    if device.type != "cuda" or precision == "fp32":
-        return None
-    return peak_bf16_flops(torch.cuda.get_device_name(device))
+def known_peak(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> tuple[float | None, list[str]]:
+    """Returns the peak FLOP/s of one device, of which MFU is the share, or None and for a GPU a line that says why."""
+    if recipe.logging.peak_tflops is not None:
+        return recipe.logging.peak_tflops * 1e12, []
+    if device.type != "cuda":
+        return None, []
+    name = torch.cuda.get_device_name(device)
+    peak = peak_of(name, recipe.train.precision)
+    unknown = f"no MFU: no hardware file lists {name!r} in its cuda_names; logging.peak_tflops=989.4 would say its peak"
+    return peak, [] if peak else [unknown]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most memory that this process has held: by CUDA's allocator, or its resident set on a CPU."""
+def gpu_bytes(device: torch.device) -> int | None:
+    """Returns the memory of a GPU; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Returns the most memory that this process has held: CUDA's tensors, and what its allocator has taken for them; on
+    a CPU the resident set, and 0."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units, 0

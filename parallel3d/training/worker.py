@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
-from parallel3d.config.flops_and_peaks import cost_of_fp32
+from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import ByteTokenizer, Corpus, TokenIds, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import DamagedCheckpointError
+from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
 from parallel3d.layers.collectives import start_gather
@@ -25,27 +26,30 @@ from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.training.loop import fit
-from parallel3d.training.metrics import MetricsFile
+from parallel3d.training.metrics import MetricsFile, gpu_bytes, known_peak
 from parallel3d.training.progress import open_progress
 from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 
 
-def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) -> None:
-    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. Raises the errors
-    of `parallel3d.errors`; the process group is closed on every way out."""
+def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, peak_of: PeakOf) -> None:
+    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. `peak_of` knows
+    the GPUs. Raises the errors of `parallel3d.errors`; the process group is closed on every way out."""
     assert recipe.run_dir is not None
     train = recipe.train
     device = choose_device(train.device, rendezvous)
     refuse(attention_errors(recipe, device_of(device)))
-    with process_group(rendezvous, device, train.timeout_s):
+    with deterministic(train.deterministic), process_group(rendezvous, device, train.timeout_s):
         mesh = build_mesh(recipe.parallel, device.type)
         corpus = load_corpus(recipe.data)
         loaders = build_loaders(recipe, corpus, rendezvous.rank)
-        trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class)
         run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
         checkpoints = run_dir / "checkpoints"
-        resumed = resume_from(trainer, find_checkpoints(recipe.checkpoint.resume, checkpoints))
+        saved = find_checkpoints(recipe.checkpoint.resume, checkpoints)
+        trainer = Trainer(
+            recipe, mesh=mesh, device=device, model_class=model_class, initialize=not saved, gpu_bytes=gpu_bytes(device)
+        )
+        resumed = resume_from(trainer, saved)
         metrics = None
         if speaks:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -60,11 +64,12 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
                 f"{train.precision}), {len(corpus.train):,} training tokens, {recipe.microbatches} "
                 f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
-            for line in [*on_this_gpu(recipe, device), *resumed]:
+            peak_flops, why_unknown = known_peak(recipe, device, peak_of)
+            for line in (*on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
                 progress.say(line)
             if trainer.step >= train.steps:
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
-            fit(trainer, loaders, checkpoints, metrics, progress, stop)
+            fit(trainer, loaders, checkpoints, metrics, progress, stop, peak_flops=peak_flops)
         if train.sample_tokens:
             prompt, tokens, top_k = train.sample_prompt, train.sample_tokens, train.sample_top_k
             text = generate(trainer, corpus.tokenizer, prompt=prompt, tokens=tokens, top_k=top_k)
@@ -72,12 +77,12 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) 
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
 
 
-def on_this_gpu(recipe: Recipe, device: torch.device) -> list[str]:
+def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[str]:
     """Returns lines for the user about what a GPU makes of the recipe: attention's kernel, and what float32 costs."""
     if device.type != "cuda":
         return []
     kernel, name = kernel_of_recipe(recipe, device_of(device)), torch.cuda.get_device_name(device)
-    cost = cost_of_fp32(name) if recipe.train.precision == "fp32" else None
+    cost = cost_of_fp32(name, peak_of) if recipe.train.precision == "fp32" else None
     return [f"attention: {kernel.words}", *([] if cost is None else [cost])]
 
 

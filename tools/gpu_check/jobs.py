@@ -19,6 +19,7 @@ from parallel3d.tools.bench.harness import own_device, run_ranks
 from parallel3d.tools.bench.step import random_batch
 from parallel3d.tools.gpu_check.findings import Findings
 from parallel3d.tools.gpu_check.runner import STACKS_BEFORE_S
+from parallel3d.training.metrics import gpu_bytes
 from parallel3d.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -91,7 +92,9 @@ def make_trainer(recipe: Recipe, device: str) -> Trainer:
     """Builds the recipe's trainer on this rank; every rank calls it. `device` is "cuda" or "cpu"."""
     mesh = build_mesh(recipe.parallel, device)
     model = model_class(recipe.model.architecture)
-    return Trainer(recipe, mesh=mesh, device=own_device(device), model_class=model)
+    return Trainer(
+        recipe, mesh=mesh, device=own_device(device), model_class=model, gpu_bytes=gpu_bytes(own_device(device))
+    )
 
 
 def train(recipes: dict[str, Recipe], device: str, steps: int = STEPS) -> dict[str, Trained]:

@@ -38,6 +38,7 @@ from parallel3d.tools.gpu_check.jobs import (
 )
 from parallel3d.tools.verify.dry_run import dry_run
 from parallel3d.torch_private import compiled_graphs
+from parallel3d.training.metrics import gpu_bytes
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 
 _MANY = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32_000)
@@ -211,18 +212,19 @@ def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 def memory_of_a_step(findings: Findings) -> None:
     """A11: compares what the allocator held at its most in a step with what a dry run of the same recipe says."""
     recipe = small(_MANY if findings.on_gpu else LLAMA, precision="bf16", global_batch_size=4, seq_len=2048)
-    dry = dry_run(recipe, 0, on_gpu=findings.on_gpu)
+    measured, memory = on_ranks(findings, _peak, recipe, findings.device) if findings.on_gpu else (0, None)
+    dry = dry_run(recipe, 0, gpu_bytes=memory)
     findings.note("dry run, GiB", dry.peak.total / 2**30)
     findings.holds("the dry run counts parameters", dry.parameter_count > 0)
     if findings.on_gpu:
-        measured = on_ranks(findings, _peak, recipe, findings.device)
         findings.note("measured, GiB", measured / 2**30)
         findings.at_most("difference", abs(dry.peak.total / measured - 1), 0.03)
 
 
-def _peak(recipe: Recipe, device: str) -> int:
+def _peak(recipe: Recipe, device: str) -> tuple[int, int | None]:
+    """Returns the bytes of a step at its most, and those that the GPU has."""
     trainer = make_trainer(recipe, device)
     trainer.train_step(random_batch(recipe, 0, 0))
     torch.cuda.reset_peak_memory_stats()
     trainer.train_step(random_batch(recipe, 0, 1))
-    return torch.cuda.max_memory_allocated(own_device(device))
+    return torch.cuda.max_memory_allocated(own_device(device)), gpu_bytes(own_device(device))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from parallel3d.config.flops_and_peaks import training_flops_per_token
+from parallel3d.config.flops import training_flops_per_token
 from parallel3d.optimizers.step_bytes import MuonMatrix
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.row_split import shard_rows

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel3d.config.flops_and_peaks import block_weights
+from parallel3d.config.flops import block_weights
 from parallel3d.config.recipe import ModelConfig
 
 FeedForward = Literal["swiglu", "gelu", "relu2"]

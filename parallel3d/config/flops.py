@@ -1,27 +1,8 @@
-"""Floating-point operations of a training step, and the peaks that MFU divides them by. The trainer and the planner
-count with the same functions."""
+"""Floating-point operations of a training step. The trainer and the planner count with the same functions."""
 
 from __future__ import annotations
 
-# Dense peak FLOP/s in bf16 by a part of the name that CUDA gives the device, from the makers' data sheets. The first
-# part that a name contains counts. tests/test_metrics.py compares the planner's hardware files with these figures.
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989.4e12,
-    "H200": 989.4e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-}
-# The same in float32, without TensorFloat-32, which rounds factors to 10 bits and which this project leaves off.
-PEAK_FP32_FLOPS = {
-    "A100": 19.5e12,
-    "H100 PCIe": 51e12,
-    "H100": 66.9e12,
-    "H200": 66.9e12,
-    "GB200": 80e12,
-    "B200": 75e12,
-}
+from collections.abc import Callable
 
 
 def block_weights(*, hidden: int, kv_hidden: int, ffn_hidden: int, ffn_matrices: int) -> int:
@@ -36,16 +17,15 @@ def training_flops_per_token(*, layers: int, hidden: int, weights_per_block: int
     return 6.0 * (layers * weights_per_block + vocab * hidden) + 12.0 * layers * hidden * seq_len
 
 
-def peak_bf16_flops(device_name: str) -> float | None:
-    """Returns the dense peak FLOP/s of a device by the name that CUDA gives it; None where it is not known."""
-    return next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in device_name), None)
+# From the name that CUDA gives a device and a precision to its dense peak FLOP/s, or None where that is not known. That
+# of float32 is without TensorFloat-32, which rounds factors to 10 bits and which this project leaves off.
+PeakOf = Callable[[str, str], float | None]
 
 
-def cost_of_fp32(device_name: str) -> str | None:
+def cost_of_fp32(device_name: str, peak_of: PeakOf) -> str | None:
     """Returns a line for a run in float32: what its products cost on a device, by the name that CUDA gives it; None
     where its peaks are not known."""
-    bf16 = peak_bf16_flops(device_name)
-    fp32 = next((flops for part, flops in PEAK_FP32_FLOPS.items() if part in device_name), None)
+    bf16, fp32 = peak_of(device_name, "bf16"), peak_of(device_name, "fp32")
     if bf16 is None or fp32 is None:
         return None
     slower = f"products at {fp32 / 1e12:g} TFLOP/s at the most, in bf16 at {bf16 / 1e12:g}"

@@ -1,0 +1,69 @@
+"""A worker of a run in this process: what is switched on while it trains, and what it leaves out where it resumes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
+from parallel3d.launch.deterministic import deterministic
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.models.llama import Llama
+from parallel3d.training.worker import run_worker
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+    train=TrainConfig(steps=2, global_batch_size=2, seq_len=16, device="cpu", deterministic=True),
+    checkpoint=CheckpointConfig(every=1, resume="auto"),
+)
+SEEN: list[bool] = []
+
+
+class Watched(Llama):
+    """Notes at each forward whether torch was told to be deterministic."""
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        SEEN.append(torch.are_deterministic_algorithms_enabled())
+        return super().forward(x, key)
+
+
+def run(recipe: Recipe, folder: Path, name: str) -> None:
+    where = Rendezvous(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{folder}/store_{name}"
+    )
+    run_worker(replace(recipe, run_dir=str(folder / "run")), where, Watched, lambda name, precision: None)
+
+
+def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    SEEN.clear()
+    run(replace(RECIPE, train=replace(RECIPE.train, steps=1)), tmp_path, "first")
+    assert SEEN and all(SEEN) and not torch.are_deterministic_algorithms_enabled()
+    with mock.patch("parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")):
+        run(RECIPE, tmp_path, "resumed")
+        with pytest.raises(AssertionError, match="weights were drawn"):
+            run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path, "anew")
+    SEEN.clear()
+    run(replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)), tmp_path, "without")
+    assert SEEN and not any(SEEN)
+
+
+def test_the_switch_sets_the_workspace_that_cublas_asks_for_and_goes_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own
+        assert torch.are_deterministic_algorithms_enabled()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with pytest.raises(ZeroDivisionError), deterministic(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
