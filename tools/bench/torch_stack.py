@@ -124,7 +124,8 @@ class TorchStack:
         self.model.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
         if parallel.tp > 1:
             apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
-        settings.compile(self.model)
+        else:  # a whole model of compiled blocks has no backward along tp (2.13): a DTensor gets a plain gradient
+            settings.compile(self.model)
         # What is gathered in bf16 is computed in bf16, and needs no autocast.
         self.settings = replace(settings, is_bf16=settings.is_bf16 and parallel.dp == 1)
         if parallel.dp > 1:
