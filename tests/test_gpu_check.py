@@ -23,7 +23,7 @@ from parallel3d.tools.gpu_check.traces import Kernel, kernels_among, overlapped
 from parallel3d.tools.gpu_check.training import host_waits
 
 ROOT = Path(__file__).parents[1]
-RUN_HERE = ("A1", "A12a", "A14")  # seconds each; `--device cpu` runs the others by hand
+RUN_HERE = ("A1", "A9", "A12a", "A14")  # seconds each; `--device cpu` runs the others by hand
 
 
 def planted(name: str, *, id: str = "X", needs: str = "") -> Check:
@@ -192,4 +192,5 @@ def test_checks_run_on_a_cpu() -> None:
     found = {outcome.id: outcome for outcome in run_checks(checks, "cpu")}
     assert {id: (each.result, each.reason) for id, each in found.items()} == dict.fromkeys(RUN_HERE, ("pass", ""))
     assert found["A1"].figures["backend"] == "gloo"
+    assert 0 < float(found["A9"].figures["embedding: error"]) <= 2**-8
     assert all(each.seconds < CPU_SLOWER * 15 for each in found.values())

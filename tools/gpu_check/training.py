@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import warnings
@@ -21,6 +20,7 @@ from parallel3d.config.recipe import (
     ParallelConfig,
     Recipe,
 )
+from parallel3d.launch.deterministic import deterministic
 from parallel3d.layers.dropout import Dropout, dropout_key
 from parallel3d.tools.bench.harness import own_device
 from parallel3d.tools.bench.step import random_batch
@@ -121,9 +121,8 @@ def dropout_and_recompute(findings: Findings) -> None:
 
 
 def _deterministic(recipes: dict[str, Recipe], device: str) -> dict[str, Trained]:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS wants to be deterministic
-    torch.use_deterministic_algorithms(True)
-    return train(recipes, device)
+    with deterministic(True):
+        return train(recipes, device)
 
 
 def waits_of_a_step(findings: Findings) -> None:
