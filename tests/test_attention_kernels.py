@@ -34,6 +34,7 @@ from parallel3d.layers.parameter import Placement, initial_weights
 from parallel3d.models import shape_cards
 from parallel3d.recipes import peak_flops
 from parallel3d.torch_private import FakeTensorMode
+from parallel3d.training.worker import on_this_gpu
 
 CPU, V100, A100 = AttentionDevice("cpu"), AttentionDevice("cuda", (7, 0)), AttentionDevice("cuda", (8, 0))
 L4, H100, B200 = (AttentionDevice("cuda", capability) for capability in ((8, 9), (9, 0), (10, 0)))
@@ -315,6 +316,31 @@ def test_float32_says_what_it_costs() -> None:
         "try train.precision=bf16"
     )
     assert cost_of_fp32("some card", peak_flops) is None
+    assert cost_of_fp32("Tesla V100-SXM2-32GB", peak_flops) is None  # whose bf16 is no faster
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp32") is not None
+
+
+def test_a_run_on_a_gpu_says_its_kernel_and_what_float32_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda", 0)
+    attention, cost = on_this_gpu(recipe_of(precision="fp32"), gpu, peak_flops)
+    repeated = "the memory-efficient kernel, keys and values repeated for each query head"
+    assert attention == f"attention: {repeated}; its memory grows with the sequence"
+    assert "products at 66.9 TFLOP/s at the most, in bf16 at 989.4; try" in cost
+    (attention,) = on_this_gpu(recipe_of(window=1024), gpu, peak_flops)
+    assert attention == "attention: FlashAttention-2 with a window; its memory grows with the sequence"
+    (attention,) = on_this_gpu(recipe_of(attention_dropout=0.1), gpu, peak_flops)
+    assert attention.endswith(
+        "for dropout, keys and values repeated for each query head; its memory grows with the square of the sequence"
+    )
+    assert on_this_gpu(recipe_of(), torch.device("cpu"), peak_flops) == []
+
+
+def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:
+    recipe = recipe_of()
+    assert kernel_of_recipe(recipe, H100_CUDNN).name == "cudnn"
+    exact = replace(recipe, train=replace(recipe.train, deterministic=True))
+    assert kernel_of_recipe(exact, H100_CUDNN).name == "flash"
 
 
 def test_the_bound_is_where_its_comment_says() -> None:

@@ -24,7 +24,7 @@ is not to be had (`in_pieces`). CPUs have one fused kernel for all dtypes, group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from parallel3d.config.recipe import Recipe
@@ -182,6 +182,8 @@ def _has_varlen(call: AttentionCall, device: AttentionDevice) -> bool:
 def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of every block's attention in a recipe's training."""
     model, train, tp = recipe.model, recipe.train, recipe.parallel.tp
+    if train.deterministic:  # cuDNN's kernel is not
+        device = replace(device, cudnn=0)
     call = AttentionCall(
         item_bytes=4 if train.precision == "fp32" else 2,
         is_bf16=train.precision in ("bf16", "bf16_pure"),
