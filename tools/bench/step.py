@@ -23,6 +23,7 @@ from parallel3d.tools.bench.harness import AGREEMENT, TimedCase, check_agreement
 from parallel3d.tools.bench.plain_llama import PeerSettings, PlainStack
 from parallel3d.tools.bench.report import Options, ResultRow, Round
 from parallel3d.tools.bench.torch_stack import TorchStack
+from parallel3d.training.metrics import gpu_bytes
 from parallel3d.training.trainer import Trainer
 
 TrainStep = Callable[[Batch], float]
@@ -156,7 +157,8 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
     there is one process, from the same weights; then times them in turn."""
     plan, settings = recipe(size, parallel), size.peer_settings()
     device = settings.device
-    trainer = Trainer(plan, mesh=build_mesh(plan.parallel, size.device), device=device, model_class=Llama)
+    mesh = build_mesh(plan.parallel, size.device)
+    trainer = Trainer(plan, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device))
     weights = initial_weights(Llama(plan.model, device="meta"), plan.train.seed)
     if parallel.world_size == 1:
         stack: PlainStack | TorchStack = PlainStack(plan, weights, settings)

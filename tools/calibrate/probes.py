@@ -157,9 +157,11 @@ def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[]
 
     from parallel3d.data.loader import Batch
     from parallel3d.models import model_class
+    from parallel3d.training.metrics import gpu_bytes
     from parallel3d.training.trainer import Trainer
 
-    trainer = Trainer(recipe, mesh=mesh, device=device, model_class=model_class(recipe.model.architecture))
+    build = model_class(recipe.model.architecture)
+    trainer = Trainer(recipe, mesh=mesh, device=device, model_class=build, gpu_bytes=gpu_bytes(device))
     place = recipe.parallel.coordinates(dist.get_rank())
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
     generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
