@@ -6,6 +6,7 @@ between torch 2.11 and 2.15.
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,21 @@ def local_of(tensor: DTensor) -> Tensor:
 def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
     """Returns how long a collective of a group waits for its peers."""
     return math.ceil(group._get_backend(device).options._timeout.total_seconds()) * 1000
+
+
+def limit_waits(seconds: float) -> None:
+    """Has every collective that starts from now on, in any group of this process, wait at most so long for its peers.
+    Each group has a public `set_timeout`; the list of all groups is private. A DeviceMesh makes its groups with torch's
+    default of half an hour."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.set_timeout(datetime.timedelta(seconds=seconds))
+
+
+def abort_groups() -> None:
+    """Breaks off what NCCL has under way in all groups of this process, and leaves other backends as they are.
+    `destroy_process_group`, which is public, waits until all of it has been done, and after a failure it never is."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        dist.distributed_c10d._abort_process_group()
 
 
 def default_store() -> dist.Store:

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, before torch is imported and bef
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import warnings_for
 from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
-from parallel3d.launch.failure import Failure, print_error
+from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.local import launch_local
+from parallel3d.launch.peers import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards
@@ -125,20 +127,35 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     outcome = RunOutcome()
     try:
         work(recipe, rendezvous)
-    except PreemptedError as error:  # all ranks raise it
+    except (PreemptedError, ConfigError) as error:  # all ranks raise it
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
-    except (Parallel3dError, Exception) as error:
-        failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
-        # The traceback of a lost peer's neighbour would only bury that of the cause.
-        is_wanted = not (failure.foreseen or failure.secondary) or options.verbose
-        print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
-        reason = failure.line().partition("\n")[0]
-        outcome = RunOutcome(exit_status=failure.exit_status, rank=failure.rank, reason=reason)
+    except Exception as error:
+        failure, is_ours = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))), True
+        if isinstance(error, SettledError):
+            failure, is_ours = error.failure, error.is_ours_to_tell
+        outcome = RunOutcome.of(failure)
+        if is_ours:
+            # The traceback of a lost peer's neighbour would only bury that of the cause.
+            is_wanted = failure.traceback and (not (failure.foreseen or failure.secondary) or options.verbose)
+            print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
+            _record_for_torchrun(error)
+        if isinstance(error, SettledError):  # a group is open, and is left so
+            if is_ours or speaks:
+                outcome.write(recipe.run_dir)
+            end_process(outcome.exit_status)
     if speaks:
         outcome.write(recipe.run_dir)
     return outcome.exit_status
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Writes the error where torchrun reads the cause of a failure from, if torchrun has started this process."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error.__cause__ or error)
 
 
 def _prepare(recipe: Recipe) -> None:

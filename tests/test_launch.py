@@ -204,6 +204,25 @@ def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str]) -
     )
 
 
+@pytest.mark.parametrize(
+    ("environ", "tasks"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4,2(x3)", "SLURM_NODEID": "0"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4,2(x3)", "SLURM_NODEID": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,7", "SLURM_TASKS_PER_NODE": "9", "SLURM_NODEID": "1"}, 7),  # the step's own
+        ({"SLURM_NNODES": "3"}, 3),  # of 8 tasks, on the fullest node
+        ({}, 8),
+    ],
+)
+def test_slurm_says_how_many_tasks_a_node_has(environ: dict[str, str], tasks: int) -> None:
+    known = {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS_PER_NODE"}
+    found = Rendezvous.from_environment(known | MASTER | environ)
+    assert found is not None
+    assert found.local_world_size == tasks
+
+
 @pytest.mark.parametrize("environ", [{}, MASTER, SLURM, MASTER | SLURM | {"SLURM_NTASKS": "1"}])
 def test_without_a_launcher_there_is_no_rendezvous(environ: dict[str, str]) -> None:
     assert Rendezvous.from_environment(environ) is None
@@ -217,6 +236,10 @@ def test_without_a_launcher_there_is_no_rendezvous(environ: dict[str, str]) -> N
         (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT is not set"),
         (TORCHRUN | MASTER | {"RANK": "one"}, "RANK = one: must be a whole number"),
         (TORCHRUN | MASTER | {"RANK": "8"}, "RANK = 8: must be below WORLD_SIZE = 8"),
+        (
+            SLURM | MASTER | {"SLURM_TASKS_PER_NODE": "4x2"},
+            "SLURM_TASKS_PER_NODE = 4x2: must be numbers of tasks",
+        ),
     ],
 )
 def test_a_half_set_environment_is_refused(environ: Mapping[str, str], message: str) -> None:
@@ -246,6 +269,16 @@ def test_the_loss_of_a_peer_is_recognised(error: BaseException) -> None:
 )
 def test_an_error_of_the_ranks_own_is_not_taken_for_the_loss_of_a_peer(error: BaseException) -> None:
     assert not is_lost_peer(error)
+
+
+def test_a_failure_names_the_flight_record_that_nccl_has_written(tmp_path: Path) -> None:
+    failure = Failure(rank=3, host="h", coordinates="c", message="was killed by SIGABRT", died=True)
+    assert failure.with_record(str(tmp_path)) == failure
+    record = tmp_path / "nccl_flight_record_rank_3"
+    record.touch()
+    assert failure.with_record(str(tmp_path)).line() == (
+        f"rank 3 (h, c) was killed by SIGABRT; NCCL's flight record: {record}"
+    )
 
 
 def test_of_two_causes_the_earlier_counts() -> None:

@@ -1,46 +1,76 @@
-"""A worker's device, and its process group, which is closed however its block ends."""
+"""A worker's process group: who is missing, and what is closed at its end."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launch_targets import recipe_in
 
-from parallel3d.errors import ConfigError, RendezvousError
-from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import PreemptedError, RendezvousError
+from parallel3d.launch.failure import record_flights
+from parallel3d.launch.rendezvous import Rendezvous, process_group
 
 
-def rendezvous(rank: int = 0, world_size: int = 1, store: str = "store") -> Rendezvous:
+def rendezvous(store: Path, world_size: int = 1) -> Rendezvous:
     return Rendezvous(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        init_method=f"file://{store}",
+        rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, init_method=f"file://{store}"
     )
 
 
-def test_auto_takes_gpus_only_where_every_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", rendezvous(1, 2)) == torch.device("cuda", 1)
-    assert choose_device("auto", rendezvous(1, 4)) == torch.device("cpu")
-    assert choose_device("cpu", rendezvous(1, 2)) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="4 workers on this host need a GPU each, and it has 2"):
-        choose_device("cuda", rendezvous(1, 4))
+def recipe(folder: Path, start_timeout_s: float = 10.0) -> Recipe:
+    made = recipe_in(folder, 1)
+    return replace(made, train=replace(made.train, start_timeout_s=start_timeout_s))
 
 
-def test_the_process_group_is_closed_on_an_error_too(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), process_group(rendezvous(store=f"{tmp_path}/a"), torch.device("cpu"), 10.0):
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_group_is_closed_at_a_good_end_and_where_all_ranks_stop(tmp_path: Path) -> None:
+    with process_group(recipe(tmp_path), rendezvous(tmp_path / "a")) as device:
+        assert device == torch.device("cpu")
         assert dist.is_initialized()
-        raise ZeroDivisionError
     assert not dist.is_initialized()
+    with pytest.raises(PreemptedError), process_group(recipe(tmp_path), rendezvous(tmp_path / "b")):
+        raise PreemptedError("saved")
+    assert not dist.is_initialized()
+
+
+def test_an_error_leaves_the_group_as_it_is_because_nccl_would_wait_for_peers(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), process_group(recipe(tmp_path), rendezvous(tmp_path / "a")):
+        raise ZeroDivisionError
+    assert dist.is_initialized()
 
 
 def test_workers_that_do_not_come_are_named_in_time(tmp_path: Path) -> None:
-    here = rendezvous(0, 2, f"{tmp_path}/b")
-    with pytest.raises(RendezvousError, match="rank 0 of 2 did not meet the others"):  # noqa: SIM117
-        with process_group(here, torch.device("cpu"), 1.0):
-            pass
+    with (
+        pytest.raises(RendezvousError, match="rank 0 of 3 did not meet .* within 1 s: ranks 1 and 2 of 3 did not come"),
+        process_group(recipe(tmp_path, 1.0), rendezvous(tmp_path / "a", 3)),
+    ):
+        pass
     assert not dist.is_initialized()
+
+
+def test_the_flight_record_goes_into_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.setenv(name, "")  # so that it is unset again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    of_an_earlier_run = tmp_path / "run" / "nccl_flight_record_rank_3"
+    of_an_earlier_run.parent.mkdir()
+    of_an_earlier_run.touch()
+    record_flights(str(tmp_path / "run"), 3)
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"  # the user's own stands
+    assert f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}3" == str(of_an_earlier_run)
+    assert not of_an_earlier_run.exists()

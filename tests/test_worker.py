@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
@@ -51,6 +52,7 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
         run(RECIPE, tmp_path, "resumed")
         with pytest.raises(AssertionError, match="weights were drawn"):
             run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path, "anew")
+    dist.destroy_process_group()  # after an error a worker leaves it open, and ends
     SEEN.clear()
     run(replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)), tmp_path, "without")
     assert SEEN and not any(SEEN)

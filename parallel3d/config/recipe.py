@@ -156,7 +156,9 @@ class TrainConfig:
     sample_prompt: str = "def "
     sample_top_k: int = 1  # 1: greedy
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = within("above 0 and finite", 300.0)  # the longest that a collective may take
+    # The longest that workers wait for each other until the first step is done, which loads, compiles and connects ...
+    start_timeout_s: float = within("above 0 and at most 10000000", 1800.0)
+    timeout_s: float = within("above 0 and at most 10000000", 300.0)  # ... and from then on
 
 
 @dataclass(frozen=True, kw_only=True)

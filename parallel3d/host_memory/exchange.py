@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from parallel3d.torch_private import timeout_ms
 SLOT_BYTES = 2**20
 SLOTS = 4
 IN_FLIGHT = 2
+_LOOK_MS = 1000  # how often a wait asks whether it has lasted too long
 
 # What a group's ranks have agreed on lives as long as the group, whose class takes no attributes. Every layer asks for
 # the exchange of its group, and all ranks open it once.
@@ -60,7 +61,7 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
         folders = [path for host, path in offers if path is not None and host == offers[0][0]]
         if len(folders) == size:
             segments = [own if r == rank else Segment(path) for r, path in enumerate(folders)]
-            exchange = SharedExchange(segments, rank, hears, timeout_ms(group, torch.device("cpu")))
+            exchange = SharedExchange(segments, rank, hears, ref(group))
         dist.barrier(group)  # all have opened what is now removed
     return exchange
 
@@ -69,12 +70,14 @@ class SharedExchange:
     """The slots of all ranks of a group, and the pipes between them. Every rank opens the same exchanges in the same
     order. `segments[r]` is rank r's; in `hears[r]` that rank tells this one that it has written."""
 
-    def __init__(self, segments: list[Segment], rank: int, hears: dict[int, int], timeout_ms: int) -> None:
+    def __init__(
+        self, segments: list[Segment], rank: int, hears: dict[int, int], group: ref[dist.ProcessGroup]
+    ) -> None:
         self._segments, self._rank, self._hears = segments, rank, hears
         # Both ends are open, so that the end of a process closes its own: its peers then read nothing, and know.
         self._tells = [segments[other].open_pipe(str(rank), os.O_WRONLY) for other in hears]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
-        self._timeout_ms = timeout_ms
+        self._group = group  # whose time-out may change
         self._opened, self._finished = 0, 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
@@ -107,8 +110,11 @@ class SharedExchange:
         except BlockingIOError:
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
-            if not poll.poll(self._timeout_ms):
-                raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
+            waited_ms = 0
+            while not poll.poll(_LOOK_MS):
+                waited_ms, group = waited_ms + _LOOK_MS, self._group()
+                if group is None or waited_ms >= timeout_ms(group, torch.device("cpu")):
+                    raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
             heard = os.read(pipe, 1)
         if not heard:
             raise ConnectionError(f"connection closed by rank {rank} of the group")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError
+from parallel3d.launch.signals import ignore_sigterm
 
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
 # gloo, NCCL and the store use these words when a peer has gone.
@@ -19,6 +24,8 @@ _LOST_PEER = re.compile(
     re.I,
 )
 _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
+_ABORT_S = 5.0  # an abort of NCCL's communicators that takes longer never ends
+_RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # what torch calls the path of a flight record, without the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,11 @@ class Failure:
             secondary=is_lost_peer(error),
         )
 
+    def with_record(self, run_dir: str | None) -> Failure:
+        """Returns this failure with the file of NCCL's flight record in its message, where the rank has written one."""
+        record = Path(f"{_record_prefix(run_dir)}{self.rank}")
+        return replace(self, message=f"{self.message}; NCCL's flight record: {record}") if record.exists() else self
+
     def line(self) -> str:
         """Returns the line that says which rank failed, and how."""
         return f"rank {self.rank} ({self.host}, {self.coordinates}){' ' if self.died else ': '}{self.message}"
@@ -79,3 +91,42 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 def print_error(message: str) -> None:
     """Writes `error: ...` on stderr, further lines of the message below its first."""
     print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
+
+
+def any_ranks(ranks: Sequence[int]) -> str:
+    """Returns the ranks in words, a long list cut short: `rank 3`, `ranks 0 and 4`."""
+    named = [str(rank) for rank in ranks[:8]] + ["others"] * (len(ranks) > 8)
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def record_flights(run_dir: str | None, rank: int) -> None:
+    """Has NCCL keep its last operations and write them into `run_dir` when one of them times out, unless the user's
+    environment says otherwise. torch reads these variables when it makes a process group."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # operations of a rank, the last few steps; 0 turns it off
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault(_RECORD_FILE, _record_prefix(run_dir))
+    if run_dir is not None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    Path(f"{os.environ[_RECORD_FILE]}{rank}").unlink(missing_ok=True)  # an earlier run's
+
+
+def _record_prefix(run_dir: str | None) -> str:
+    return os.environ.get(_RECORD_FILE) or str(Path(run_dir or ".").absolute() / "nccl_flight_record_rank_")
+
+
+def end_process(exit_status: int) -> None:
+    """Ends this process at once after a failure that has been told.
+
+    No process group is destroyed, because NCCL's wait for work of peers that has no end; they are aborted. Exit
+    handlers are left out for the same reason. What peers wait for closes with the process."""
+    ignore_sigterm()
+    with suppress(OSError, ValueError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if "torch" in sys.modules:
+        from parallel3d.torch_private import abort_groups
+
+        abort = threading.Thread(target=abort_groups, daemon=True)
+        abort.start()
+        abort.join(_ABORT_S)
+    os._exit(exit_status)

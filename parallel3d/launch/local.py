@@ -98,6 +98,7 @@ class _Worker:
 
     def __init__(self, target: str, recipe: Recipe, rendezvous: Rendezvous) -> None:
         self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
+        self._run_dir = recipe.run_dir
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
@@ -128,7 +129,8 @@ class _Worker:
             message = f"ended with status {exitcode} and without a word"
         # A communication library that loses a peer may abort its process.
         aborted = exitcode == -signal.SIGABRT
-        return Failure(rank=self.rank, coordinates=self.coordinates, message=message, died=True, secondary=aborted)
+        failure = Failure(rank=self.rank, coordinates=self.coordinates, message=message, died=True, secondary=aborted)
+        return failure.with_record(self._run_dir)
 
 
 def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:

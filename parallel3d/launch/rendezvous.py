@@ -1,19 +1,29 @@
-"""The place of a worker among all, where it meets the others as the launcher says it, its device and its process group.
-torch is imported by the functions that need it, when a worker calls them."""
+"""The place of a worker among all, where it meets the others as the launcher says it, and its process group. torch is
+imported by the functions that need it, when a worker calls them."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from parallel3d.errors import ConfigError, RendezvousError
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError, PreemptedError, RendezvousError
+from parallel3d.launch.devices import Place, check_places, choose_device, exchange_places, tp_warning
+from parallel3d.launch.failure import Failure, record_flights
+from parallel3d.launch.peers import PeerWatch
+from parallel3d.launch.signals import ignore_sigterm
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+
+_STORE_S = 10.0  # a store that takes longer to answer is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +42,11 @@ class Rendezvous:
         if "RANK" in environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "MASTER_ADDR" in environ and environ.get("SLURM_NTASKS", "1") != "1":
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
         else:
             return None
         rank, world_size = (_whole_number(environ, name) for name in names[:2])
-        local_world_size = _whole_number(environ, names[3], default=world_size)
+        local_world_size = _whole_number(environ, names[3], default=_tasks_on_this_node(environ, world_size))
         local_rank = _whole_number(environ, names[2], default=rank % max(1, local_world_size))
         if rank >= world_size:
             raise ConfigError(f"{names[0]} = {rank}: must be below {names[1]} = {world_size}")
@@ -64,44 +74,101 @@ def _whole_number(environ: Mapping[str, str], name: str, default: int | None = N
     return int(text)
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"], rendezvous: Rendezvous) -> torch.device:
-    """Returns the device of this rank: its own GPU, or the CPU. `auto` takes GPUs where this host has one for each of
-    its workers. Raises ConfigError if `cuda` is wanted and this host has fewer GPUs than workers."""
-    import torch
-
-    gpus, workers = torch.cuda.device_count(), rendezvous.local_world_size
-    if wanted == "cuda" and gpus < workers:
-        raise ConfigError(
-            f"train.device = cuda: {workers} workers on this host need a GPU each, and it has {gpus}; "
-            f"start fewer workers here, or use train.device=cpu"
-        )
-    has_gpu = wanted != "cpu" and gpus >= workers
-    return torch.device("cuda", rendezvous.local_rank) if has_gpu else torch.device("cpu")
+def _tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
+    """Returns how many tasks SLURM has started on this node. It tells the numbers of all nodes in their order, such as
+    `4,2(x3)` for 4, 2, 2 and 2, or one number for all of them. Without SLURM there is one node."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        if text := environ.get(name):
+            if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+                raise ConfigError(f"{name} = {text}: must be numbers of tasks, such as 8, 8(x2) or 4,2(x3)")
+            runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+            tasks = [int(number) for number, times in runs for _ in range(int(times or 1))]
+            return tasks[min(_whole_number(environ, "SLURM_NODEID", default=0), len(tasks) - 1)]
+    nodes = next((_whole_number(environ, n) for n in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if n in environ), 1)
+    return -(-world_size // max(1, nodes))
 
 
 @contextmanager
-def process_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """Holds the default process group open for a block: gloo on CPUs, NCCL on GPUs. The group is closed at the end of
-    the block, also after an error. Raises RendezvousError if the workers do not find each other in `timeout_s`."""
+def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.device]:
+    """Holds the default process group open for a block, which gets this rank's device. The group is of gloo, and of
+    NCCL beside it where ranks compute on GPUs: objects, barriers and what is saved in the background then go over gloo,
+    because a GPU's queue is in order and may be long. Raises RendezvousError if the workers do not find each other in
+    train.start_timeout_s, and ConfigError on all ranks if their devices do not fit.
+
+    The group is closed at the end of the block, also where the run was pre-empted, as it is on all ranks at once. After
+    any other error the group stays as it is, because NCCL would wait for peers that do not come: the process reports
+    the error and ends by `end_process`. Where `launch_local` does not watch the ranks, they watch each other, and the
+    error is a SettledError."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous as meet
 
+    rank, size, timeout = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
+    device, problem = torch.device("cpu"), ""
+    try:
+        device = choose_device(recipe.train.device, rendezvous.local_rank)
+    except ConfigError as error:  # all ranks are to know of it, and none to wait for this one
+        problem = str(error)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        record_flights(recipe.run_dir, rank)
+    watch = None
     try:
+        timedelta = datetime.timedelta(seconds=timeout)
+        store, _, _ = next(meet(rendezvous.init_method, rank, size, timeout=timedelta))
+        store.set_timeout(timedelta)
+        own = Place.of_this_process(device, problem)
+        places = exchange_places(dist.PrefixStore("parallel3d", store), rank, size, own)
+        check_places(places, recipe.train.device)
         dist.init_process_group(
-            {"cpu": "gloo", "cuda": "nccl"}[device.type],
-            init_method=rendezvous.init_method,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            # [Note: device_id] There is no `device_id`: with it torch makes each later group by splitting NCCL's
+            # communicator of all ranks, which all ranks must enter, also those that are not in the group.
+            {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type],
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta,
         )
+        if rendezvous.init_method == "env://" and size > 1:  # launch_local's workers meet through a file
+            coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
+            watch = PeerWatch(_connect, rank, places, coordinates.__getitem__, recipe.run_dir)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"rank {rendezvous.rank} of {rendezvous.world_size} did not meet the others through "
-            f"{rendezvous.init_method} within {timeout_s:.0f} s: {error}"
+            f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} within {timeout:.0f} s: "
+            f"{error}"
         ) from error
+    if rank == 0 and (warning := tp_warning(places, recipe.parallel.tp)):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        yield device
+    except PreemptedError:
+        ignore_sigterm()
+        _leave(watch)
+        raise
+    except Exception as error:
+        if watch is None:
+            raise
+        failure = Failure.of(error, rank, coordinates[rank]).with_record(recipe.run_dir)
+        raise watch.settle(failure) from error
+    _leave(watch)
+
+
+def _leave(watch: PeerWatch | None) -> None:
+    """Closes the group, when no rank watches the others any more: the end of a process would be a failure."""
+    import torch.distributed as dist
+
+    if watch is not None:
+        watch.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _connect() -> dist.Store:
+    """Opens a connection to the store of the ranks that torchrun or srun has started."""
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = datetime.timedelta(seconds=_STORE_S)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    # torchrun starts a failed run again at the same store.
+    return dist.PrefixStore(f"parallel3d/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

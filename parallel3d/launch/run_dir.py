@@ -14,6 +14,7 @@ from pathlib import Path
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.launch.failure import Failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class RunOutcome:
     exit_status: int = 0
     rank: int | None = None  # the rank that failed
     reason: str | None = None
+
+    @classmethod
+    def of(cls, failure: Failure) -> RunOutcome:
+        return cls(exit_status=failure.exit_status, rank=failure.rank, reason=failure.line().partition("\n")[0])
 
     def write(self, run_dir: str | None) -> None:
         """Writes `outcome.json`, if the folder exists."""

@@ -30,6 +30,12 @@ def catch_sigterm() -> Iterator[StopRequest]:
         yield request
 
 
+def ignore_sigterm() -> None:
+    """Lets this process, which has failed, say so to the end: a launcher that sees a peer end sends SIGTERM to all."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 @contextmanager
 def handled(
     signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | signal.Handlers

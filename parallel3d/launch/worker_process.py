@@ -13,7 +13,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.launch.failure import Failure
+from parallel3d.launch.failure import Failure, end_process
 from parallel3d.launch.rendezvous import Rendezvous
 
 _PR_SET_PDEATHSIG = 1
@@ -40,10 +40,8 @@ def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, repo
         if isinstance(error, SystemExit) and not error.code:
             return
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
-        reports.send(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failure.exit_status)  # not through the exit handlers: they may wait for a peer that has gone
+        reports.send(failure.with_record(recipe.run_dir))  # before any group is touched, which may never return
+        end_process(failure.exit_status)
 
 
 def _die_with_the_launcher() -> None:

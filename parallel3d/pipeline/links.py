@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class Links:
         self.name = f"parallel3d/{secrets.token_hex(8)}"  # the first rank's on all ranks, and no other pipeline's
         self._is_closed = False
         self._failure_key = ""  # where the ranks leave the message of the first failure; "" where there are no others
-        self._timeout_ms = 0.0
+        self._timeout_ms: Callable[[], int] = int
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
         if not self.shared.issuperset(self._ways):
@@ -55,7 +56,7 @@ class Links:
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
-        self._timeout_ms = timeout_ms(pipeline, device)
+        self._timeout_ms = partial(timeout_ms, pipeline, device)  # which changes after the first step
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
             for source, target in [way for way in self._ways if way[1] == self.rank and can_share(device.type)]:
@@ -86,7 +87,7 @@ class Links:
         if self._groups or self._pipeline is None:
             return
         ranks, device = dist.get_process_group_ranks(self._pipeline), self._device
-        timeout, first_message = timedelta(milliseconds=self._timeout_ms) or None, torch.zeros(1, device=device)
+        timeout, first_message = timedelta(milliseconds=self._timeout_ms()) or None, torch.zeros(1, device=device)
         for source, target in self._ways:
             if self.rank in (source, target):
                 name = f"{self.name} {source} to {target}"
@@ -130,8 +131,8 @@ class Links:
         waiting = [link for link in self.outgoing.values() if link.is_waiting]
         for link in waiting:
             sleeper.register(link.credits, select.POLLIN)
-        if not sleeper.poll(self._timeout_ms):
-            raise PeerLostError(f"no answer within {self._timeout_ms / 1000:.0f} s")
+        if not sleeper.poll(self._timeout_ms()):
+            raise PeerLostError(f"no answer within {self._timeout_ms() / 1000:.0f} s")
         for link in waiting:
             link.flush()
 

@@ -19,12 +19,14 @@ from parallel3d.data.corpus import ByteTokenizer, Corpus, TokenIds, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.deterministic import deterministic
-from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
+from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
 from parallel3d.layers.collectives import start_gather
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
+from parallel3d.torch_private import limit_waits
+from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
 from parallel3d.training.metrics import MetricsFile, gpu_bytes, known_peak
 from parallel3d.training.progress import open_progress
@@ -34,13 +36,13 @@ from parallel3d.training.trainer import Trainer
 
 def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, peak_of: PeakOf) -> None:
     """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. `peak_of` knows
-    the GPUs. Raises the errors of `parallel3d.errors`; the process group is closed on every way out."""
+    the GPUs. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the group is closed."""
     assert recipe.run_dir is not None
     train = recipe.train
-    device = choose_device(train.device, rendezvous)
-    refuse(attention_errors(recipe, device_of(device)))
-    with deterministic(train.deterministic), process_group(rendezvous, device, train.timeout_s):
+    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
+        refuse(attention_errors(recipe, device_of(device)))
         mesh = build_mesh(recipe.parallel, device.type)
+        limit_waits(train.start_timeout_s)
         corpus = load_corpus(recipe.data)
         loaders = build_loaders(recipe, corpus, rendezvous.rank)
         run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
@@ -49,6 +51,8 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
         trainer = Trainer(
             recipe, mesh=mesh, device=device, model_class=model_class, initialize=not saved, gpu_bytes=gpu_bytes(device)
         )
+        limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
+        trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
         resumed = resume_from(trainer, saved)
         metrics = None
         if speaks:
@@ -60,7 +64,7 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
         with sigterm as stop, open_progress(train.steps, trainer.step, speaks=speaks) as progress:
             layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1)
             progress.say(
-                f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({device.type}, "
+                f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({computes_on(device)}, "
                 f"{train.precision}), {len(corpus.train):,} training tokens, {recipe.microbatches} "
                 f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
@@ -84,6 +88,24 @@ def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[s
     kernel, name = kernel_of_recipe(recipe, device_of(device)), torch.cuda.get_device_name(device)
     cost = cost_of_fp32(name, peak_of) if recipe.train.precision == "fp32" else None
     return [f"attention: {kernel.words}", *([] if cost is None else [cost])]
+
+
+class WaitLessAfterTheFirstStep(StepHook):
+    """Lowers the longest wait of every process group when the first step is done: what loads kernels, compiles, and
+    connects ranks is over, and what then takes minutes has failed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s: float | None = timeout_s
+
+    def after_step(self, step: int) -> None:
+        if self._timeout_s is not None:
+            limit_waits(self._timeout_s)
+            self._timeout_s = None
+
+
+def computes_on(device: torch.device) -> str:
+    """Returns what a rank computes on and what carries its tensors, for the run's first line."""
+    return f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
 
 
 def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> tuple[BatchLoader, BatchLoader]:

@@ -98,6 +98,6 @@ def _recipe(options: argparse.Namespace, ranks: int) -> Recipe:
         model=ModelConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn_hidden=8, vocab=8),
         parallel=ParallelConfig(dp_replicate=ranks),
         train=TrainConfig(
-            steps=steps, global_batch_size=ranks, seq_len=8, device=options.device, timeout_s=_PATIENCE_S
+            steps=steps, global_batch_size=ranks, seq_len=8, device=options.device, start_timeout_s=_PATIENCE_S
         ),
     )

@@ -16,7 +16,7 @@ import torch
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import RankError
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.rendezvous import Rendezvous, choose_device, process_group
+from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.worker_process import cores
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
@@ -43,9 +43,8 @@ def run_workers(work: Callable[[Recipe, Rendezvous], None], recipe: Recipe) -> A
 def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Measures on every rank, in seconds; `recipe.train.steps` of 1 asks for quick measurements. One process is
     measured with one thread, and with as many threads as there are cores."""
-    device = choose_device(recipe.train.device, rendezvous)
     quick, size = recipe.train.steps == 1, rendezvous.world_size
-    with process_group(rendezvous, device, recipe.train.timeout_s):
+    with process_group(recipe, rendezvous) as device:
         found = _host(device)
         if size > 1:
             found["contention"] = measure_contention(device)
@@ -64,8 +63,7 @@ def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 def train(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Times the recipe's own steps on every rank."""
-    device = choose_device(recipe.train.device, rendezvous)
-    with process_group(rendezvous, device, recipe.train.timeout_s):
+    with process_group(recipe, rendezvous) as device:
         (seconds,) = time_probes([recipe], device, rounds=5)
     _write(seconds, recipe, rendezvous)
 

@@ -42,6 +42,7 @@ def shrink(recipe: Recipe, *, layers: int | None = None, hidden: int | None = No
             eval_every=None,
             sample_tokens=0,
             sample_top_k=1,
+            start_timeout_s=min(train.start_timeout_s, 120.0),
             timeout_s=min(train.timeout_s, 120.0),
         ),
         optimizer=optimizer,

@@ -155,8 +155,9 @@ def is_killed(recipe: Recipe, rendezvous: Rendezvous) -> None:
 @contextmanager
 def _ready_to_fail(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[None]:
     """Trains two steps, notes the time, and runs the block on rank 1. Rank 0 goes on, and loses its peer."""
-    device, rank = device_of_rank(recipe.train.device, rendezvous.rank, rendezvous.world_size), rendezvous.rank
-    with stacks_after(_LONGEST_END_S), process_group(rendezvous, device, 300.0):
+    device_of_rank(recipe.train.device, rendezvous.rank, rendezvous.world_size)  # lets ranks share a GPU
+    rank = rendezvous.rank
+    with stacks_after(_LONGEST_END_S), process_group(recipe, rendezvous) as device:
         trainer = make_trainer(replace(recipe, run_dir=None), device.type)
         for seed in range(2):
             trainer.train_step(random_batch(recipe, rank, seed))

@@ -6,6 +6,7 @@ import multiprocessing
 import platform
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -16,6 +17,7 @@ from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import build_mesh
 from parallel3d.recipes import pretrain
 from parallel3d.tools.gpu_check.findings import Findings
+from parallel3d.tools.gpu_check.jobs import small
 
 
 def versions_and_fork_server(findings: Findings) -> None:
@@ -51,14 +53,14 @@ def _forked(end: Connection, device: str) -> None:
 
 def process_group_of_one(findings: Findings) -> None:
     """A1: opens a process group and a mesh of one rank, sends objects and tensors through it, and closes it."""
-    device = torch.device("cuda", 0) if findings.on_gpu else torch.device("cpu")
-    torch.ones(1, device=device)  # the device's own start is not the group's
+    torch.ones(1, device=findings.device)  # the device's own start is not the group's
     with tempfile.TemporaryDirectory() as folder:
         place = Rendezvous(
             rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{folder}/rendezvous"
         )
         start = time.perf_counter()
-        with process_group(place, device, 60.0):
+        recipe = small(device=findings.device, start_timeout_s=60.0)
+        with process_group(replace(recipe, run_dir=folder), place) as device:
             findings.note("backend", dist.get_backend())
             mesh = build_mesh(ParallelConfig(), device.type)
             sent = [{"a": 1}]

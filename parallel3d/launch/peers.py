@@ -1,0 +1,144 @@
+"""How ranks that another program has launched (torchrun, srun) learn of each other's failures, and end.
+
+`launch_local` watches its workers itself. torchrun ends the others only by SIGTERM, which asks a worker to save, and on
+its own host alone: a rank that waits in a collective for one that has failed would wait until the collective times
+out. So the first failure is written into the store at which the ranks have met, and each rank looks there once a
+second, and whether the processes of its own host live. The first to tell of a failure prints it; the others end
+without a word, with its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from parallel3d.errors import RankError
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure, end_process, print_error
+from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.launch.signals import ignore_sigterm
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_LOOK_S = 1.0
+# A rank that hears of a failure may itself be about to raise, and a rank that has lost a peer may hear why.
+_GRACE_S = 2.0
+_KEY = "failure"
+
+
+class SettledError(RankError):
+    """Raised in the place of a failing rank's own error: `failure` is the one that caused it, perhaps on another rank,
+    and `is_ours_to_tell` says that nobody else prints it."""
+
+    def __init__(self, failure: Failure, is_ours_to_tell: bool) -> None:
+        super().__init__(failure.line())
+        self.failure, self.is_ours_to_tell, self.exit_status = failure, is_ours_to_tell, failure.exit_status
+
+
+class PeerWatch:
+    """Watches the other ranks from a thread of its own, because the main thread of a rank that hangs does nothing.
+
+    `connect` opens a connection to the store for this watch alone: in another, a wait of the main thread would keep the
+    watch waiting. `coordinates` says where a rank is on the mesh."""
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        places: Sequence[Place],
+        coordinates: Callable[[int], str],
+        run_dir: str | None,
+    ) -> None:
+        self._connect, self._store, self._rank, self._run_dir = connect, connect(), rank, run_dir
+        self._places, self._coordinates = places, coordinates
+        own = places[rank]
+        here = (own.host, own.pid_namespace)
+        self._neighbours = [each for each, at in enumerate(places) if (at.host, at.pid_namespace) == here]
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops watching. Every rank closes its watch before the first of them ends."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def settle(self, failure: Failure) -> SettledError:
+        """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
+        in the place of the error."""
+        ignore_sigterm()
+        self._is_closed.set()
+        deadline, cause = time.monotonic() + _GRACE_S, None
+        # The loss of a peer has a cause, which that peer tells, or which is seen when its process has ended.
+        while failure.secondary and cause is None and time.monotonic() < deadline:
+            cause = self._look()
+            time.sleep(0.1)
+        teller, first = cause or self._tell(failure)
+        if teller == self._rank:
+            return SettledError(failure if first.rank == self._rank else first, True)
+        time.sleep(0.5)  # launchers blame the process that ends first
+        return SettledError(first, False)
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(_LOOK_S):
+            cause = self._look()
+            if cause is not None and not self._is_closed.wait(_GRACE_S):
+                self._end(*cause)
+
+    def _look(self) -> tuple[int, Failure] | None:
+        """Returns the first failure and the rank that told of it, or None where all is well."""
+        gone = [rank for rank in self._neighbours if not _is_alive(self._places[rank].pid)]
+        try:
+            is_told = self._store.check([_KEY])
+        except RuntimeError:
+            try:  # a connection may be lost and the store be there
+                self._store = self._connect()
+                is_told = self._store.check([_KEY])
+            except RuntimeError:
+                message = "does not answer: the store that it or its launcher holds has gone"
+                return min({*self._neighbours} - {*gone}), self._died(0, message)
+        if is_told:  # a rank that tells of its own failure does so before it ends
+            return _read(self._store.get(_KEY))
+        if not gone:
+            return None
+        return self._tell(self._died(gone[0], "ended without a word; the lines of its launcher may say how"))
+
+    def _died(self, rank: int, message: str) -> Failure:
+        place = self._places[rank]
+        return Failure(rank=rank, host=place.host, coordinates=self._coordinates(rank), message=message, died=True)
+
+    def _tell(self, failure: Failure) -> tuple[int, Failure]:
+        own = json.dumps([self._rank, asdict(replace(failure, traceback=""))])
+        try:
+            return _read(self._store.compare_set(_KEY, "", own))
+        except RuntimeError:  # nobody can be told
+            return self._rank, failure
+
+    def _end(self, teller: int, cause: Failure) -> None:
+        try:
+            if teller == self._rank:
+                print_error(cause.line())
+            if self._rank in (0, teller):
+                RunOutcome.of(cause).write(self._run_dir)
+        finally:
+            end_process(cause.exit_status)
+
+
+def _read(told: bytes) -> tuple[int, Failure]:
+    teller, failure = json.loads(told)
+    return teller, Failure(**failure)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

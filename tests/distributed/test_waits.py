@@ -1,0 +1,55 @@
+"""How long collectives wait for a peer that does not come: as long as was said last, in every group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.mesh import build_mesh
+from parallel3d.torch_private import limit_waits, timeout_ms
+from tests.distributed.world import World
+
+CPU = torch.device("cpu")
+
+
+def test_a_limit_holds_in_the_groups_of_all_axes_and_beside_them(world: Callable[[int], World]) -> None:
+    for before, after in world(4).run(waits_of_all_groups):
+        assert before == [1_800_000] * 4  # torch's default: all ranks, pp, tp, and the group beside the mesh
+        assert after == [7_000] * 4
+
+
+def waits_of_all_groups() -> tuple[list[int], list[int]]:
+    mesh = build_mesh(ParallelConfig(pp=2, tp=2), "cpu")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    groups = [dist.group.WORLD, mesh["pp"].get_group(), mesh["tp"].get_group(), mine]
+    before = [timeout_ms(group, CPU) for group in groups]
+    limit_waits(7.0)
+    return before, [timeout_ms(group, CPU) for group in groups]
+
+
+def test_a_shorter_limit_holds_in_groups_that_have_been_at_work(world: Callable[[int], World]) -> None:
+    assert world(2).run(waits_in_vain) == [["all_reduce", "barrier"], []]
+
+
+def waits_in_vain() -> list[str]:
+    """Rank 0 waits in two collectives for rank 1, which does not call them. A message of gloo has no such limit."""
+    ended, x = [], torch.ones(1)
+    groups = {name: dist.new_group([0, 1]) for name in ("all_reduce", "barrier")}
+    for group in groups.values():
+        dist.all_reduce(x, group=group)
+    if dist.get_rank() == 1:
+        dist.recv(x, src=0)
+        return ended
+    limit_waits(0.5)
+    for name, group in groups.items():
+        try:
+            dist.all_reduce(x, group=group) if name == "all_reduce" else dist.barrier(group)
+        except RuntimeError:
+            ended.append(name)
+    limit_waits(60.0)
+    dist.send(x, dst=1)
+    return ended
