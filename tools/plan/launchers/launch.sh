@@ -3,6 +3,11 @@
 #     {{start}}
 # More arguments are overrides of the recipe, such as train.steps=20.
 set -euo pipefail
+
+# NCCL's flight recorder: each rank keeps its last 2000 operations, and where one times out it writes them into the run's
+# folder, in nccl_flight_record_rank_N, which says on what the ranks waited and which of them did not come.
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+
 exec torchrun {{rendezvous}} \
     --nproc-per-node {{per_node}} \
     -m parallel3d.recipes.pretrain {{recipe}} "$@"
