@@ -18,7 +18,7 @@ from parallel3d.config.rules import warnings_for
 from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.peers import SettledError
+from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards

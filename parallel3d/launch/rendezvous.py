@@ -16,7 +16,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, PreemptedError, RendezvousError
 from parallel3d.launch.devices import Place, check_places, choose_device, exchange_places, tp_warning
 from parallel3d.launch.failure import Failure, record_flights
-from parallel3d.launch.peers import PeerWatch
+from parallel3d.launch.peer_watch import PeerWatch
 from parallel3d.launch.signals import ignore_sigterm
 
 if TYPE_CHECKING:
