@@ -102,14 +102,21 @@ class Links:
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> dist.Work | None:
-        """Starts to send a tensor by the backend."""
+        """Starts to send a tensor by the backend. Raises PeerLostError where the other end has gone."""
         group, other = self._groups[self.rank, target]
-        return dist.isend(tensor, group=group, group_dst=other)
+        try:
+            return dist.isend(tensor, group=group, group_dst=other)
+        except RuntimeError as error:
+            raise PeerLostError(f"nothing more from pipeline rank {target}: {error}") from error
 
     def irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
-        """Starts to receive a tensor that `source` sends by the backend."""
+        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError where the other end has
+        gone."""
         group, other = self._groups[source, self.rank]
-        return dist.irecv(tensor, group=group, group_src=other)
+        try:
+            return dist.irecv(tensor, group=group, group_src=other)
+        except RuntimeError as error:
+            raise PeerLostError(f"nothing more from pipeline rank {source}: {error}") from error
 
     def wait(self, link: Incoming) -> Header:
         """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
