@@ -12,15 +12,14 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
-from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.layers.parameter import initial_part, set_fused_gradients
+from parallel3d.layers.parameter import Pointwise, initial_part, set_fused_gradients
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.mesh import Axis
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.stage import LAST_PARTS, block_ranges, check_nothing_lost, cut, names_of
+from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS, block_ranges, check_nothing_lost, cut, names_of
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
@@ -101,7 +100,9 @@ def parallelize(
         assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(ranges[index], names)
         set_fused_gradients(module, not recipe.optimizer.step_in_backward)
         if recipe.train.compile:
-            compile_blocks(module)
+            # A compiled block has tp's collectives and both of its backward's halves in one graph.
+            is_whole = tp.size == 1 and not schedule.splits and parallel.recompute != "selective"
+            compile_blocks(module) if is_whole else compile_pieces(module)
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
@@ -125,16 +126,15 @@ def parallelize(
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
     """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the tokens of the
-    global batch. Each block is gathered by itself; where only gradients are sent, the head's leave alone."""
-    parallel, microbatches = recipe.parallel, recipe.microbatches
-    strategy, layers = parallel.strategy, module.layers
+    global batch. Each block travels by itself, and so do the embedding, and the last norm with the head."""
+    parallel, microbatches, layers = recipe.parallel, recipe.microbatches, module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
-    ends = [name for name in LAST_PARTS if strategy in REPLICATED and getattr(module, name) is not None]
+    ends = [parts for parts in (FIRST_PARTS, LAST_PARTS) if getattr(module, parts[0]) is not None]
     return shard(
         module,
         mesh,
-        strategy,
+        parallel.strategy,
         wrap=[*blocks, *ends],
         dtypes=dtypes,
         average=False,
@@ -145,6 +145,7 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
             prefetch=parallel.prefetch,
             bucket_mib=parallel.bucket_mib,
             step_in_backward=recipe.optimizer.step_in_backward,
+            publish_in_forward=True,
         ),
     )
 
@@ -182,6 +183,20 @@ def compile_blocks(model: nn.Module) -> None:
         method = "compute" if hasattr(block, "compute") else "forward"
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))  # this instance's own
         block.is_compiled = True  # type: ignore[assignment]
+
+
+def compile_pieces(model: nn.Module) -> None:
+    """Compiles, in place and at their first use, the norms, the rotations and the gated products of a model: what reads
+    and writes memory most for what it computes. The layers around them stay as they are, so that products hide
+    collectives, add their gradients up themselves, and put them off for a split backward. A piece that is given more
+    shapes than torch makes graphs for is computed as without this."""
+    compiled: dict[Pointwise, Pointwise] = {}
+    for part in model.modules():
+        if "pointwise" in vars(part):
+            piece: Pointwise = part.pointwise  # type: ignore[assignment]
+            if piece not in compiled:
+                compiled[piece] = torch.compile(piece)
+            part.pointwise = compiled[piece]  # type: ignore[assignment]
 
 
 def inside_compiled(model: nn.Module) -> Iterator[nn.Module]:

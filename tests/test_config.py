@@ -272,21 +272,6 @@ BROKEN = [
         "must be at most optimizer.decay_steps = 8",
         "optimizer.warmup_steps=0",
     ),
-    (
-        ["train.compile=true", "parallel.schedule=zb_h1", "parallel.virtual_stages=1"],
-        "train.compile = true: parallel.schedule = zb_h1 puts off the gradients of weights",
-        "parallel.schedule=1f1b",
-    ),
-    (
-        ["train.compile=true", "parallel.schedule=zb_v", "parallel.virtual_stages=2", "parallel.pp=2"],
-        "train.compile = true: parallel.schedule = zb_v puts off the gradients of weights",
-        "parallel.schedule=interleaved_1f1b",
-    ),
-    (
-        ["train.compile=true", "parallel.recompute=selective"],
-        "parallel.recompute = selective would be passed over",
-        "parallel.recompute=full",
-    ),
     (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
     (["train.sample_top_k=265"], "must be at most model.vocab = 264", "train.sample_top_k=1"),
     (["checkpoint.keep=0"], "checkpoint.keep = 0: must be at least 1; try 1", "checkpoint.keep=1"),

@@ -129,6 +129,14 @@ def test_a_tied_parameter_is_in_one_unit() -> None:
     assert len(joined[1].modules) == 2
 
 
+def test_a_tuple_of_patterns_is_one_unit_wherever_its_modules_are() -> None:
+    model = Tree()
+    assert sizes(model, [("embed", "head"), "blocks.*"]) == [88, 76, 76, 76]
+    assert sizes(model, ["embed", ("blocks.1", "blocks.2"), "head"]) == [76, 44, 2 * 76, 44]
+    with pytest.raises(ValueError, match="wrap: norm matches no module"):
+        units_of(model, ["blocks.*", ("norm", "head")])
+
+
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="layers.* matches no module; its children are embed, blocks, head"):
         units_of(Tree(), ["layers.*"])

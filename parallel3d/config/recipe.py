@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import within
-from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence, ShardingName, strategy_of
+from parallel3d.config.sharding_strategies import Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 
@@ -97,7 +97,8 @@ class ParallelConfig:
     reduce: Cadence = "step"  # whether gradients are summed over the data ranks once a step, or for each microbatch
     reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
     prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
-    bucket_mib: float = within("above 0 and finite", USUAL_BUCKET_MIB)  # least gradients that are reduced in one go
+    # The least gradients that are reduced in one go; None: `usual_bucket_mib`.
+    bucket_mib: float | None = within("above 0 and finite", None, example="25")
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
@@ -147,7 +148,7 @@ class TrainConfig:
     seed: int = within("at least 0", 0)
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
-    compile: bool = False  # torch.compile each block
+    compile: bool = False  # torch.compile each block, or with tp > 1 or a split backward what is between its products
     deterministic: bool = False  # deterministic algorithms alone, where torch has others
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation

@@ -17,9 +17,9 @@ from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
     OF_ZERO_STAGE,
     REPLICATED,
-    USUAL_BUCKET_MIB,
     ShardingName,
     strategy_of,
+    usual_bucket_mib,
 )
 from parallel3d.config.yaml_text import shown
 from parallel3d.row_split import divisors, shard_rows
@@ -148,7 +148,7 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
         if parallel.prefetch is not None:
             tries = "parallel.prefetch=null, or parallel.zero_stage=3"
             yield f"<parallel.prefetch>: {name} has whole parameters and gathers none ahead; try {tries}"
-    elif parallel.bucket_mib != USUAL_BUCKET_MIB:
+    elif parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):  # which earlier runs have written down
         yield f"<parallel.bucket_mib>: {name} sends block by block; drop it, or try parallel.sharding=NO_SHARD"
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         tries = "parallel.reduce=step, or parallel.schedule=1f1b"
@@ -167,8 +167,7 @@ def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:
 
 @rule
 def schedule_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of the pipeline that the recipe breaks: its stages, the schedule's stages on each rank,
-    and what `torch.compile`, which makes one piece of a block, keeps a schedule or recompute from looking into."""
+    """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's on each rank."""
     parallel, layers = recipe.parallel, recipe.model.layers
     virtual, schedule = parallel.virtual_stages, SCHEDULES[parallel.schedule]
     if parallel.stages > layers:
@@ -195,15 +194,6 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
     elif usual > 1 and parallel.pp == 1:
         tries = "parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
         yield f"<parallel.schedule>: needs a pipeline, and <parallel.pp>; try {tries}"
-
-    if recipe.train.compile and schedule.splits_backward:
-        words = "puts off the gradients of weights, and a compiled block's backward has both gradients in one graph"
-        tries = f"parallel.schedule={schedule.whole_backward}, or train.compile=false"
-        yield f"<train.compile>: <parallel.schedule> {words}; try {tries}"
-    if recipe.train.compile and parallel.recompute == "selective":
-        words = "the compiler itself chooses what to compute again inside a block"
-        tries = "parallel.recompute=none, or full"
-        yield f"<train.compile>: {words}, and <parallel.recompute> would be passed over; try {tries}"
 
 
 @rule

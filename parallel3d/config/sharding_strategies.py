@@ -27,7 +27,13 @@ FREED_BETWEEN_USES: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")
 # The strategies that allow no replicas -> those that do the same with dp_replicate > 1.
 HYBRID_OF: dict[ShardingName, ShardingName] = {"SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2", "FULL_SHARD": "HYBRID_SHARD"}
 OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
-USUAL_BUCKET_MIB = 25.0  # the size of DistributedDataParallel's buckets
+
+
+def usual_bucket_mib(*, on_gpu: bool, step_in_backward: bool = False) -> float:
+    """Returns the least size of the pieces in which gradients are sent where a recipe does not say: that of
+    DistributedDataParallel's buckets, and more on GPUs, whose links take larger messages to be busy; but not where a
+    step in the backward is to leave no more gradients than a few pieces."""
+    return 100.0 if on_gpu and not step_in_backward else 25.0
 
 
 def strategy_of(sharding: ShardingName | None, zero_stage: int | None, dp_replicate: int) -> ShardingName:

@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, normal, zeros
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, Pointwise, normal, zeros
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 
 _gelu_tanh: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": _gelu_tanh}
 UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+
+
+def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns activation(gate) * up."""
+    return activation(gate) * up
 
 
 class ParallelMLP(ParallelModule):
@@ -42,6 +47,7 @@ class ParallelMLP(ParallelModule):
         super().__init__(tp)
         if activation not in GATED and activation not in UNGATED:
             raise ValueError(f"ParallelMLP: activation = {activation}: try one of {', '.join([*GATED, *UNGATED])}")
+        self.pointwise: Pointwise = gated
         self.activation = GATED.get(activation) or UNGATED[activation]
 
         column = partial(ColumnParallelLinear, tp=tp, init=init, bias=bias, bias_init=bias_init)
@@ -54,4 +60,4 @@ class ParallelMLP(ParallelModule):
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
         gate, up = column_parallel(x, (self.gate, self.up))  # [batch, seq, ffn_hidden / tp] each
-        return self.down(self.activation(gate) * up)
+        return self.down(self.pointwise(gate, up, self.activation))

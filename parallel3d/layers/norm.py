@@ -10,7 +10,17 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, ones, zeros
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, ones, zeros
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps) * weight, of each vector along the last dim."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of each vector along the last dim."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 class RMSNorm(ParallelModule):
@@ -23,11 +33,12 @@ class RMSNorm(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.eps = eps
+        self.pointwise: Pointwise = rms_norm
         partial = self.sequence_parallel or over_heads
         self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.replicated("weight"), self.eps)
+        return self.pointwise(x, self.replicated("weight"), self.eps)
 
 
 class LayerNorm(ParallelModule):
@@ -49,10 +60,11 @@ class LayerNorm(ParallelModule):
     ) -> None:
         super().__init__(tp)
         self.eps = eps
+        self.pointwise: Pointwise = layer_norm
         partial = self.sequence_parallel or over_heads
         self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
         bias_spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
         self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.replicated("weight"), self.replicated("bias"), self.eps)
+        return self.pointwise(x, self.replicated("weight"), self.replicated("bias"), self.eps)

@@ -60,6 +60,7 @@ class Placement:
 
 
 LayerTp = Placement | DeviceMesh | None
+Pointwise = Callable[..., Tensor]  # what a layer computes without a product; `parallelize.compile_pieces` compiles it
 Initializer = Callable[[Tensor, torch.Generator | None], object]
 TILE_COLUMNS, TILE_NUMBERS = 512, 2**16  # the most of a tile; other values make other weights of the same seed
 

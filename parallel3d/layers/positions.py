@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.loss import wide_dtype
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
+from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, normal
 
 
 class LearnedPositions(ParallelModule):
@@ -119,6 +119,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self._table: tuple[Tensor, Tensor] | None = None
+        self.pointwise: Pointwise = turned
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
@@ -126,8 +127,7 @@ class RotaryEmbedding(nn.Module):
         cos, sin = (part[: x.shape[1]] for part in self.make_table(x.shape[1], x))
         if positions is not None:
             cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
-        turned: Tensor = _Turn.apply(x, cos, sin)
-        return turned
+        return self.pointwise(x, cos, sin)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on its device; sin is
@@ -165,3 +165,9 @@ class _Turn(Function):
 def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign).to(x.dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x turned by angles, with a gradient that is turned back."""
+    y: Tensor = _Turn.apply(x, cos, sin)
+    return y

@@ -135,18 +135,22 @@ class Bucket:
         if self._reduction.split:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
-    def start_publish(self) -> Callable[[], None]:
-        """Starts to give every rank the parameters that the optimizer has stepped; returns a function that waits for
-        them."""
+    def start_publish(self) -> Callable[[], Tensor | None]:
+        """Starts to give every rank the rows that the optimizer has stepped; returns a function that waits for them."""
+        if not self._reduction.split:
+            return lambda: None
+        sent = self._packing.pack_own([part.local for part in self.parts], self.parts[0].parameter.dtype)
+        return start_row_gather(sent, self._reduction.axes.shard)
+
+    def finish_publish(self, rows: Tensor | None) -> None:
+        """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
-        if self._reduction.split:
-            sent = self._packing.pack_own([part.local for part in self.parts], wholes[0].dtype)
-            received = start_row_gather(sent, self._reduction.axes.shard)
-            return lambda: self._packing.unpack(received(), wholes)
+        if rows is not None:
+            self._packing.unpack(rows, wholes)
+            return
         for whole, part in zip(wholes, self.parts, strict=True):
             if part.has_master:
                 whole.copy_(part.local)
-        return lambda: None
 
 
 class StepInBackwardBucket(Bucket):

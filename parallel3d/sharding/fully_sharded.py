@@ -18,9 +18,10 @@ from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_grad
 class FullyShardedData(ShardedData):
     """The model over the data ranks where parameters are split at rest.
 
-    With `frees_forward` the parameters are freed after each forward of a unit, and gathered again for its backward.
-    Over the replicas gradients are summed in the last backward of a step, whatever `options.reduce` is. `fully_shard`
-    finds the memory that its parameters have got, and waits for gradients at the end of the backward.
+    With `frees_forward` the parameters are freed after each forward of a unit, and gathered again for its backward: but
+    those of a head stay, because its backward comes next, and tables that are looked up do not come back. Over the
+    replicas gradients are summed in the last backward of a step, whatever `options.reduce` is. `fully_shard` finds the
+    memory that its parameters have got, and waits for gradients at the end of the backward.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class FullyShardedData(ShardedData):
         for unit in reversed(units):  # inner ones first
             if unit.modules:
                 modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-                fully_shard(modules, mesh=data_mesh, mp_policy=policy, reshard_after_forward=frees_forward)
+                frees = frees_forward and not unit.has_head
+                fully_shard(modules, mesh=data_mesh, mp_policy=policy, reshard_after_forward=frees)
         self._root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        self._heads = [self._root, *_sharded(unit.modules[0] for unit in units if unit.modules and unit.has_head)]
         self._shards = axes.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
@@ -55,18 +58,27 @@ class FullyShardedData(ShardedData):
                 # A plain sum, which gloo has too, divided by nothing.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        # In the backward each unit gathers the next one, which torch finds in the order of the forwards; before the
+        # first unit it would find the last of another microbatch. It gathers what is named instead: the unit itself.
+        travelling = [unit for unit in units if unit.modules]
+        chain = _sharded(unit.modules[0] for unit in travelling)
+        if chain and not travelling[0].has_head:
+            chain[0].set_modules_to_backward_prefetch([chain[0]])
         if options.prefetch is not None:  # each unit gathers so many ahead in the forward, and as many in the backward
             depth = options.prefetch
-            chain = _sharded(unit.modules[0] for unit in units if unit.modules)
             for at, module in enumerate(chain):
                 module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
-                module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
+                if at > 0:
+                    module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
+        for unit, module in zip(travelling, chain, strict=True):
+            module.set_unshard_in_backward(not (frees_forward and unit.is_looked_up))
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         return ShardedPart(partial(getattr, module, attribute), self._shards, frozenset({"dp_replicate"}))
 
     def before_backward(self, last: bool) -> None:
-        self._root.unshard()  # a loss that has taken over the head's work needs its weight before torch gathers it
+        for head in self._heads:  # a loss that has taken over a head's work needs its weight before torch gathers it
+            head.unshard()
         self._tell(last)
 
     def _tell(self, last: bool) -> None:

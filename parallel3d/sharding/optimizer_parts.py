@@ -108,6 +108,9 @@ class ShardedData:
     def publish(self) -> None:
         """Is called after the optimizer's step. The model then computes with the new values."""
 
+    def finish_publish(self) -> None:
+        """Is called before the module's own tensors are read without a forward (`publish_in_forward`)."""
+
     def free_gathered(self) -> None:
         """Frees the gathered parameters that a forward without a backward leaves behind."""
 

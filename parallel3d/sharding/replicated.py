@@ -13,13 +13,14 @@ differentiated. It holds for fused gradients and for activation recompute too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.config.sharding_strategies import usual_bucket_mib
 from parallel3d.sharding.buckets import Bucket, StepInBackwardBucket, replace_parameter
 from parallel3d.sharding.bytes import bucket_borders
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
@@ -40,10 +41,14 @@ class ReplicatedData(ShardedData):
         super().__init__(model)
         self._units, self._reduction, self._options = units, reduction, options
         self._last = True  # whether the backward under way is the step's last
+        self._arrives_in_forward = options.publish_in_forward and reduction.split
+        self._published = 0  # buckets whose parameters are those that were published
+        self._arriving: Callable[[], Tensor | None] | None = None  # waits for the next bucket's
         self._is_reduced = False
         compute = reduction.dtypes.compute
         if compute != reduction.dtypes.master:
             model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        model.register_state_dict_pre_hook(lambda *args: self.finish_publish())
         parameters = [uses for unit in units for uses in unit.parameters]
         if any(uses[0].parameter.is_meta for uses in parameters):
             for uses in parameters:
@@ -56,7 +61,8 @@ class ReplicatedData(ShardedData):
         got memory; for any other model it has already been done."""
         options, dtype = self._options, self._reduction.dtypes.master
         device = self._units[0].parameters[0][0].parameter.device
-        least = int(options.bucket_mib * 2**20) // dtype.itemsize
+        usual = usual_bucket_mib(on_gpu=device.type != "cpu", step_in_backward=options.step_in_backward)
+        least = int((options.bucket_mib or usual) * 2**20) // dtype.itemsize
         borders = bucket_borders([unit.numel for unit in self._units], least)
         grouped = [[self._units[index] for index in border] for border in borders]
         sizes = [sum(unit.numel for unit in units) for units in grouped]
@@ -76,12 +82,16 @@ class ReplicatedData(ShardedData):
                 if self._reduction.axes.every.size > 1 and all(unit.modules for unit in units):
                     for module in (module for unit in units for module in unit.modules):
                         module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
+            if self._arrives_in_forward:
+                for module in (module for unit in units for module in unit.modules or (self._model,)):
+                    module.register_forward_pre_hook(self._waiter(index))
         self._parts = {id(part.parameter): part for bucket in self._buckets for part in bucket.parts}
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         return self._parts[id(getattr(module, attribute))]
 
     def before_backward(self, last: bool) -> None:
+        self.finish_publish()
         self._last = last
 
     def after_weights(self, last: bool) -> None:
@@ -91,6 +101,7 @@ class ReplicatedData(ShardedData):
     def finish_gradients(self) -> None:
         """Waits until gradients are summed over the data ranks. Raises RuntimeError if they are not in buckets, or were
         reduced already."""
+        self.finish_publish()  # units that no forward has used
         if not all(part.parameter.grad is part.attached for bucket in self._buckets for part in bucket.parts):
             raise RuntimeError(
                 "a gradient is not where it is reduced: clear gradients by clear_gradients() of what shard() gave, and "
@@ -111,15 +122,27 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gives every rank the parameters that the others have stepped, one bucket under way while the next starts."""
-        finish = None
-        for bucket in self._buckets:
-            upcoming = bucket.start_publish()
-            if finish is not None:
-                finish()
-            finish = upcoming
-        if finish is not None:
-            finish()
+        """Gives every rank the parameters that the others have stepped. With `publish_in_forward` the first bucket is
+        on its way after it, and the units of a bucket wait for theirs when their forward begins."""
+        if self._arriving is not None:  # what was published before, which is old now
+            self._arriving()
+        self._published, self._arriving = 0, self._buckets[0].start_publish()
+        if not self._arrives_in_forward:
+            self.finish_publish()
+
+    def finish_publish(self) -> None:
+        self._publish_until(len(self._buckets))
+
+    @torch.no_grad()
+    def _publish_until(self, end: int) -> None:
+        """Waits until the first `end` buckets have what was published, one after the other in the same order on all
+        ranks, while the bucket after them is under way."""
+        while self._arriving is not None and self._published < end:
+            bucket, rows = self._buckets[self._published], self._arriving()
+            self._published += 1
+            rest = self._buckets[self._published :]
+            self._arriving = rest[0].start_publish() if rest else None
+            bucket.finish_publish(rows)
 
     def _begin(self, buckets: int) -> None:
         self._open = [0] * buckets  # forwards of a bucket's units that have had no backward
@@ -159,6 +182,15 @@ class ReplicatedData(ShardedData):
                     y.register_hook(after_backward)
                     return None if y is x else ((*args[:at], y, *args[at + 1 :]), kwargs)
             return None  # the unit is never closed, and its bucket is reduced when the backward has ended
+
+        return before_forward
+
+    def _waiter(self, index: int) -> Any:
+        """Makes the hook that waits for a bucket's published parameters before a module's forward."""
+
+        @torch.compiler.disable
+        def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._publish_until(index + 1)
 
         return before_forward
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.sharding_strategies import USUAL_BUCKET_MIB, Cadence
+from parallel3d.config.sharding_strategies import Cadence
 from parallel3d.mesh import Axis
 from parallel3d.row_split import shard_rows
 from parallel3d.torch_private import group_of
@@ -47,16 +47,20 @@ class ShardingOptions:
     each; with ZeRO-3 they are then freed after each forward too, as they always are with one microbatch a step.
     `reduce` says whether gradients are summed over the data ranks in the last backward of a step, or in each, so that
     no whole gradients are kept. `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least
-    size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients. With `step_in_backward` no
-    gradient outlives the function given to `OptimizerPart.when_complete`, and there is one backward a step.
+    size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients (None: by the device).
+
+    With `step_in_backward` no gradient outlives the function given to `OptimizerPart.when_complete`, and there is one
+    backward a step. With `publish_in_forward` what SHARD_OPTIMIZER's ranks have stepped arrives during the next
+    forward, and whoever reads parameters elsewhere calls `finish_publish` first.
     """
 
     gather: Cadence = "step"
     reduce: Cadence = "step"
     microbatches: int = 1
     prefetch: int | None = None
-    bucket_mib: float = USUAL_BUCKET_MIB
+    bucket_mib: float | None = None
     step_in_backward: bool = False
+    publish_in_forward: bool = False
 
 
 @dataclass(frozen=True)

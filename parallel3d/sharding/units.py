@@ -1,4 +1,4 @@
-"""What of a model is gathered, or reduced, in one go: a unit is a block, and what no block holds is the last unit."""
+"""What of a model is gathered, or reduced, in one go: a unit is a block, say; what no unit holds is the first one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.positions import LearnedPositions
+from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 _LISTS = nn.ModuleList | nn.ModuleDict  # which have no forward to hook
-Wrap = Sequence[str] | Callable[[str, nn.Module], bool] | int | None
+_LOOKED_UP = VocabParallelEmbedding | LearnedPositions | nn.Embedding
+Wrap = Sequence[str | tuple[str, ...]] | Callable[[str, nn.Module], bool] | int | None
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,31 @@ class CommunicationUnit:
         """The elements of this tp rank's parts."""
         return sum(local_tensor(uses[0].parameter.detach()).numel() for uses in self.parameters)
 
+    @property
+    def has_head(self) -> bool:
+        """Whether a loss may multiply by a weight of the unit after the unit's forward (`head_cross_entropy`)."""
+        return any(isinstance(part, VocabParallelHead) for module in self.modules for part in module.modules())
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether all parameters are tables, whose rows are looked up: no backward reads their values."""
+        return all(isinstance(use.module, _LOOKED_UP) for uses in self.parameters for use in uses)
+
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     """Returns the units in the order of the model, after the unit of what no other holds.
 
     `wrap` says which modules are units: patterns of their names ("layers.*", in which a * stands for one name between
-    dots), a predicate of name and module, or a number, for the smallest modules with so many parameters that are in no
-    other unit. None means the blocks: every module of the outermost ModuleLists and ModuleDicts.
+    dots) or tuples of patterns, for modules that are one unit together, a predicate of name and module, or a number,
+    for the smallest modules with so many parameters that are in no other unit. None means the blocks: every module of
+    the outermost ModuleLists and ModuleDicts.
 
     A parameter that two units share makes one unit of both; one that is used outside of all units too leaves its unit.
     Raises ValueError if a pattern matches nothing.
     """
     chosen = list(_chosen(model, wrap))
+    tuples = [each for each in wrap if isinstance(each, tuple)] if isinstance(wrap, Sequence) else []
+    joined = [{chosen.index(module) for module in _chosen(model, each)} for each in tuples]
     owner = {id(module): -1 for module in model.modules()}  # the innermost unit of each module; -1: none
     for index, unit in enumerate(chosen):  # an outer one comes first, and those in it take their modules from it
         owner |= {id(module): index for module in unit.modules()}
@@ -63,8 +79,8 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
             holders.setdefault(id(parameter), set()).add(owner[id(module)])
-    merged = {index: index for index in range(-1, len(chosen))}  # the first of the units that share parameters
-    for together in holders.values():
+    merged = {index: index for index in range(-1, len(chosen))}  # the first of the units that go together
+    for together in (*joined, *holders.values()):
         found = {merged[index] for index in together}
         if len(found) > 1:
             merged |= {index: min(found) for index, first in merged.items() if first in found}
@@ -88,7 +104,8 @@ def _chosen(model: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
         lists = [name for name, part in model.named_modules() if name and isinstance(part, _LISTS)]
         outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         wrap = [f"{name}.{inner}" for name in outermost for inner, _ in model.get_submodule(name).named_children()]
-    names = [] if callable(wrap) else list(wrap)
+    flat = ((each,) if isinstance(each, str) else each for each in (() if callable(wrap) else wrap))
+    names = [pattern for patterns in flat for pattern in patterns]
     matched: set[str] = set()
     for name, module in model.named_modules():
         hits = [pattern for pattern in names if name and fnmatchcase(name, pattern)]

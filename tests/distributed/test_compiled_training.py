@@ -1,13 +1,16 @@
-"""Compiled blocks train the model that eager ones train, to the rounding of sums in another order.
+"""Compiled training is eager training, to the rounding of sums in another order: whole blocks on one tp rank, and with
+tp or a split backward the pieces between the products, so that products still hide collectives and are still put off.
 
-One layout stands for all: collectives of tp and dropout in the graph, recompute around it. Compiling takes the time.
+Three layouts stand for all. Compiling takes the time.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,33 +18,50 @@ import torch.distributed as dist
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.launch.run_dir import check_compiler
+from parallel3d.pipeline.execution import Execution
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.schedules.schedule import Action
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 
 PRELOAD = ("torch._inductor.compile_fx",)
-PARALLEL = ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microbatch_size=2)
+LAYOUTS = [
+    ParallelConfig(dp_shard=2, recompute="full", microbatch_size=2),
+    ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microbatch_size=2),
+    ParallelConfig(tp=2, pp=2, schedule="zb_h1", recompute="selective", microbatch_size=2),
+]
 
 
-def curve(compile: bool) -> tuple[list[tuple[float, float]], float, list[str]]:
-    """Losses and norms of three steps, the loss of evaluating the first batch, and the parameters' names."""
-    trainer = make_trainer(make_recipe(replace(GROUPED, layers=2, dropout=0.1), PARALLEL, compile=compile))
-    steps = train(trainer, 3)
+def curve(parallel: ParallelConfig, compile: bool) -> tuple[list[tuple[float, float]], float, list[str], Counter[int]]:
+    """Losses and norms of three steps, the loss of evaluating the first batch, the parameters' names, and how many
+    second halves of backwards had how many products to make."""
+    trainer = make_trainer(make_recipe(replace(GROUPED, layers=2, dropout=0.1), parallel, compile=compile))
+    products: Counter[int] = Counter()
+    do_weights = Execution._backward_weights
+
+    def count(execution: Execution, action: Action) -> None:
+        products[len(execution._weights[action.stage, action.microbatch])] += 1
+        do_weights(execution, action)
+
+    with mock.patch.object(Execution, "_backward_weights", count):
+        steps = train(trainer, 3)
     evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
-    return steps, evaluated, [name for name, _ in trainer.stages[0].module.named_parameters()]
+    return steps, evaluated, [name for name, _ in trainer.stages[0].module.named_parameters()], products
 
 
-def test_compiled_blocks_train_as_eager_ones_do(world: Callable) -> None:
-    eager, compiled = (world(2).run(curve, compile) for compile in (False, True))
-    for (steps, evaluated, names), (own_steps, own_evaluated, own_names) in zip(eager, compiled, strict=True):
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=["blocks", "pieces-tp", "pieces-zb_h1"])
+def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: ParallelConfig) -> None:
+    eager, compiled = (world(parallel.world_size).run(curve, parallel, compile) for compile in (False, True))
+    for (steps, evaluated, names, products), (*own, own_names, own_products) in zip(eager, compiled, strict=True):
         assert own_names == names
-        assert own_evaluated == pytest.approx(evaluated, rel=1e-5)
-        for pair, own in zip(steps, own_steps, strict=True):
-            assert own == pytest.approx(pair, rel=1e-5)
-    assert [steps for steps, _, _ in compiled] != [steps for steps, _, _ in eager], "nothing was compiled"
+        assert own_products == products and (max(products, default=0) > 0) == (parallel.pp == 2)
+        assert own[1] == pytest.approx(evaluated, rel=1e-5)
+        for pair, own_pair in zip(steps, own[0], strict=True):
+            assert own_pair == pytest.approx(pair, rel=1e-5)
+    assert [steps for steps, *_ in compiled] != [steps for steps, *_ in eager], "nothing was compiled"
 
 
-def test_the_schedules_that_are_refused_with_compile_are_those_that_split_the_backward() -> None:
+def test_every_schedule_that_splits_the_backward_has_one_that_does_not() -> None:
     for name, traits in SCHEDULES.items():
         schedule = build_schedule(name, pp=2, microbatches=4, virtual_stages=traits.stages.usual)
         assert schedule.splits == traits.splits_backward

@@ -185,6 +185,25 @@ def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
         assert seen.sent[0] == seen.sent[1]
 
 
+def calls_of_a_step(model: ModelConfig) -> tuple[int, int]:
+    trainer = make_trainer(make_recipe(model, ParallelConfig(dp_shard=2, microbatch_size=4), global_batch_size=8))
+    train(trainer, 1)
+    with CollectiveCounter(trainer.mesh) as counter:
+        trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(trainer.step))
+    return counter.calls["dp_shard", "all_gather"], counter.calls["dp_shard", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("model", [GROUPED, TIED])
+def test_the_embedding_and_the_head_travel_like_a_block_unless_they_share_a_table(
+    world: Callable, model: ModelConfig
+) -> None:
+    """With one microbatch a step a block is gathered for its forward and again for its backward. The head is kept from
+    one to the other, and the embedding's backward does not need its values."""
+    ends = 1 if model.tied_embeddings else 2
+    for gathers, reductions in world(2).run(calls_of_a_step, model):
+        assert (gathers, reductions) == (2 * model.layers + ends, model.layers + ends)
+
+
 SHORT: list[tuple[dict[str, object], str]] = [
     ({"sharding": "NO_SHARD"}, "bf16"),
     ({"sharding": "SHARD_OPTIMIZER", "reduce_dtype": "bf16"}, "bf16"),

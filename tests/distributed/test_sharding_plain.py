@@ -105,6 +105,56 @@ def test_gradients_leave_while_the_backward_is_under_way(world: Callable, strate
         assert worst < 1e-6
 
 
+def published_late() -> tuple[list[list[float]], list[int], list[bool]]:
+    """Losses of a model that waits for its parameters in the forward, beside one that does not; broadcasts under way or
+    done after `publish` and at the beginning of each block; whether a state dict, and a second `publish`, are whole."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    curves, models, seen = [], [], []
+    for late in (False, True):
+        model = Net()
+        options = ShardingOptions(bucket_mib=1e-4, publish_in_forward=late)
+        data = shard(model, mesh, "SHARD_OPTIMIZER", options=options)
+        parts = named_parts(model, data)
+        optimizer = torch.optim.SGD([part.local for part in parts.values()], lr=0.1)
+        curves.append([])
+        for _ in range(3):
+            backwards(model, data, own_share())
+            finish_step(data, parts, optimizer)
+            curves[-1].append(model(own_share()[0]).square().mean().item())
+        models.append((model, data, parts, optimizer))
+    model, data, parts, optimizer = models[1]
+    kind = ("dp_shard", "broadcast")  # gloo's all-gather: one from each rank
+    with CollectiveCounter(mesh) as counter:
+        data.publish()
+        seen.append(counter.calls[kind])
+        for block in model.blocks:
+            block[0].register_forward_pre_hook(lambda *args: seen.append(counter.calls[kind]))
+        model(own_share()[0])
+    whole = []
+    for which, data, parts, optimizer in models:
+        backwards(which, data, own_share())
+        finish_step(data, parts, optimizer)
+    plain, late_state = (which.state_dict() for which, *_ in models)
+    whole.append(all(torch.equal(plain[name], late_state[name]) for name in plain))
+    for _, data, parts, _ in models:
+        data.publish()
+        with torch.no_grad():
+            for part in parts.values():
+                part.local.mul_(2.0)
+        data.publish()
+    plain, late_state = (which.state_dict() for which, *_ in models)
+    whole.append(all(torch.equal(plain[name], late_state[name]) for name in plain))
+    return curves, seen, whole
+
+
+def test_stepped_parameters_arrive_while_the_next_forward_is_under_way(world: Callable) -> None:
+    """Four buckets, what no block holds first; block 0 is used twice."""
+    for (usual, late), seen, whole in world(2).run(published_late):
+        assert late == usual and usual[0] != usual[-1]
+        assert seen[:5] == [2, 6, 8, 8, 8]
+        assert whole == [True, True]
+
+
 def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.dtype], float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     model, exact = Net(), Net()

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel3d.config.attention_kernels import AttentionDevice, kernel_of_recipe
 from parallel3d.config.recipe import Recipe
+from parallel3d.config.sharding_strategies import usual_bucket_mib
 from parallel3d.data.loader import Batch
 from parallel3d.layers import fused_attention
 from parallel3d.mesh import build_mesh
@@ -134,6 +135,10 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     memory or (None) on CPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
+    in_backward = recipe.optimizer.step_in_backward
+    usual = usual_bucket_mib(on_gpu=gpu_bytes is not None, step_in_backward=in_backward)
+    bucket_mib = recipe.parallel.bucket_mib or usual
+    recipe = replace(recipe, parallel=replace(recipe.parallel, bucket_mib=bucket_mib))
     with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
         mesh = build_mesh(recipe.parallel, "cpu")
         modes.enter_context(ShapesOnly())
@@ -165,6 +170,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
+        for data in trainer.data:  # as the step before has left it
+            data.publish()
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(

@@ -1,7 +1,7 @@
 """What NO_SHARD and SHARD_OPTIMIZER hold to send gradients: the buckets of a stage, two of them under way at once.
 
-A bucket of neighbouring units (what no block holds, each block, the last norm, the head) is sent when the last backward
-has gone through its blocks, after the bucket sent two before it has arrived.
+A bucket of neighbouring units (the embedding, each block, the last norm with the head; both ends, where they share a
+table) is sent when the last backward has gone through its blocks, after the bucket sent two before it has arrived.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.model.parameters import block_tables, end_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
@@ -31,22 +30,22 @@ class GradientBucket(NamedTuple):
 def buckets_of(run: PlannedRun, part: StageSlice) -> tuple[GradientBucket, ...]:
     """The buckets of a stage, the first to be sent first."""
     layout, master = run.layout, master_bytes(run.precision)
-    sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), layout.bucket_bytes)
+    sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), run.bucket_bytes)
     shards = layout.dp_shard if layout.strategy == "SHARD_OPTIMIZER" else 1
-    # On one data rank fully_shard's units are those of buckets, and what no block holds is one of them.
-    return _buckets(run.shape, part, layout.tp, shards, sizes, together=layout.strategy not in REPLICATED)
+    return _buckets(run.shape, part, layout.tp, shards, sizes)
 
 
 @lru_cache(maxsize=1024)
 def _buckets(
-    shape: ModelShape, part: StageSlice, tp: int, shards: int, sizes: tuple[int, int, int, int], *, together: bool
+    shape: ModelShape, part: StageSlice, tp: int, shards: int, sizes: tuple[int, int, int, int]
 ) -> tuple[GradientBucket, ...]:
     master, reduce, item, bucket_bytes = sizes
-    first = end_tables(shape, StageSlice(layers=0, embedding=part.embedding, head=together and part.head), tp)
+    is_tied = shape.tied_embeddings and part.embedding and part.head
+    first = end_tables(shape, StageSlice(layers=0, embedding=part.embedding, head=is_tied), tp)
     last = end_tables(shape, part, tp)[len(first) :]
     units = [(0, first)] if first else []
     units += [(index, block_tables(shape, tp)) for index in range(part.layers)]
-    units += [(part.layers, (table,)) for table in last]
+    units += [(part.layers, last)] if last else []
     borders = bucket_borders([sum(table.numel for table in unit) for _, unit in units], bucket_bytes // master)
     found = []
     for border in reversed(borders):
@@ -75,8 +74,3 @@ def under_way(run: PlannedRun, part: StageSlice) -> float:
     """The last two buckets of a stage, which stay until all stages are done."""
     last = buckets_of(run, part)[-2:]
     return stepping_bytes(run, last) if run.optimizer.steps_in_backward else sum(bucket.copied for bucket in last)
-
-
-def published_bytes(run: PlannedRun, part: StageSlice) -> float:
-    """Returns the most bytes while stepped parameters come back, two buckets at once."""
-    return sum(sorted(bucket.publishing for bucket in buckets_of(run, part))[-2:])

@@ -14,14 +14,14 @@ to the next, so that the first and the last ones are enough.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import mul
 from typing import Literal, NamedTuple
 
 from parallel3d.planner.memory.block_work import WeightGradients
-from parallel3d.planner.memory.buckets import buckets_of, published_bytes, stepping_bytes
+from parallel3d.planner.memory.buckets import buckets_of, stepping_bytes
 from parallel3d.planner.memory.rank_schedule import BeforeAction, grouped_moments
-from parallel3d.planner.memory.rank_state import RankStage, RankState
+from parallel3d.planner.memory.rank_state import NO_UNIT, RankStage, RankState
 from parallel3d.schedules.schedule import Kind
 
 Moment = Literal["forward", "loss", "first backward", "backward", "last backward", "optimizer's step"]
@@ -55,14 +55,16 @@ def moments(rank: RankState) -> Iterator[MemorySnapshot]:
     pipeline = (layout.pp, rank.rank, layout.microbatches, layout.virtual_stages)
     groups, received = grouped_moments(name, *pipeline, frees_each=rank.frees_each)
     by_kind = [list(chain(*parts)) for parts in zip(*(stage.by_progress for stage in rank.stages), strict=True)]
+    published = sum(stage.published for stage in rank.stages)
     held = [sum(kinds) for kinds in zip(*by_kind, strict=True)]
     for group in groups:
         action = max(group, key=lambda one: sum(map(mul, one.stages, held)) + one.in_flight * local)
         gradients, activations, logits, buffers = (sum(map(mul, action.stages, kind)) for kind in by_kind)
-        others = activations + rank.throughout, logits, buffers + action.in_flight * local
+        buffers += published + action.in_flight * local
+        others = activations + rank.throughout, logits, buffers
         stage, before = rank.stages[action.stage], MemorySnapshot(_moment(action), gradients, *others)
         if action.kind is Kind.FORWARD:
-            yield _forward(rank, action, stage, before)
+            yield from _forward(rank, action, stage, before)
         elif action.kind is Kind.WEIGHT:
             yield from _second_half(rank, action, stage, before)
         else:
@@ -80,16 +82,48 @@ def _moment(action: BeforeAction) -> Moment:
     return "backward" if action.own.whole else "first backward"
 
 
-def _forward(rank: RankState, action: BeforeAction, stage: RankStage, before: MemorySnapshot) -> MemorySnapshot:
-    """Returns the last block of a forward. Parameters that are gathered arrive beside those that are in use."""
-    last, is_gathering = max(stage.blocks - 1, 0), rank.sharded and (not action.own.gathered or rank.frees_forward)
-    arriving, kept = rank.arriving * is_gathering, rank.kept_by_blocks(stage.first, last)
-    gathered = stage.gathered * (1 - action.own.gathered) - stage.prefetched * action.own.freed
-    return before.plus(
-        activations=kept + stage.part.embedding * rank.ends.kept_by_embedding,
-        buffers=gathered + rank.block_gathered * rank.frees_forward + arriving,
+def _forward(
+    rank: RankState, action: BeforeAction, stage: RankStage, before: MemorySnapshot
+) -> Iterator[MemorySnapshot]:
+    """Yields a forward: the embedding, the last block, the head. Parameters that are gathered arrive beside those that
+    are in use, and stay until the next ones are there."""
+    last, own, split = max(stage.blocks - 1, 0), action.own, rank.shards > 1
+    is_gathering = rank.sharded and (not own.gathered or rank.frees_forward)
+    arriving, embedded = rank.arriving * is_gathering, stage.part.embedding * rank.ends.kept_by_embedding
+    gathered = stage.gathered * (1 - own.gathered)
+    head, rest = rank.item * stage.head.padded * rank.sharded, rank.item * stage.rest.padded * is_gathering
+    head_arrives = head * (1 - own.gathered)
+    published = stage.published * (1 - own.gathered)
+    if rest and not (stage.is_tied and own.gathered):
+        yield before.plus(
+            buffers=rest * (1 + split) + arriving * (stage.blocks > 0),
+            temporary=stage.part.embedding * rank.block.hidden_full,
+        )
+    yield before.plus(
+        activations=rank.kept_by_blocks(stage.first, last) + embedded,
+        buffers=gathered - head_arrives + rank.block_gathered * rank.frees_forward + arriving - published,
         temporary=max(rank.block.kept + rank.block.forward(is_recomputed=rank.recomputes), arriving * (last > 0)),
     )
+    if head_arrives:
+        yield before.plus(
+            activations=stage.kept, buffers=gathered + head_arrives * split, temporary=max(stage.logits, arriving)
+        )
+    if published:
+        yield from _publishing(rank, stage, before.plus(buffers=-published))
+
+
+def _publishing(rank: RankState, stage: RankStage, before: MemorySnapshot) -> Iterator[MemorySnapshot]:
+    """Yields a stage's first forward of a step: a bucket of stepped parameters comes when its units are to be used,
+    while the next bucket is on its way."""
+    buckets, embedded = buckets_of(rank.run, stage.part)[::-1], stage.part.embedding * rank.ends.kept_by_embedding
+    work = rank.block.kept + rank.block.forward(is_recomputed=rank.recomputes)
+    for bucket, later in zip_longest(buckets, buckets[1:]):
+        coming, end = (0.0, stage.blocks) if later is None else (later.publishing, later.before)
+        kept = rank.kept_by_blocks(stage.first, bucket.before) + embedded
+        yield before.plus(activations=kept, temporary=bucket.publishing + coming)
+        if end > bucket.before:
+            kept = rank.kept_by_blocks(stage.first, end - 1) + embedded
+            yield before.plus(activations=kept, temporary=work + coming)
 
 
 def _backward(
@@ -103,71 +137,91 @@ def _backward(
     reduces = rank.sharded and not is_half and (action.is_last or rank.reduces_each)
     frees = rank.sharded and (rank.frees_each or (action.is_last and not is_half))
     is_gathered = bool(own.gathered) and not rank.frees_forward
-    ends_gathered = rank.item * stage.ends.padded * rank.sharded
-    gathered_before = own.gathered * stage.gathered + own.freed * stage.prefetched
-    sent_before = rank.sent(stage.ends if stage.ends.numel else unit) * (rank.reduces_each and has_whole)
+    head_gathered, rest_gathered = (rank.item * each.padded * rank.sharded for each in (stage.head, stage.rest))
+    # The gradient of an embedding does not need its values, but fully_shard gathers what a backward has freed.
+    gathered_again = rest_gathered * (not own.gathered and not rank.frees_forward and not stage.is_tied)
+    rest_gathered *= is_gathered or stage.is_tied
+    gathered_before = own.gathered * stage.gathered
+    sent_before = rank.sent(stage.last_reduced) * (rank.reduces_each and has_whole)
     if rank.steps_alone:
         before = before.plus(buffers=_stepping(rank, stage))
-    if own.freed and stage.ends.numel:  # they are gathered again
-        yield before.plus(buffers=ends_gathered * (2 if rank.shards > 1 else 1))
+    if own.freed and stage.needed_by_loss:  # they are gathered again
+        yield before.plus(buffers=stage.needed_by_loss * (2 if rank.shards > 1 else 1))
 
-    table = 0  # the gradient of the head's weight, which waits until the stage is done
+    table = 0  # the gradient of the head's weight, which waits until its unit is done
     if stage.part.head:
         of_table = weights if ends.chunk is None else made
         table = rank.item * ends.table * (of_table == "kept")
         adds = has_some and not rank.reduces_each and (rank.alone or rank.item == 4)
         work = ends.head_backward(of_table, has_sum=(rank.whole or adds) and rank.sum_bytes == 4)
-        head = before.plus(buffers=0 if is_gathered else ends_gathered - gathered_before)
+        head = before.plus(buffers=0 if is_gathered else stage.needed_by_loss - gathered_before)
         yield head.plus(temporary=ends.loss)._replace(moment="loss")
         yield head.plus(temporary=work + rank.arriving * (not is_gathered and blocks > 0))
 
     before = before._replace(logits=before.logits - stage.logits)
-    for at in {blocks - 1, max(blocks - 2, 0), min(rank.layout.prefetch, blocks - 1), 0, -1}:  # -1: the embedding
+    # The head's unit, blocks, and the embedding (-1) with what goes with it.
+    places = {blocks, blocks - 1, max(blocks - 2, 0), min(rank.layout.prefetch, blocks - 1), 0, -1}
+    for at in places if stage.head.numel else places - {blocks}:
         later = blocks - 1 - at  # blocks that are done
-        gathered, freed = float(ends_gathered), (rank.block_gathered if at >= 0 else ends_gathered) * frees
+        is_head = at == blocks and stage.head.numel > 0
+        current = stage.head if is_head else unit if at >= 0 else stage.rest
+        in_use = head_gathered if is_head else rank.block_gathered if at >= 0 else rest_gathered
+        gathered, freed = float(rest_gathered + head_gathered * (is_head or not frees)), in_use * frees
         if is_gathered:
             gathered += rank.block_gathered * (min(at + 1, blocks) if frees else blocks)
+        elif is_head:
+            gathered += rank.arriving * (blocks > 0)
         elif at >= 0:
             gathered += rank.block_gathered + rank.arriving * min(rank.layout.prefetch, at)
-        if at == 0:  # what is gathered ahead at the end is not what comes next
-            is_ahead = blocks > 1 and not stage.ends.numel and rank.layout.microbatches == 1
-            gathered += stage.prefetched or rank.arriving * is_ahead
-        sent = rank.sent(unit) if reduces and later > 0 else sent_before
-        done = 0.0  # the most while the gradients of the block, or of what no block holds, are reduced or widened
+        elif at < 0:
+            gathered += gathered_again
+        if at == 0 and rank.shards > 1:
+            gathered += gathered_again  # is on its way
+        waiting, sent = table * (not stage.head.numel), sent_before
+        if reduces and not is_head and (later > 0 or stage.head.numel):
+            sent = rank.sent(unit if later > 0 else stage.head)
+        done = 0.0  # the most while the gradients of the unit are reduced or widened
         if reduces:
-            done = rank.reducing(unit if at >= 0 else stage.ends, is_whole=has_whole and not rank.reduces_each)
-            done -= sent + freed
-        elif rank.sharded and at >= 0 and not (has_whole or is_half):
-            done = rank.sum_bytes * unit.numel + block.down_weight
-        elif rank.sharded and at < 0 and not has_some:
-            largest = rank.item * min(stage.ends.numel, ends.table) * (rank.sum_bytes != rank.item)
-            delayed_table = ends.delayed_table * (stage.part.head and is_half)
-            done = rank.sum_bytes * (stage.ends.numel - delayed_table) + largest
-        if at >= 0:
+            done = rank.reducing(current, is_whole=has_whole and not rank.reduces_each) - sent - freed
+        elif rank.sharded and 0 <= at < blocks and not (has_whole or is_half):
+            done = rank.sum_bytes * unit.numel + block.down_weight - freed
+        elif rank.sharded and (at < 0 or is_head) and not has_some:
+            largest = rank.item * min(current.numel, ends.table) * (rank.sum_bytes != rank.item)
+            delayed_table = ends.delayed_table * (is_half and stage.part.head and (is_head or stage.is_tied))
+            done = rank.sum_bytes * (current.numel - delayed_table) + largest - freed
+        if is_head:
+            work, done = table, done - block.hidden_local
+        elif at >= 0:
             arriving = rank.arriving * (not is_gathered)
             work = block.kept + max(block.backward(weights, is_recomputed=rank.recomputes), arriving)
         else:
-            work = ends.embedding_backward(made) * stage.part.embedding
-            done -= table + block.hidden_local * stage.part.embedding  # which are among them, and used up
+            arriving = gathered_again * (rank.shards > 1)
+            work = max(ends.embedding_backward(made) * stage.part.embedding, arriving)
+            done -= waiting + block.hidden_local * stage.part.embedding  # which are among them, and used up
         kept = rank.kept_by_blocks(stage.first, max(at, 0)) + stage.part.embedding * ends.kept_by_embedding
-        delayed = (later * block.delayed + stage.part.head * ends.delayed) * is_half
+        delayed = (max(later, 0) * block.delayed + stage.part.head * ends.delayed) * is_half
         yield before.plus(
-            gradients=_growth(rank, action, later),
+            gradients=_growth(rank, action, stage, later),
             activations=kept + delayed - stage.kept,
             buffers=(gathered - gathered_before) * rank.sharded + sent - sent_before,
-            temporary=block.hidden_local + table + max(work, done),
+            temporary=block.hidden_local + waiting + max(work, done),
         )
 
 
-def _growth(rank: RankState, action: BeforeAction, later: int) -> float:
-    """What a backward has added to the stage's gradients when so many of its blocks are done."""
-    if rank.whole or rank.steps_alone or action.kind is Kind.INPUT:
+def _growth(rank: RankState, action: BeforeAction, stage: RankStage, later: int) -> float:
+    """What a backward has added to the stage's gradients when so many of its blocks are done, and before them the head,
+    where it is a unit; -1 block: the head is not done either."""
+    if rank.whole or rank.steps_alone:
         return 0.0
-    unit = rank.block_unit
-    unreduced = (rank.partial_bytes * unit.shard if rank.reduces_each else rank.sum_bytes * unit.numel) * later
+    is_half, blocks, head = action.kind is Kind.INPUT, max(later, 0), stage.head if later >= 0 else NO_UNIT
+    if is_half:
+        is_new = not (action.own.whole or action.own.halves)
+        return rank.sum_bytes * max(head.numel - rank.ends.delayed_table, 0) * is_new
+    numel, shard = rank.block_unit.numel * blocks + head.numel, rank.block_unit.shard * blocks + head.shard
+    unreduced = rank.partial_bytes * shard if rank.reduces_each else rank.sum_bytes * numel
     if not action.is_last or not rank.sharded:
         return 0.0 if action.own.whole else unreduced
-    reduced = rank.reduced_bytes * unit.shard * later * (not rank.run.optimizer.steps_in_backward)
+    reduced = rank.reduced_bytes * shard * (not rank.run.optimizer.steps_in_backward)
     return reduced - unreduced * action.own.whole
 
 
@@ -185,13 +239,16 @@ def _second_half(
         yield before.plus(activations=one_left, temporary=table + made_at_last)
     gradients = stage.whole_gradients * (1 - own.whole) - own.halves * stage.half_gradients
     after = before.plus(gradients=gradients, activations=rank.block.hidden_local - stage.delayed)
-    if rank.sharded and action.is_last:  # blocks are reduced one after the other, and then what no block holds
+    if rank.sharded and action.is_last:  # the head is reduced, then blocks, one after the other, and then the rest
         shrinks = rank.sum_bytes * unit.numel - rank.reduced_bytes * unit.shard
-        sent = rank.reducing(unit, is_whole=True)
+        head_shrinks = rank.sum_bytes * stage.head.numel - rank.reduced_bytes * stage.head.shard
+        sent = rank.reducing(unit, is_whole=True) - head_shrinks
         sent = max(sent, sent - (blocks - 1) * shrinks) if blocks else 0.0
-        ends_sent = rank.reducing(stage.ends, is_whole=True) - blocks * shrinks
-        freed = rank.block_gathered * (blocks > 0 and bool(own.gathered) and not rank.frees_forward)
-        yield after.plus(buffers=-freed, temporary=max(sent, ends_sent))
+        rest_sent = rank.reducing(stage.rest, is_whole=True) - head_shrinks - blocks * shrinks
+        head_sent = rank.reducing(stage.head, is_whole=True)
+        first = stage.head if stage.head.numel else unit
+        freed = rank.item * first.padded * (bool(own.gathered) and not rank.frees_forward)
+        yield after.plus(buffers=-freed, temporary=max(sent, rest_sent, head_sent))
     else:
         yield after.plus(temporary=max(table, rank.block.down_weight) * (rank.sharded and not own.whole))
 
@@ -234,6 +291,6 @@ def _at_the_end(rank: RankState, received: float) -> Iterator[MemorySnapshot]:
         packing = max(buckets_of(rank.run, stage.part)[-1].packing for stage in rank.stages)
         in_buckets = sum(sent) + max(0.0, packing - min(sent)) if rank.layout.dp > 1 else 0.0
         yield MemorySnapshot("last backward", 0.0, rank.throughout, 0.0, received + rank.block.hidden_local, in_buckets)
-        step = max(step, *(published_bytes(rank.run, stage.part) for stage in rank.stages))
+        step = max(step, sum(stage.published for stage in rank.stages))
     gradients = sum(stage.reduced_gradients for stage in rank.stages)
     yield MemorySnapshot("optimizer's step", gradients, rank.throughout, 0.0, received, step)

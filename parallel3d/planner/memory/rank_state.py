@@ -27,7 +27,7 @@ from parallel3d.optimizers.step_bytes import (
     rounded_step_bytes,
 )
 from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
-from parallel3d.planner.memory.buckets import under_way
+from parallel3d.planner.memory.buckets import buckets_of, under_way
 from parallel3d.planner.memory.model_ends import EndTensors
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables, hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -49,6 +49,9 @@ class Unit:
     largest: int
 
 
+NO_UNIT = Unit(0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStage:
     """The bytes of a stage of the rank. `first` is its first block's index in the whole model, but for multiples of
@@ -57,19 +60,28 @@ class RankStage:
     part: StageSlice
     first: int
     ends: Unit  # what no block holds
+    head: Unit  # the last norm and the head, where they are reduced when the head's backward is done
+    rest: Unit  # what is reduced when the stage's backward is done: the embedding, and a head that shares its table
+    last_reduced: Unit  # the unit that is reduced last
+    needed_by_loss: float  # parameters that stay gathered from a forward to its backward, and are gathered for one
     kept: float  # by a microbatch between forward and backward, the logits aside
     logits: float
     delayed: float  # by a microbatch between the two halves of a split backward
     gathered: float  # parameters, from a forward on
-    prefetched: float  # parameters gathered at the end of a backward that are not the stage's next (`gather`)
     half_gradients: float  # after first halves of backwards alone: of what no block holds
     whole_gradients: float  # after a backward that is not the stage's last
     reduced_gradients: float  # after that
     under_way: float  # the last buckets of gradients, after that
+    published: float  # the first bucket of stepped parameters, which is on its way until a forward
 
     @property
     def blocks(self) -> int:
         return self.part.layers
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share a table here that is gathered."""
+        return self.needed_by_loss > 0 and not self.head.numel
 
     @property
     def by_progress(self) -> tuple[tuple[float, ...], ...]:
@@ -78,7 +90,8 @@ class RankStage:
             (0, 0, 0, 0, self.half_gradients, self.whole_gradients, self.reduced_gradients),
             (self.kept, self.delayed, 0, 0, 0, 0, 0),
             (self.logits, 0, 0, 0, 0, 0, 0),
-            (0, 0, self.gathered, self.prefetched, 0, 0, self.under_way),
+            # What was published has come with the first forward.
+            (0, 0, self.gathered - self.published, 0, 0, 0, self.under_way - self.published),
         )
 
 
@@ -206,28 +219,39 @@ class RankState:
     def _stage(self, part: StageSlice, first: int) -> RankStage:
         run, block = self.run, self.block_unit
         tables = end_tables(run.shape, part, self.layout.tp)
-        ends = _unit(tables, self.shards, tables[-1].numel // tables[-1].times if tables else 0)
+        ends = _unit(tables, self.shards, _last_numel(tables))
+        first_tables = end_tables(run.shape, StageSlice(layers=0, embedding=part.embedding, head=False), self.layout.tp)
+        is_tied = run.shape.tied_embeddings and part.embedding and part.head
+        apart = tables[len(first_tables) :] if self.sharded and not is_tied else ()
+        head = _unit(apart, self.shards, _last_numel(apart))
+        rest = _unit(first_tables, self.shards, _last_numel(first_tables)) if apart else ends
         numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
         kept = self.kept_by_blocks(first, part.layers) + part.embedding * self.ends.kept_by_embedding
-        blocks_gathered = 0 if self.frees_forward else part.layers * self.block_gathered
+        needed = self.item * (rest if is_tied else head).padded * self.sharded
+        kept_gathered = part.layers * self.block_gathered + (0 if is_tied else self.item * rest.padded)
         is_counted = not self.whole and not self.steps_alone  # others are at rest, or are stepped
         whole = self.sum_bytes * numel
+        last_reduced = rest if rest.numel else block if part.layers else head
         if self.reduces_each:  # the last unit's are on their way for as long as nobody waits for them
-            whole = self.partial_bytes * shard + self.sent(ends if ends.numel else block)
+            whole = self.partial_bytes * shard + self.sent(last_reduced)
         splits = schedule_traits(self.layout.schedule).splits_backward
         return RankStage(
             part=part,
             first=first,
             ends=ends,
+            head=head,
+            rest=rest,
+            last_reduced=last_reduced,
+            needed_by_loss=needed,
             kept=kept + part.head * self.ends.kept_by_head,
             logits=part.head * self.ends.logits,
             delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
-            gathered=(self.item * ends.padded + blocks_gathered) * self.sharded,
-            prefetched=self.arriving * (self.frees_each and part.layers > 0 and not ends.numel),
+            gathered=needed + kept_gathered * (self.sharded and not self.frees_forward),
             half_gradients=self.sum_bytes * (ends.numel - part.head * self.ends.delayed_table) * is_counted,
             whole_gradients=whole * is_counted,
             reduced_gradients=self.master * shard * (is_counted and not run.optimizer.steps_in_backward),
             under_way=under_way(run, part) if self.whole and self.layout.dp > 1 else 0.0,
+            published=buckets_of(run, part)[-1].publishing if self.whole else 0.0,
         )
 
 
@@ -236,3 +260,8 @@ def _unit(tables: tuple[Table, ...], shards: int, last: int) -> Unit:
     shard = sum(table.shard(shards) for table in tables)
     largest = max((table.shard(shards) // table.times for table in tables), default=0)
     return Unit(sum(table.numel for table in tables), shard * shards, shard, last, largest)
+
+
+def _last_numel(tables: tuple[Table, ...]) -> int:
+    """Counts the numbers of the last parameter."""
+    return tables[-1].numel // tables[-1].times if tables else 0

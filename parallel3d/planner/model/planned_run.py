@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.sharding_strategies import REPLICATED
+from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import rank_numel
@@ -40,11 +40,6 @@ class RunLayout(ParallelConfig):
     def reduce_bytes(self) -> int:
         """Bytes of a gradient's number on its way."""
         return 2 if self.reduce_dtype == "bf16" else 4
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of gradients of whole parameters that are sent in one go, at least."""
-        return int(self.bucket_mib * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +93,13 @@ class PlannedRun:
     def on_cpu(self) -> bool:
         """Whether operators are the CPU's, and no CUDA takes memory."""
         return self.cluster.device.is_cpu
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of gradients of whole parameters that are sent in one go, at least."""
+        in_backward = self.optimizer.steps_in_backward
+        usual = usual_bucket_mib(on_gpu=not self.on_cpu, step_in_backward=in_backward)
+        return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
     def gathers_each_microbatch(self) -> bool:
