@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import ParallelAttention
-from parallel3d.layers.gradients import add_product
+from parallel3d.layers.gradients import add_product, has_wide_product
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import (
@@ -191,16 +191,18 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
     torch.testing.assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
-def test_on_a_gpu_a_product_is_added_to_a_wider_total_by_one_kernel() -> None:
+def test_on_a_gpu_a_product_is_added_to_a_wider_total_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is made with tensors that have no memory: what is shown is that torch takes it for the operator that is
     meant, and accepts dtypes and strides. A build of torch for CPUs cannot copy the result into such a tensor."""
     called: list[tuple[str, torch.dtype]] = []
+    fake_form = torch.__version__ >= (2, 12)  # a TorchVersion; before, only the operator and its dtypes are shown
+    monkeypatch.setattr("parallel3d.layers.gradients.has_wide_product", lambda device, dtype: True)
 
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             called.append((str(func), args[0].dtype))
             if func is torch.ops.aten.addmm.dtype_out:
-                result, out = torch.ops.aten.addmm.dtype(*args), kwargs["out"]
+                result, out = torch.ops.aten.addmm.dtype(*args) if fake_form else args[0], kwargs["out"]
                 assert (result.shape, result.dtype) == (out.shape, out.dtype) and out is args[0]
                 return out
             return func(*args, **(kwargs or {}))
@@ -220,6 +222,18 @@ def test_on_a_gpu_a_product_is_added_to_a_wider_total_by_one_kernel() -> None:
         narrow = torch.empty(10, 6, dtype=torch.bfloat16), torch.empty(10, 4, dtype=torch.bfloat16)
         calls = [("aten.mm.default", torch.bfloat16), ("aten.add_.Tensor", torch.float32)]
         assert added(torch.empty(6, 4), *narrow) == calls  # a CPU has no such kernel
+
+
+def test_a_gpu_whose_product_refuses_a_wide_total_rounds_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*tensors: Tensor, **settings: object) -> Tensor:
+        raise RuntimeError("self must have the dtype of the factors")
+
+    assert not has_wide_product(torch.device("cpu"), torch.bfloat16)  # a real refusal
+    monkeypatch.setattr(torch, "addmm", refuse)
+    with FakeTensorMode():
+        total = torch.empty(6, 4, device="cuda:0")
+        add_product(total, *(torch.empty(10, n, dtype=torch.float16, device="cuda:0") for n in (6, 4)))
+        assert not has_wide_product(total.device, torch.float16)
 
 
 def vars_of(config: ModelConfig) -> dict[str, object]:

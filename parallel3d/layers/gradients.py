@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -96,10 +96,22 @@ def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
     such product, and round it to the dtype of its factors first."""
     if total.dtype == x.dtype:
         total.addmm_(grad_out.t(), x)
-    elif total.is_cuda and total.dtype == torch.float32 and x.element_size() == 2 and torch.version.hip is None:
+    elif total.is_cuda and total.dtype == torch.float32 and has_wide_product(x.device, x.dtype):
         torch.addmm(total, grad_out.t(), x, out_dtype=torch.float32, out=total)
     else:
         total.add_(grad_out.t().mm(x))
+
+
+@cache
+def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether a GPU's matrix product of factors of `dtype` can be added to a float32 total. It tries one, once,
+    because no version number tells: AMD's GPUs have none, and a torch may know the operator and refuse such a total."""
+    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def accumulate_or_return(

@@ -8,6 +8,10 @@ set -euo pipefail
 # folder, in nccl_flight_record_rank_N, which says on what the ranks waited and which of them did not come.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 
+# The allocator grows its segments in place. Otherwise, when memory runs out, it frees what it has cached by a call that
+# waits for the whole device, for which two ranks of a pipeline in the middle of a step can wait for ever.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
 exec torchrun {{rendezvous}} \
     --nproc-per-node {{per_node}} \
     -m parallel3d.recipes.pretrain {{recipe}} "$@"
