@@ -52,7 +52,8 @@ BATCH_PATH = frozenset(
         "parallel3d/training/update.py",
     }
 )
-_BUDGETS = {"path of a batch": 5_500, "rest of the core": 6_800, "planner": 5_700, "tools": 6_300}
+# After the rooms were made the sums were 4,389, 8,264, 5,689 and 6,071; the CUDA path has come since, with `gpu_check`.
+_BUDGETS = {"path of a batch": 5_500, "rest of the core": 9_000, "planner": 5_950, "tools": 7_800}
 
 
 def kinds(text: str) -> Counter[str]:
