@@ -182,7 +182,7 @@ def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     y = x.new_empty(*x.shape[:-1], width)
     flat = y.view(-1, width)
     torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=flat[:, :features])
-    flat[:, features:] = float("-inf")
+    flat[:, features:].fill_(float("-inf"))  # an assignment would make a tensor of the CPU first
     return y
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -150,19 +151,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             modes.enter_context(mock.patch.object(fused_attention, "device_of", lambda device: _GPU))
             if kernel_of_recipe(recipe, _GPU).name == "math":
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
-        trainer = Trainer(
-            recipe,
-            mesh=mesh,
-            device=torch.device("cpu"),
-            model_class=model_class(recipe.model.architecture),
-            connect=OfflineLinks,
-            initialize=False,
-            gpu_bytes=gpu_bytes,
-        )
+        trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
-        shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
-        ids, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:2], dtype=torch.int64)
-        batch = Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples)
         trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
         for parameter in trainer.parameters:
             parameter.sync_views()
@@ -181,6 +171,24 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             microbatches=recipe.microbatches,
             seconds=time.perf_counter() - start,
         )
+
+
+def build_dry(recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes: float | None) -> tuple[Trainer, Batch]:
+    """Returns this rank's trainer in a world of none, and a batch for it, on the CPU. It is called within `ShapesOnly`;
+    the tensors of the trainer are fake ones of `device`, and hold no weights. `gpu_bytes` is what a GPU's memory holds,
+    or None for CPUs."""
+    trainer = Trainer(
+        recipe,
+        mesh=mesh,
+        device=device,
+        model_class=model_class(recipe.model.architecture),
+        connect=OfflineLinks,
+        initialize=False,
+        gpu_bytes=gpu_bytes,
+    )
+    shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
+    ids, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:2], dtype=torch.int64)
+    return trainer, Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples)
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
