@@ -47,7 +47,7 @@ class CollectiveCounter(TorchDispatchMode):
             if name not in _KINDS:
                 raise NotImplementedError(f"{name}: a collective that is not counted yet")
             kind, which = _KINDS[name]
-            group = next(group for arg in args if (group := _as_group(arg)) is not None)
+            group = next(group for arg in args if (group := as_group(arg)) is not None)
             axis, ranks = self._axes.get(group.group_name, group.group_desc), group.size()
             whole = sum(x.nbytes for x in tree_iter(args[which]))
             self.bytes[axis, kind] += (2 if kind == "all_reduce" else 1) * (ranks - 1) * whole / ranks
@@ -55,7 +55,8 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_group(arg: Any) -> dist.ProcessGroup | None:
+def as_group(arg: Any) -> dist.ProcessGroup | None:
+    """Returns the process group in an argument of one of c10d's operators, or None for any other argument."""
     try:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
     except RuntimeError:  # a tensor, a ReduceOp

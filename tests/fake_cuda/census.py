@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh import build_mesh
+from parallel3d.sharding.counting import as_group
 from parallel3d.tools.verify.dry_run import Chunks, ShapesOnly, build_dry
 from parallel3d.torch_private import (
     READ_A_VALUE,
@@ -189,7 +190,7 @@ class Census(TorchDispatchMode):
         op = collective_name(func)
         if func.namespace != "c10d":
             raise NotImplementedError(f"{func}: only the collectives of c10d are looked at")
-        group = next(group for arg in args if (group := _as_group(arg)) is not None)
+        group = next(group for arg in args if (group := as_group(arg)) is not None)
         ranks = dist.get_process_group_ranks(group)
         # The order of c10d's own arguments: the tensors, the group, and here the other rank.
         peer = ranks[args[2]] if op in ("send", "recv_") else None
@@ -256,14 +257,6 @@ def _elements(tensor: Tensor, rows: list[int], ranks: int) -> list[int]:
     if not rows:
         return [tensor.numel() // ranks] * ranks
     return [row * tensor[0].numel() for row in rows]
-
-
-def _as_group(arg: Any) -> dist.ProcessGroup | None:
-    try:
-        group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
-    except RuntimeError:  # a tensor, a ReduceOp
-        return None
-    return group
 
 
 def run(layout: str, rank: int, faults: tuple[str, ...] = ()) -> Program:
