@@ -15,8 +15,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.recipes import peak_flops
-from parallel3d.tools.arguments import HARDWARE
-from parallel3d.training.metrics import (
+from parallel3d.reporting.metrics import (
     MetricsFile,
     StepMetrics,
     Stopwatch,
@@ -24,7 +23,8 @@ from parallel3d.training.metrics import (
     known_peak,
     peak_memory_bytes,
 )
-from parallel3d.training.progress import Bar, clock, describe, open_progress
+from parallel3d.reporting.progress import Bar, clock, describe, open_progress
+from parallel3d.tools.arguments import HARDWARE
 from parallel3d.training.update import learning_rate
 
 LINE = StepMetrics(

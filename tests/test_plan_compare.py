@@ -13,10 +13,10 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainC
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
-from parallel3d.training.metrics import MetricsFile, StepMetrics
 
 Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(

@@ -12,10 +12,10 @@ from parallel3d.checkpoint.store import checkpoint_path, keep_newest
 from parallel3d.data.loader import BatchLoader, batches_ahead
 from parallel3d.errors import PreemptedError
 from parallel3d.launch.signals import StopRequest
-from parallel3d.training import metrics
+from parallel3d.reporting import metrics
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
+from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.hooks import StepResult
-from parallel3d.training.metrics import MetricsFile, StepMetrics, Stopwatch
-from parallel3d.training.progress import ProgressDisplay
 from parallel3d.training.state import save_trainer
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import Trainer

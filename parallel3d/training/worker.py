@@ -6,30 +6,28 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
-from parallel3d.data.corpus import ByteTokenizer, Corpus, TokenIds, load_corpus
+from parallel3d.data.corpus import Corpus, TokenIds, load_corpus
 from parallel3d.data.loader import BatchLoader
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
-from parallel3d.layers.collectives import start_gather
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
+from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, known_peak
+from parallel3d.reporting.progress import open_progress
 from parallel3d.torch_private import limit_waits
+from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
-from parallel3d.training.metrics import MetricsFile, gpu_bytes, known_peak
-from parallel3d.training.progress import open_progress
 from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 
@@ -147,30 +145,3 @@ def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
         else:
             return [*lines, f"goes on from step {trainer.step} of {path}"]
     return lines
-
-
-def generate(trainer: Trainer, tokenizer: ByteTokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
-    """Returns the prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the
-    `top_k` most likely (1: greedy) by a generator seeded with the run's seed. It takes one forward of the pipeline
-    per token. Every rank calls it and gets the same text, whatever the layout."""
-    seq_len, tp, pp = trainer.recipe.train.seq_len, trainer.axes["tp"], trainer.axes["pp"]
-    ids = [int(i) for i in tokenizer.encode(prompt)][-seq_len:] or [tokenizer.end_of_text]
-    prompt_length = len(ids)
-    generator = torch.Generator().manual_seed(trainer.recipe.train.seed)
-    for _ in range(tokens):
-        window = ids[-seq_len:]
-        # Every window is padded to the length of training, because causal attention does not look ahead.
-        padded = window + window[-1:] * (seq_len - len(window))
-        outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
-        token = torch.zeros((), dtype=torch.int64, device=trainer.device)
-        if outputs:  # this rank has the last stage, and chooses the token
-            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()  # [vocab / tp] -> [vocab]
-            logits = logits[: tokenizer.vocab_size]  # ids beyond the tokenizer's only make the vocabulary divisible
-            likely, candidates = logits.float().cpu().topk(min(top_k, logits.numel()))
-            token.fill_(candidates[torch.multinomial(likely.softmax(dim=-1), 1, generator=generator)].item())
-        if pp.size > 1:
-            dist.broadcast(token, group=pp.group, group_src=trainer.pipeline.last_rank)
-        ids.append(int(token.item()))
-        if ids[-1] == tokenizer.end_of_text:
-            break
-    return prompt + tokenizer.decode(np.array(ids[prompt_length:]))

@@ -157,7 +157,7 @@ def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[]
 
     from parallel3d.data.loader import Batch
     from parallel3d.models import model_class
-    from parallel3d.training.metrics import gpu_bytes
+    from parallel3d.reporting.metrics import gpu_bytes
     from parallel3d.training.trainer import Trainer
 
     build = model_class(recipe.model.architecture)

@@ -15,11 +15,11 @@ from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfi
 from parallel3d.config.rules import validate
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
+from parallel3d.reporting.metrics import gpu_bytes
 from parallel3d.tools.bench.harness import own_device, run_ranks
 from parallel3d.tools.bench.step import random_batch
 from parallel3d.tools.gpu_check.findings import Findings
 from parallel3d.tools.gpu_check.runner import STACKS_BEFORE_S
-from parallel3d.training.metrics import gpu_bytes
 from parallel3d.training.trainer import Trainer
 
 T = TypeVar("T")

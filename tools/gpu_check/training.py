@@ -22,6 +22,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.layers.dropout import Dropout, dropout_key
+from parallel3d.reporting.metrics import gpu_bytes
 from parallel3d.tools.bench.harness import own_device
 from parallel3d.tools.bench.step import random_batch
 from parallel3d.tools.gpu_check.findings import Findings
@@ -38,7 +39,6 @@ from parallel3d.tools.gpu_check.jobs import (
 )
 from parallel3d.tools.verify.dry_run import dry_run
 from parallel3d.torch_private import compiled_graphs
-from parallel3d.training.metrics import gpu_bytes
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 
 _MANY = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32_000)

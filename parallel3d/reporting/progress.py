@@ -6,7 +6,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TextIO
 
-from parallel3d.training.metrics import StepMetrics
+from parallel3d.reporting.metrics import StepMetrics
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
