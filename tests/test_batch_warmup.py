@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from parallel3d.config.recipe import BatchSizes, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.rules import validate, warnings_for
 from parallel3d.data.loader import BatchLoader
+from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
 
 RECIPE = Recipe(
@@ -61,14 +62,12 @@ def test_no_sample_is_lost_or_seen_twice_in_any_layout(dp_size: int, microbatch_
     """Tokens are their own places, so a sequence says where it comes from."""
     ranks = [
         BatchLoader(
-            np.arange(2000),
-            seq_len=4,
+            ShuffledWindows(TokensInMemory(np.arange(2000)), seq_len=4, seed=None),
             global_batch_size=12,
             microbatch_size=microbatch_size,
             dp_rank=rank,
             dp_size=dp_size,
             vocab=2000,
-            seed=None,
             sizes=BatchSizes(full=12, start=4, increment=4, warmup_steps=5),
         )
         for rank in range(dp_size)

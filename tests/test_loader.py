@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from parallel3d.config.recipe import BatchSizes
 from parallel3d.data.loader import IGNORED, Batch, BatchLoader, batches_ahead
+from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory
 from parallel3d.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own place, so a sequence tells where it comes from
 
 
-def loader(tokens: NDArray[np.integer] = TOKENS) -> BatchLoader:
-    return BatchLoader(
-        tokens, seq_len=7, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000, seed=5
-    )
+def loader(tokens: NDArray[np.integer] = TOKENS, *, seq_len: int = 7, seed: int | None = 5) -> BatchLoader:
+    windows = ShuffledWindows(TokensInMemory(tokens), seq_len=seq_len, seed=seed)
+    return BatchLoader(windows, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000)
 
 
 def sequences(*shares: Batch) -> list[int]:
@@ -48,7 +48,7 @@ steps = st.integers(0, 300)
 
 def whole_loader(division: Division, seed: int | None) -> BatchLoader:
     size = division.dp_size * division.microbatch_size * division.microbatches
-    return replace(loader(), global_batch_size=size, seed=seed)
+    return replace(loader(seed=seed), global_batch_size=size)
 
 
 @settings(deadline=None)
@@ -64,12 +64,12 @@ def test_the_global_batch_is_the_same_however_it_is_divided(division: Division, 
 @settings(deadline=None)
 @given(divisions, st.integers(0, 2**40))
 def test_an_epoch_gives_every_window_once_over_all_ranks_and_steps(division: Division, seed: int) -> None:
-    whole = whole_loader(division, seed)
-    whole = replace(whole, tokens=TOKENS[: 3 * whole.global_batch_size * 7 + 1][:1000])
-    rounds = -(-whole.windows // whole.global_batch_size)
+    size = whole_loader(division, seed).global_batch_size
+    source = loader(TOKENS[: 3 * size * 7 + 1], seed=seed).source
+    whole = replace(whole_loader(division, seed), source=source)
     ranks = [division.of(whole, rank) for rank in range(division.dp_size)]
-    seen = sequences(*(rank.batch(step) for step in range(rounds) for rank in ranks))
-    assert sorted(seen[: whole.windows]) == [7 * window for window in range(whole.windows)]
+    seen = sequences(*(rank.batch(step) for step in range(-(-source.windows // size)) for rank in ranks))
+    assert sorted(seen[: source.windows]) == [7 * window for window in range(source.windows)]
 
 
 @settings(deadline=None)
@@ -93,29 +93,33 @@ def test_a_run_resumed_at_any_step_and_layout_gets_the_batches_of_one_that_never
 
 
 def test_without_a_seed_validation_reads_the_corpus_in_order_and_begins_again_after_its_end() -> None:
-    in_order = replace(loader(), seed=None)
-    assert in_order.windows == 142
+    in_order = loader(seed=None)
+    assert in_order.source.windows == 142
     assert sequences(in_order.batch(0)) == [7 * window for window in range(12)]
     assert sequences(in_order.batch(11)) == [7 * (window % 142) for window in range(132, 144)]
 
 
 @given(st.integers(8, 60), st.integers(1, 7))
 def test_windows_are_as_many_as_fit_with_their_last_label(length: int, seq_len: int) -> None:
-    some = replace(loader(np.arange(length, dtype=np.uint16)), seq_len=seq_len, seed=None)
-    assert some.windows == (length - 1) // seq_len
-    last = replace(some, global_batch_size=some.windows).batch(0).labels[-1, -1, -1].item()
-    assert last == some.windows * seq_len <= length - 1
+    some = loader(np.arange(length, dtype=np.uint16), seq_len=seq_len, seed=None)
+    windows = some.source.windows
+    assert windows == (length - 1) // seq_len
+    last = replace(some, global_batch_size=windows).batch(0).labels[-1, -1, -1].item()
+    assert last == windows * seq_len <= length - 1
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_a_token_id_beyond_the_vocabulary_is_refused_by_every_rank_in_the_same_words(dtype: type) -> None:
+def test_a_token_id_beyond_the_vocabulary_is_refused_by_the_rank_that_reads_it(dtype: type) -> None:
     tokens: NDArray[np.integer] = np.zeros(1000, dtype=dtype)
     tokens[7 * 20 + 3] = 300  # sample 20, which is in the second step
-    whole = replace(loader(tokens), vocab=264, seed=None)
+    whole = replace(loader(tokens, seed=None), vocab=264)
     for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
         for rank in range(dp_size):
             share = replace(whole, dp_rank=rank, dp_size=dp_size, microbatch_size=microbatch_size)
             share.batch(0)
+            if 20 not in range(12 + 12 // dp_size * rank, 12 + 12 // dp_size * (rank + 1)):
+                share.batch(1)
+                continue
             with pytest.raises(DataError) as caught:
                 share.batch(1)
             assert str(caught.value) == (
@@ -124,8 +128,29 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_by_every_rank_in_the_same_w
             )
 
 
+@dataclass
+class DrawnSamples:
+    """A window source that tells which samples were drawn from it."""
+
+    windows: int = 100
+    drawn: list[int] = field(default_factory=list)
+
+    def draw(self, samples: NDArray[np.int64]) -> TokenIds:
+        self.drawn += samples.tolist()
+        return np.zeros((len(samples), 8), dtype=np.uint16)
+
+
+def test_a_rank_draws_its_own_share_alone() -> None:
+    for rank in range(3):
+        source = DrawnSamples()
+        share = replace(loader(), source=source, dp_rank=rank, dp_size=3)
+        batches = [share.batch(step) for step in (0, 5)]
+        assert source.drawn == [*range(4 * rank, 4 * rank + 4), *range(60 + 4 * rank, 60 + 4 * rank + 4)]
+        assert source.drawn == [sample for batch in batches for sample in batch.samples.flatten().tolist()]
+
+
 def test_ignored_ids_are_read_and_not_learned() -> None:
-    some = replace(loader(), seed=None, ignored_ids=(3, 5, 999))
+    some = replace(loader(seed=None), ignored_ids=(3, 5, 999))
     batch = some.batch(0)
     first = batch.inputs[0, 0].tolist(), batch.labels[0, 0].tolist()
     assert first == ([0, 1, 2, 3, 4, 5, 6], [1, 2, IGNORED, 4, IGNORED, 6, 7])

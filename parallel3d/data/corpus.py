@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
+from parallel3d.data.windows import TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError
-
-TokenIds = NDArray[np.integer]  # uint16, or uint32 where a vocabulary needs it
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ def build_tokenizer(name: str) -> ByteTokenizer:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids `[tokens]` of the documents, one after the other, each followed by `tokenizer.end_of_text`."""
+    """Token ids of the documents, one after the other, each followed by `tokenizer.end_of_text`."""
 
-    train: TokenIds
-    validation: TokenIds
+    train: TokenStream
+    validation: TokenStream
     tokenizer: ByteTokenizer
 
 
@@ -66,12 +65,12 @@ def load_corpus(config: DataConfig) -> Corpus:
     does."""
     tokenizer = build_tokenizer(config.tokenizer)
 
-    def stream(documents: Iterable[Document]) -> TokenIds:
+    def stream(documents: Iterable[Document]) -> TokensInMemory:
         pieces: list[TokenIds] = []
         for document in documents:
             ids = tokenizer.encode(document.read())
             pieces += [ids, np.full(1, tokenizer.end_of_text, dtype=ids.dtype)]
-        return np.concatenate(pieces)
+        return TokensInMemory(np.concatenate(pieces))
 
     train, validation = split_documents(find_documents(config), config.validation_fraction)
     return Corpus(train=stream(train), validation=stream(validation), tokenizer=tokenizer)

@@ -1,5 +1,4 @@
-"""Batches of a token stream: its windows in the order of `order.py`, cut into each rank's microbatches. A window is
-seq_len + 1 tokens at stride seq_len: the inputs and, one token later, the labels."""
+"""Batches: the sequences of a step, drawn from a window source and cut into the microbatches of each data rank."""
 
 from __future__ import annotations
 
@@ -9,13 +8,10 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
-from einops import rearrange
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from parallel3d.config.recipe import BatchSizes
-from parallel3d.data.corpus import TokenIds
-from parallel3d.data.order import window_order
+from parallel3d.data.windows import WindowSource
 from parallel3d.errors import ConfigError, DataError
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
@@ -36,23 +32,20 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Gives dp rank `dp_rank` its share of any step's global batch, shuffled by `seed` (None: in order).
+    """Gives dp rank `dp_rank` its share of any step's global batch, and draws no other from `source`.
 
     A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
     batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
-    whatever the layout. Past the last window the samples go on with the next epoch. Labels among `ignored_ids` are not
-    learned. Raises DataError where `tokens` are fewer than one window, ConfigError where the batch does not divide.
+    whatever the layout. Labels among `ignored_ids` are not learned. Raises ConfigError where the batch does not divide.
     """
 
-    tokens: TokenIds
+    source: WindowSource
     _: KW_ONLY
-    seq_len: int
     global_batch_size: int
     microbatch_size: int
     dp_rank: int
     dp_size: int
     vocab: int
-    seed: int | None
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     ignored_ids: tuple[int, ...] = ()
 
@@ -66,39 +59,26 @@ class BatchLoader:
                 f"train.global_batch_size = {self.global_batch_size}: must be a multiple of dp = {self.dp_size} times "
                 f"parallel.microbatch_size = {self.microbatch_size}; try {would_do}"
             )
-        if self.windows < 1:
-            raise DataError(
-                f"the corpus has {len(self.tokens)} tokens, fewer than train.seq_len + 1 = {self.seq_len + 1}; "
-                "try a smaller train.seq_len or more text"
-            )
-
-    @property
-    def windows(self) -> int:
-        """The number of sequences in one epoch."""
-        return (len(self.tokens) - 1) // self.seq_len
 
     def batch(self, step: int) -> Batch:
         """Returns this rank's share of the global batch of `step`, which counts from 0. Raises DataError for an id
         beyond `vocab`."""
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
-        first = sizes.before(step)
-        samples = np.arange(first, first + sizes.at(step), dtype=np.int64)
-        every_window = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]  # a view: nothing is copied
-        drawn = every_window[window_order(samples, windows=self.windows, seed=self.seed)]  # [global_batch, seq + 1]
-        # The whole global batch is checked, so that all ranks stop at once, with one message, and no rank hangs.
+        share = sizes.at(step) // self.dp_size
+        first = sizes.before(step) + self.dp_rank * share
+        samples = np.arange(first, first + share, dtype=np.int64)
+        drawn = self.source.draw(samples)  # [share, seq + 1]
         if drawn.max() >= self.vocab or drawn.min() < 0:
             row, column = np.argwhere((drawn >= self.vocab) | (drawn < 0))[0]
             raise DataError(
                 f"token id {drawn[row, column]} at sample {first + row}: model.vocab = {self.vocab} has ids 0 to "
                 f"{self.vocab - 1}; try model.vocab={drawn.max() + 1} or more, or the data of this model's tokenizer"
             )
-        by_rank = rearrange(drawn, "(rank m b) s -> rank m b s", rank=self.dp_size, b=self.microbatch_size)
-        tokens = torch.from_numpy(by_rank[self.dp_rank].astype(np.int64))
+        tokens = torch.from_numpy(drawn.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
         inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
-        own = torch.from_numpy(samples).view(self.dp_size, -1, self.microbatch_size)[self.dp_rank]
-        return Batch(inputs, labels, own)
+        return Batch(inputs, labels, torch.from_numpy(samples).view(-1, self.microbatch_size))
 
 
 def batches_ahead(loader: BatchLoader, steps: range, device: torch.device) -> Generator[Batch, None, None]:

@@ -13,8 +13,9 @@ from parallel3d.config.attention_kernels import attention_errors, kernel_of_reci
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
-from parallel3d.data.corpus import Corpus, TokenIds, load_corpus
+from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.loader import BatchLoader
+from parallel3d.data.windows import ShuffledWindows, WindowSource
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
@@ -108,24 +109,24 @@ def computes_on(device: torch.device) -> str:
 
 def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> tuple[BatchLoader, BatchLoader]:
     """Returns the loaders for training and for validation of the data rank that `rank` belongs to."""
-    train, sequences = training_loader(recipe, corpus.train, rank), recipe.train.eval_sequences
+    train = ShuffledWindows(corpus.train, seq_len=recipe.train.seq_len, seed=recipe.train.seed)
     # Validation sequences are drawn from all validation files, and are the same for every seed of the run.
-    return train, replace(train, tokens=corpus.validation, global_batch_size=sequences, sizes=None, seed=0)
+    validation = ShuffledWindows(corpus.validation, seq_len=recipe.train.seq_len, seed=0)
+    loader = training_loader(recipe, train, rank)
+    return loader, replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
 
 
-def training_loader(recipe: Recipe, tokens: TokenIds, rank: int) -> BatchLoader:
-    """Returns the loader of the recipe's batches of `tokens` for the data rank that `rank` belongs to."""
+def training_loader(recipe: Recipe, source: WindowSource, rank: int) -> BatchLoader:
+    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs to."""
     parallel, train = recipe.parallel, recipe.train
     place = parallel.coordinates(rank)
     return BatchLoader(
-        tokens,
-        seq_len=train.seq_len,
+        source,
         global_batch_size=train.global_batch_size,
         microbatch_size=parallel.microbatch_size,
         dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
-        seed=train.seed,
         sizes=recipe.batch_sizes,
         ignored_ids=recipe.data.ignore_token_ids,
     )

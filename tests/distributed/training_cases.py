@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
+from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
@@ -70,7 +71,8 @@ def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -
 def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     """Returns batches of a Python module's source, for the data rank that `rank` belongs to."""
     tokens = np.frombuffer(inspect.getsource(textwrap).encode("ascii", "replace"), dtype=np.uint8)
-    return training_loader(recipe, tokens, rank)
+    source = ShuffledWindows(TokensInMemory(tokens), seq_len=recipe.train.seq_len, seed=recipe.train.seed)
+    return training_loader(recipe, source, rank)
 
 
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:

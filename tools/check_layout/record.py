@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel3d.config.recipe import Recipe
+from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
@@ -52,7 +53,8 @@ def record_recipe(recipe: Recipe) -> TrainingRecord:
     record.tied = sorted(trainer.tied)
     length = train.steps * train.global_batch_size * train.seq_len + 1
     ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
-    loader = training_loader(recipe, ids, dist.get_rank())
+    source = ShuffledWindows(TokensInMemory(ids), seq_len=train.seq_len, seed=train.seed)
+    loader = training_loader(recipe, source, dist.get_rank())
 
     def train_step(step: int) -> tuple[float, float, Views]:
         gradients: list[tuple[str, Tensor | None]] = []
