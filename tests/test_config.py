@@ -220,6 +220,11 @@ BROKEN = [
         "model.vocab = 256: must be at least 257, the ids of data.tokenizer = bytes; try 258",
         "model.vocab=258",
     ),
+    (
+        ["data.end_of_text=</s>"],
+        "data.end_of_text = </s>: data.tokenizer = bytes has one of its own",
+        "data.end_of_text=null",
+    ),
     (["parallel.pp=8"], "parallel.pp = 8: 4 layers cannot fill 8 stages; try parallel.pp=4 or", "parallel.pp=4"),
     (["parallel.pp=8"], "or model.layers=8", "model.layers=8"),
     (["parallel.virtual_stages=2"], "needs parallel.schedule = interleaved_1f1b", "parallel.schedule=interleaved_1f1b"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from parallel3d.config.recipe import DataConfig
-from parallel3d.data.corpus import load_corpus
+from parallel3d.data.corpus import check_data, load_corpus
+from parallel3d.data.tokenizers import train_bpe
 from parallel3d.data.windows import TokenIds, TokenStream
+from parallel3d.errors import ConfigError, DataError
 
 
 def ids(stream: TokenStream) -> TokenIds:
@@ -47,3 +50,21 @@ def test_the_standard_library_makes_a_corpus_of_some_megabytes_the_same_each_tim
     assert 0.01 < len(first.validation) / len(first.train) < 0.2
     assert np.array_equal(ids(first.train), ids(second.train))
     assert np.array_equal(ids(first.validation), ids(second.validation))
+
+
+def test_a_corpus_is_read_with_a_tokenizer_of_the_users_own(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizer.json is read by the library tokenizers")
+    texts = {f"{letter}.txt": f"the {letter} sat on the mat" for letter in "abcdefgh"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bpe.json").write_text(train_bpe(texts.values(), 265))
+    config = DataConfig(source="text", path=str(tmp_path), tokenizer=str(tmp_path / "bpe.json"))
+    corpus = load_corpus(config)
+    decoded = [corpus.tokenizer.decode(ids(part)) for part in (corpus.train, corpus.validation)]
+    assert sorted("".join(decoded).split("<|endoftext|>")) == ["", *texts.values()]
+    check_data(config, seq_len=4, vocab=265)
+    with pytest.raises(ConfigError, match=r"^model\.vocab = 264: must be at least 265, the size of data\.tokenizer"):
+        check_data(config, seq_len=4, vocab=264)
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(DataError, match=r"b\.txt: is no text in UTF-8 \(.*\); convert it .* try data\.tokenizer=bytes"):
+        load_corpus(config)

@@ -69,8 +69,10 @@ def test_a_file_of_one_byte_leaves_nothing_to_train_on(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tokenizer_and_a_missing_path_are_refused_before_any_worker_starts(tmp_path: Path) -> None:
-    unknown = DataConfig(tokenizer="words")  # type: ignore[arg-type]
-    assert refusal(unknown) == "data.tokenizer = words: no such tokenizer; try bytes"
+    assert refusal(DataConfig(tokenizer="words")) == (
+        "data.tokenizer = words: must be bytes or the path of a tokenizer.json, and there is no such file in "
+        f"{Path.cwd()}; try bytes"
+    )
     assert "no such file or folder" in refusal(DataConfig(source="text", path=str(tmp_path / "nowhere")))
 
 

@@ -257,7 +257,8 @@ class DataConfig:
     source: Literal["stdlib", "text"] = "stdlib"  # stdlib: the Python standard library's own source files
     path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
     pattern: str = "*.txt"
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
+    end_of_text: str | None = None  # the token of a tokenizer.json that ends a document; None: found by its name
     # The share of the files (of the bytes, where there is a single file) that is kept for validation.
     validation_fraction: float = within("above 0 and below 1", 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding

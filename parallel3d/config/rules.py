@@ -94,6 +94,8 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     if data.tokenizer == "bytes" and vocab < _BYTE_TOKENIZER_IDS:
         tries = str(multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp))
         yield f"<model.vocab>: must be at least {_BYTE_TOKENIZER_IDS}, the ids of <data.tokenizer>; try {tries}"
+    if data.tokenizer == "bytes" and data.end_of_text is not None:
+        yield "<data.end_of_text>: <data.tokenizer> has one of its own; try data.end_of_text=null"
     if optimizer.stochastic_rounding and train.precision != "bf16_pure":
         words = "keeps its weights in float32, where there is nothing to round"
         yield f"<optimizer.stochastic_rounding>: <train.precision> {words}; try train.precision=bf16_pure"

@@ -1,5 +1,4 @@
-"""A corpus: two streams of token ids, for training and for validation, held in memory by every process. One tokenizer
-is built in: bytes, which needs no vocabulary file and fits any text."""
+"""A corpus: two streams of token ids, for training and for validation, held in memory by every process."""
 
 from __future__ import annotations
 
@@ -10,45 +9,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
+from parallel3d.data.tokenizers import Tokenizer, build_tokenizer
 from parallel3d.data.windows import TokenIds, TokensInMemory, TokenStream
-from parallel3d.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """One token for each byte (ids 0 to 255), and `end_of_text` (256)."""
-
-    vocab_size: int = 257  # one more than the largest id, `end_of_text` included
-    end_of_text: int = 256  # ends every document; `encode` never gives it
-    end_of_text_mark: str = "<|end_of_text|>"  # how `decode` shows it: a reader of a sample wants to see the border
-
-    def encode(self, text: bytes | str) -> NDArray[np.uint16]:
-        """Returns the bytes of `text` (UTF-8 where it is a str) as ids, `[bytes]`. Text that spells the mark stays
-        text."""
-        raw = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
-
-    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Returns the text of `ids`. Broken UTF-8 and ids that a padded vocabulary adds become U+FFFD: a sample always
-        prints."""
-        flat = np.asarray(ids, dtype=np.int64).ravel()
-        is_byte = (flat >= 0) & (flat < 256)
-        raw = np.where(is_byte, flat, 0xFF).astype(np.uint8)  # 0xFF occurs in no UTF-8 text, so it decodes to U+FFFD
-        ends = np.flatnonzero(flat == self.end_of_text)
-        pieces = np.split(raw, ends)
-        texts = [pieces[0], *(piece[1:] for piece in pieces[1:])]  # each later piece begins with the end_of_text
-        return self.end_of_text_mark.join(piece.tobytes().decode(errors="replace") for piece in texts)
-
-
-def build_tokenizer(name: str) -> ByteTokenizer:
-    """Returns the tokenizer that `data.tokenizer` names. Raises ConfigError for an unknown name."""
-    if name != "bytes":
-        raise ConfigError(f"data.tokenizer = {name}: no such tokenizer; try bytes")
-    return ByteTokenizer()
+from parallel3d.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +23,18 @@ class Corpus:
 
     train: TokenStream
     validation: TokenStream
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
 
 
 def load_corpus(config: DataConfig) -> Corpus:
     """Reads and tokenizes all documents that `config` names. Raises ConfigError and DataError as `find_documents`
     does."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
 
     def stream(documents: Iterable[Document]) -> TokensInMemory:
         pieces: list[TokenIds] = []
         for document in documents:
-            ids = tokenizer.encode(document.read())
+            ids = ids_of(document, tokenizer)
             pieces += [ids, np.full(1, tokenizer.end_of_text, dtype=ids.dtype)]
         return TokensInMemory(np.concatenate(pieces))
 
@@ -76,10 +42,21 @@ def load_corpus(config: DataConfig) -> Corpus:
     return Corpus(train=stream(train), validation=stream(validation), tokenizer=tokenizer)
 
 
+def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
+    """Returns the ids of a document. Raises DataError where it cannot be read, or is no text to `tokenizer`."""
+    try:
+        return tokenizer.encode(document.read())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{document.path}: is no text in UTF-8 ({error.reason}); convert it or take it out of the corpus, or try "
+            "data.tokenizer=bytes"
+        ) from None
+
+
 def check_data(data: DataConfig, *, seq_len: int, vocab: int) -> None:
     """Raises ConfigError where a run on `data` could not train or validate, DataError for a file that cannot be read.
     It is called before any worker starts, and reads only as many files as fill one window of each part."""
-    tokenizer = build_tokenizer(data.tokenizer)
+    tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
     if tokenizer.vocab_size > vocab:
         raise ConfigError(
             f"model.vocab = {vocab}: must be at least {tokenizer.vocab_size}, the size of data.tokenizer = "
@@ -92,7 +69,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int) -> None:
     ):
         tokens = 0
         for document in documents:
-            tokens += len(tokenizer.encode(document.read())) + 1  # its end_of_text
+            tokens += len(ids_of(document, tokenizer)) + 1  # its end_of_text
             if tokens > seq_len:
                 break
         else:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel3d.data.corpus import ByteTokenizer
+from parallel3d.data.tokenizers import Tokenizer
 from parallel3d.layers.collectives import start_gather
 from parallel3d.training.trainer import Trainer
 
 
-def generate(trainer: Trainer, tokenizer: ByteTokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
+def generate(trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int, top_k: int) -> str:
     """Returns the prompt and up to `tokens` tokens after it (fewer where the document ends), each drawn from the
     `top_k` most likely (1: greedy) by a generator seeded with the run's seed. It takes one forward of the pipeline
     per token. Every rank calls it and gets the same text, whatever the layout."""

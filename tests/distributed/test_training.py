@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig
-from parallel3d.data.corpus import ByteTokenizer
+from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import NonFiniteError
 from parallel3d.training.generation import generate
 from tests.distributed.training_cases import (
