@@ -182,20 +182,21 @@ class ParallelAttention(ParallelModule):
             documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q, k, v))
             parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*documents, strict=True)]
             return torch.cat(parts, dim=1).view(*q.shape[:3], -1)
+        repeats = kernel.repeats_heads
         if kernel.in_pieces and window is not None:
-            return attend_in_window(q, k, v, causal=causal, window=window, scale=scale)
+            return attend_in_window(q, k, v, causal=causal, window=window, scale=scale, repeats_heads=repeats)
         refuse_large_scores(kernel, q, k, masks=1 if mask is None else mask.shape[0])
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if not has_mask and window is None and dropout is None:
-            return attend(q, k, v, None, causal=causal, scale=scale).transpose(1, 2)
+            return attend(q, k, v, None, causal=causal, scale=scale, repeats_heads=repeats).transpose(1, 2)
         own = own_mask(queries, keys, causal=causal, window=window, device=q.device)
         if own is not None:
             mask = own if mask is None else mask & own
         if dropout is None:
-            return attend(q, k, v, mask, causal=False, scale=scale).transpose(1, 2)
+            return attend(q, k, v, mask, causal=False, scale=scale, repeats_heads=repeats).transpose(1, 2)
         # The probabilities [B, H, S, T] are written out: torch's kernels draw their dropout from one generator, which
         # on tp ranks of equal seeds would drop the same elements of different heads.
-        if kernel.repeats_heads:
+        if repeats:
             k, v = repeat_heads(q, k, v)
         scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if mask is not None:

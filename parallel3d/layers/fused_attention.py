@@ -70,13 +70,19 @@ def refuse_large_scores(kernel: AttentionKernel, q: Tensor, k: Tensor, *, masks:
 
 
 def attend(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    repeats_heads: bool = False,
 ) -> Tensor:
     """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes without a mask."""
-    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
-    if grouped and kernel_of(q_BHSK.transpose(1, 2), k_BGTK.transpose(1, 2), mask=mask is not None).repeats_heads:
+    if repeats_heads:
         k_BGTK, v_BGTK = repeat_heads(q_BHSK, k_BGTK, v_BGTK)
-        grouped = False
+    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
@@ -126,7 +132,14 @@ def attend_by_varlen(
 
 
 def attend_in_window(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, causal: bool, window: int, scale: float | None
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    *,
+    causal: bool,
+    window: int,
+    scale: float | None,
+    repeats_heads: bool = False,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] of queries that see `window` keys at most, block of queries by block: each
     needs its own block of keys and its neighbours', so that the masks are 2 or 3 blocks wide however long S is."""
@@ -141,7 +154,7 @@ def attend_in_window(
             mask = own_mask(shape[0], shape[1], causal=causal, window=window, device=q.device, first=shape[2])
             assert mask is not None
             masks[shape] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        parts.append(attend(q, k, v, masks[shape], causal=False, scale=scale))
+        parts.append(attend(q, k, v, masks[shape], causal=False, scale=scale, repeats_heads=repeats_heads))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 

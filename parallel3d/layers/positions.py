@@ -124,7 +124,9 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
         they are not given. Returns the same shape and dtype."""
-        cos, sin = (part[: x.shape[1]] for part in self.make_table(x.shape[1], x))
+        cos, sin = self.make_table(x.shape[1], x)
+        if len(cos) > x.shape[1]:
+            cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
         if positions is not None:
             cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
         return self.pointwise(x, cos, sin)
@@ -149,12 +151,13 @@ class RotaryEmbedding(nn.Module):
 
 
 class _Turn(Function):
-    """x cos + (x with its halves swapped) sin. Its backward turns back: by -sin."""
+    """x cos + (x with its halves swapped) sin, for x narrower than the table. Its backward turns back, by -sin, and
+    rounds the gradient once: autograd's own would round each of the two products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, 1.0)
+        return turn(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -162,12 +165,14 @@ class _Turn(Function):
         return turn(grad, cos, sin, -1.0), None, None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign).to(x.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x turned by angles, with a gradient that is turned back."""
+    if x.dtype == cos.dtype:
+        return turn(x, cos, sin)
     y: Tensor = _Turn.apply(x, cos, sin)
     return y
