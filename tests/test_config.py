@@ -126,6 +126,11 @@ UNREADABLE = [
         "parallel.cp (command line): unknown key; context parallelism is not there yet",
     ),
     ("train.micro_batch_size=2", "unknown key; did you mean parallel.microbatch_size?"),
+    ("optimizer.learning_rate=1", "learning_rate (command line): unknown key; did you mean optimizer.lr?"),
+    ("batch_size=8", "batch_size (command line): unknown key; did you mean train.global_batch_size?"),
+    ("train.max_steps=8", "train.max_steps (command line): unknown key; did you mean train.steps?"),
+    ("parallel.tensor-parallel=8", "unknown key; did you mean parallel.tp?"),
+    ("model.n_embd=64", "unknown key; did you mean model.hidden?"),
     ("lr=1", "lr (command line): unknown key; did you mean optimizer.lr?"),
     ("train.lr=1", "train.lr (command line): unknown key; did you mean optimizer.lr?"),
     ("foo.bar=1", "foo.bar (command line): unknown key; known are model.*, train.*"),
@@ -277,6 +282,33 @@ BROKEN = [
         "must be at most optimizer.decay_steps = 8",
         "optimizer.warmup_steps=0",
     ),
+    (
+        ["optimizer.schedule=wsd"],
+        "optimizer.schedule = wsd: needs the step up to which the rate stays at its peak; try optimizer.decay_start=90",
+        "optimizer.decay_start=90",
+    ),
+    (
+        ["optimizer.schedule=wsd", "optimizer.decay_start=101"],
+        "optimizer.decay_start = 101: must be at most train.steps = 100; try 90",
+        "optimizer.decay_start=90",
+    ),
+    (
+        ["optimizer.schedule=wsd", "optimizer.decay_start=5", "optimizer.warmup_steps=9"],
+        "optimizer.warmup_steps = 9: must be at most optimizer.decay_start = 5; try 0",
+        "optimizer.warmup_steps=0",
+    ),
+    (
+        ["optimizer.decay_shape=sqrt", "optimizer.decay_start=9"],
+        "optimizer.decay_shape = sqrt: optimizer.schedule = cosine has no use for it; try optimizer.decay_shape=null",
+        "optimizer.schedule=wsd",
+    ),
+    (
+        ["optimizer.schedule=range_test", "optimizer.min_lr_ratio=0"],
+        "optimizer.min_lr_ratio = 0.0: the rate of a range test rises from that share",
+        "optimizer.min_lr_ratio=1e-6",
+    ),
+    (["train.label_smoothing=1"], "must be at least 0 and below 1; try 0.1", "train.label_smoothing=0.1"),
+    (["train.z_loss=-1"], "must be at least 0 and finite; try 1e-4", "train.z_loss=1e-4"),
     (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
     (["train.sample_top_k=265"], "must be at most model.vocab = 264", "train.sample_top_k=1"),
     (["checkpoint.keep=0"], "checkpoint.keep = 0: must be at least 1; try 1", "checkpoint.keep=1"),
@@ -390,6 +422,11 @@ def test_a_loss_scale_without_float16_is_told(load: Load) -> None:
     (line,) = warnings_for(load("loss_scale.interval=500"))
     assert line.startswith("loss_scale: not used, because train.precision = fp32")
     assert list(warnings_for(load("loss_scale.interval=500", "train.precision=fp16"))) == []
+
+
+def test_a_decay_of_a_rate_that_never_decays_is_told(load: Load) -> None:
+    (line,) = warnings_for(load("optimizer.decay_steps=50", "optimizer.schedule=constant"))
+    assert line == "optimizer.decay_steps = 50: not used, because optimizer.schedule = constant never comes down"
 
 
 def test_a_decay_that_ends_before_the_run_is_allowed_with_a_warning(load: Load) -> None:

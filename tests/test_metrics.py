@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,34 @@ def test_learning_rate_warms_up_and_comes_down() -> None:
     assert rates == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1, 0.1])
     without_end = replace(config, decay_steps=None, warmup_steps=0)
     assert learning_rate(without_end, 500, steps=500) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, [0.5, 1.0, 1.0 - 0.9 * 50 / 90, 1.0 - 0.9 * 65 / 90, 0.1]),
+        ({"schedule": "wsd", "decay_start": 60}, [0.5, 1.0, 1.0, 1.0 - 0.9 * 15 / 40, 0.1]),
+        ({"schedule": "wsd", "decay_start": 60, "decay_shape": "sqrt"}, [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.387628, 0.1]),
+        ({"schedule": "wsd", "decay_start": 60, "decay_shape": "cosine"}, [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.691342, 0.1]),
+        ({"schedule": "range_test", "min_lr_ratio": 1e-4}, [1e-4 ** (95 / 99), 1e-4 ** (90 / 99), 1e-4 ** (40 / 99)]),
+    ],
+    ids=lambda value: str(value.get("schedule")) if isinstance(value, dict) else "",
+)
+def test_a_schedule_has_these_rates(settings: dict[str, Any], expected: list[float]) -> None:
+    config = OptimizerConfig(**{"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, **settings})
+    rates = [learning_rate(config, step, steps=100) for step in (5, 10, 60, 75, 100)]
+    assert rates[: len(expected)] == pytest.approx(expected, rel=1e-5)
+    assert learning_rate(config, 100, steps=100) == pytest.approx(1.0 if len(expected) == 3 else expected[-1])
+
+
+def test_a_decay_begins_where_a_resumed_run_asks_for_it() -> None:
+    """A run at a constant rate is resumed after step 60 with a decay of 20 steps: no rate before it is another."""
+    steady = OptimizerConfig(lr=1.0, warmup_steps=10, schedule="constant")
+    decaying = replace(steady, schedule="wsd", decay_start=60, min_lr_ratio=0.0)
+    for step in range(1, 61):
+        assert learning_rate(decaying, step, steps=80) == learning_rate(steady, step, steps=1000)
+    assert [learning_rate(decaying, step, steps=80) for step in (61, 70, 80)] == pytest.approx([0.95, 0.5, 0.0])
 
 
 def test_a_stopwatch_forgets_what_it_has_told() -> None:

@@ -164,6 +164,15 @@ def test_a_folder_that_cannot_be_listed_is_an_error_not_a_smaller_corpus(
         find_documents(folder(tmp_path))
 
 
+def test_a_binary_file_is_refused_by_its_first_zero_byte(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.txt"
+    path.write_bytes(b"\x65\x01\x66\x00")
+    with pytest.raises(DataError, match=r"tokens\.txt: is a binary file, not text: byte 3 is zero"):
+        Document(name=path.name, path=path, stop=4).read()
+    with pytest.raises(DataError, match="byte 3 is zero"):
+        Document(name=path.name, path=path, start=2, stop=4).read()
+
+
 def test_a_file_that_vanishes_or_shrinks_before_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     document = Document(name="a.txt", path=path, stop=4)

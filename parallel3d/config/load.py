@@ -43,16 +43,41 @@ _ELSEWHERE = {
     "data_parallel_size": _TWO_WAYS,
     "cp": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
     "ep": "expert parallelism is not there yet, nor are models with experts; try parallel.dp_shard=2",
-    "tensor_parallel_size": "did you mean parallel.tp?",
-    "tensor_model_parallel_size": "did you mean parallel.tp?",
-    "pipeline_parallel_size": "did you mean parallel.pp?",
-    "pipeline_model_parallel_size": "did you mean parallel.pp?",
-    "micro_batch_size": "did you mean parallel.microbatch_size?",
-    "mbs": "did you mean parallel.microbatch_size?",
+    "context_parallel": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
     "offload": "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; split more over "
     "parallel.dp_shard, or try parallel.recompute=full",
     "gradient_accumulation_steps": "it follows from train.global_batch_size and parallel.microbatch_size; set those",
 }
+# A key of this version -> what other programs call it.
+_OTHER_NAMES = {
+    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+    "parallel.microbatch_size": "micro_batch_size mbs local_batch_size per_device_train_batch_size",
+    "parallel.recompute": "activation_checkpoint activation_checkpointing gradient_checkpointing recompute_granularity",
+    "train.global_batch_size": "batch_size train_batch_size gbs",
+    "train.steps": "max_steps num_steps total_steps max_iters train_iters training_steps",
+    "train.seq_len": "seq_length sequence_length max_seq_len max_seq_length block_size context_length",
+    "train.grad_clip": "clip_grad max_grad_norm max_norm gradient_clipping gradient_clip_val",
+    "train.precision": "dtype mixed_precision mixed_precision_param",
+    "train.eval_every": "eval_interval eval_steps eval_freq",
+    "optimizer.lr": "learning_rate max_lr peak_lr",
+    "optimizer.min_lr_ratio": "min_lr min_lr_factor",
+    "optimizer.warmup_steps": "warmup num_warmup_steps lr_warmup_iters warmup_iters",
+    "optimizer.decay_steps": "lr_decay_iters lr_decay_steps",
+    "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type lr_decay_style",
+    "model.layers": "num_layers n_layer n_layers num_hidden_layers",
+    "model.hidden": "hidden_size d_model n_embd dim",
+    "model.heads": "num_heads n_head n_heads num_attention_heads",
+    "model.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads num_query_groups",
+    "model.ffn_hidden": "ffn_hidden_size intermediate_size d_ff",
+    "model.vocab": "vocab_size",
+    "data.path": "data_path dataset dataset_path",
+    "checkpoint.every": "save_interval save_steps save_every",
+    "checkpoint.resume": "load resume_from_checkpoint",
+    "logging.every": "log_interval logging_steps log_freq log_every",
+    "run_dir": "output_dir save_dir out_dir dump_folder",
+}
+_ELSEWHERE |= {other: f"did you mean {key}?" for key, others in _OTHER_NAMES.items() for other in others.split()}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 
 
@@ -186,7 +211,8 @@ def _unknown_key(setting: Setting) -> str:
     )
     known = own or [*(f"{name}.*" for name in SECTIONS), *(name for name in KEYS if "." not in name)]
     advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    advice = _ELSEWHERE.get("offload" if "offload" in leaf else leaf, advice)
+    foreign = leaf.lower().replace("-", "_")
+    advice = _ELSEWHERE.get("offload" if "offload" in leaf else foreign, advice)
     return f"{setting.key} ({setting.origin}): unknown key; {advice}"
 
 

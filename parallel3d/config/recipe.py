@@ -13,6 +13,8 @@ from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
+RateSchedule = Literal["constant", "linear", "cosine", "wsd", "range_test"]
+DecayShape = Literal["linear", "cosine", "sqrt"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 ReduceDtype = Literal["fp32", "bf16"]
@@ -148,7 +150,13 @@ class TrainConfig:
     seed: int = within("at least 0", 0)
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
+    # Both are part of the loss that is trained on, and not of a validation's.
+    label_smoothing: float = within("at least 0 and below 1", 0.0, example="0.1")
+    z_loss: float = within(
+        "at least 0 and finite", 0.0, example="1e-4"
+    )  # the factor of the squared log of softmax's sum
     compile: bool = False  # torch.compile each block, or with tp > 1 or a split backward what is between its products
+    gc_every: int | None = None  # steps between Python's garbage collections; None: whenever Python chooses
     deterministic: bool = False  # deterministic algorithms alone, where torch has others
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
@@ -174,7 +182,8 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and its rate: a linear warm-up, then a cosine down to `min_lr_ratio` of the peak at `decay_steps`.
+    """The optimizer, and its rate: a linear warm-up, then as `schedule` says, by default a cosine down to
+    `min_lr_ratio` of the peak at `decay_steps`.
 
     A key that the optimizer does not read is refused unless it is left at its default (`rules`). None stands
     for the optimizer's own default, which docs/optimizers.md gives."""
@@ -199,7 +208,10 @@ class OptimizerConfig:
     step_in_backward: bool = False  # step each parameter when its gradient is complete, and drop the gradient
     stochastic_rounding: bool = False  # round the bf16 weights of train.precision = bf16_pure stochastically
     warmup_steps: int = within("at least 0", 0)
-    decay_steps: int | None = None  # None: train.steps
+    schedule: RateSchedule = "cosine"
+    decay_start: int | None = None  # wsd: the step up to which the rate stays at its peak
+    decay_shape: DecayShape | None = None  # wsd: how the rate falls from there; None: linear
+    decay_steps: int | None = None  # the step at which the rate has come down; None: train.steps
     min_lr_ratio: float = within("at least 0 and at most 1", 0.1)
 
     @property

@@ -105,6 +105,7 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)
+    yield from rate_errors(recipe, end, last)
     yield from at_most(recipe, "logging.timeline", "train.steps", train.steps)
     yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
     if data.source == "text" and not data.path:
@@ -115,6 +116,26 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
     if recipe.run_dir is not None and not recipe.run_dir.strip():
         yield "run_dir = '': must be a folder; try run_dir=runs/mine"
+
+
+def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:
+    """One line, for a `rule` to yield, for each key of the learning rate's schedule that does not fit the others. The
+    decay ends at step `last`, which the key `end` says."""
+    config = recipe.optimizer
+    if config.schedule == "wsd":
+        if config.decay_start is None:
+            words = "needs the step up to which the rate stays at its peak"
+            yield f"<optimizer.schedule>: {words}; try optimizer.decay_start={last * 9 // 10}"
+            return
+        yield from at_most(recipe, "optimizer.warmup_steps", "optimizer.decay_start", 0)
+        yield from at_most(recipe, "optimizer.decay_start", end, last * 9 // 10)
+        return
+    for key in ("decay_start", "decay_shape"):
+        if getattr(config, key) is not None:
+            tries = f"optimizer.{key}=null, or optimizer.schedule=wsd"
+            yield f"<optimizer.{key}>: <optimizer.schedule> has no use for it; try {tries}"
+    if config.schedule == "range_test" and config.min_lr_ratio == 0:
+        yield "<optimizer.min_lr_ratio>: the rate of a range test rises from that share of its last; try 1e-6"
 
 
 @rule
@@ -187,7 +208,9 @@ def _reasons_to_wait(parallel: ParallelConfig, global_batch_size: int, tied_embe
 def warnings_for(recipe: Recipe) -> Iterator[str]:
     """One line for each setting that is allowed and seldom meant."""
     train, optimizer, data = recipe.train, recipe.optimizer, recipe.data
-    if optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
+    if optimizer.schedule in ("constant", "range_test") and optimizer.decay_steps is not None:
+        yield "<optimizer.decay_steps>: not used, because <optimizer.schedule> never comes down"
+    elif optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
         lowest = f"{optimizer.lr * optimizer.min_lr_ratio:g}"
         words = "from there on the learning rate stays at its minimum"
         yield f"<optimizer.decay_steps>: shorter than <train.steps>; {words}, {lowest}"

@@ -27,7 +27,7 @@ class Document:
     stop: int
 
     def read(self) -> bytes:
-        """Reads the document's bytes. Raises DataError where the file cannot be read or has shrunk."""
+        """Reads the document's bytes. Raises DataError where the file cannot be read, has shrunk, or is no text."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
@@ -36,6 +36,11 @@ class Document:
             _refuse(error)
         if len(content) < self.stop - self.start:
             raise DataError(f"{self.path}: shrank below {self.stop} bytes while it was read; start the run again")
+        if (zero := content.find(0)) >= 0:  # text has no such byte; what is compressed, or made of numbers, has many
+            raise DataError(
+                f"{self.path}: is a binary file, not text: byte {self.start + zero:,} is zero; name a file of text, or "
+                "leave this one out by data.pattern"
+            )
         return content
 
 

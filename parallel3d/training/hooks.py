@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,18 +139,25 @@ class TrainApart(StepHook):
 
     def __init__(self, local_sgd: LocalSgd) -> None:
         self._local_sgd = local_sgd
+        self._is_evaluating = False
 
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the mean loss over all replicas' labels and the root of the mean square of their gradient norms.
-        `tokens` is 0 where any replica has no label."""
+        `tokens` is 0 where any replica has nothing to train on."""
         loss, norm, tokens, votes = totals
         known = torch.stack((loss * tokens, norm.square(), tokens, votes, (tokens == 0).double()))
         loss, square, tokens, votes, empty = self._local_sgd.mean(known).unbind()
-        whole = tokens * self._local_sgd.replicas.size * (empty == 0)
+        whole = tokens * self._local_sgd.replicas.size * (self._is_evaluating or empty == 0)
         return StepTotals(loss / tokens.clamp(min=1.0), square.sqrt(), whole, votes)
 
     def after_step(self, step: int) -> None:
         self._local_sgd.after_step(step)
 
-    def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
-        return self._local_sgd.outer_parameters(publish)
+    @contextmanager
+    def evaluating(self, publish: Callable[[], None]) -> Iterator[None]:
+        self._is_evaluating = True
+        try:
+            with self._local_sgd.outer_parameters(publish):
+                yield
+        finally:
+            self._is_evaluating = False

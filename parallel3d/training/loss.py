@@ -29,13 +29,16 @@ class MeanLoss:
 
     `tokens` is the nominal number of tokens of the recipe's whole batch; how many of them have a label is known only
     after the step, and the trainer then corrects loss and gradients by one factor. `scale` is the loss scale of float16
-    training, else 1. Where the logits are large, or the recipe asks for it, `defer_head` makes the model's head leave
-    its product to the loss, which then makes the logits of `chunk_tokens` tokens at a time.
+    training, else 1. The loss has the recipe's label smoothing and z-loss; while `is_plain` is set, which is for
+    validation, it is the cross-entropy alone. Where the logits are large, or the recipe asks for it, `defer_head` makes
+    the model's head leave its product to the loss, which then makes the logits of `chunk_tokens` tokens at a time.
     """
 
     def __init__(self, recipe: Recipe, tp: DeviceMesh | None, gpu_bytes: float | None = None) -> None:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
+        self.is_plain = False
+        self._smoothing, self._z_loss = recipe.train.label_smoothing, recipe.train.z_loss
         self.chunk_tokens = tokens_at_a_time(
             recipe.train.loss_chunk_tokens,
             tokens=recipe.parallel.microbatch_size * recipe.train.seq_len,
@@ -48,11 +51,16 @@ class MeanLoss:
         self._columns: int | None = None  # the logits of this rank without those that a head has filled up; None: all
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        smoothing, z_loss = (0.0, 0.0) if self.is_plain else (self._smoothing, self._z_loss)
         if self._head is not None:
             assert self.chunk_tokens is not None
-            losses = head_cross_entropy(output, labels, self._head, chunk_tokens=self.chunk_tokens)
+            losses = head_cross_entropy(
+                output, labels, self._head, chunk_tokens=self.chunk_tokens, label_smoothing=smoothing, z_loss=z_loss
+            )
         else:
-            terms = TokenLoss(self._tp, self._vocab, chunk_tokens=self.chunk_tokens)
+            terms = TokenLoss(
+                self._tp, self._vocab, label_smoothing=smoothing, z_loss=z_loss, chunk_tokens=self.chunk_tokens
+            )
             losses = token_losses(output, labels, terms, overwrite_logits=True)
         return losses.sum() / (self.tokens / self.scale)
 

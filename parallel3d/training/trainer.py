@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -109,6 +109,7 @@ class Trainer:
         for data in self.data:
             data.finish_gradients()
         result = self._result(loss, labels, self.update.complete(), rate=rate, is_asked_to_stop=is_asked_to_stop)
+        hooks.refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
         for hook in self.hooks:
             hook.check(step, result)
         if result.is_finite:
@@ -126,13 +127,22 @@ class Trainer:
         return result
 
     def evaluate(self, batch: Batch) -> float:
-        """Returns the mean loss over the labels of a global batch of any size, of which `batch` is this data rank's
-        share, without training on it; the same on every rank. Where replicas train apart it is the loss of the outer
-        parameters, which are what the run will leave behind. Raises DataError where the batch has no label."""
-        inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
+        """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all` does of several."""
+        return self.evaluate_all([batch])
+
+    def evaluate_all(self, batches: Iterable[Batch]) -> float:
+        """Returns the mean cross-entropy over all labels of global batches of any size, of each of which this data rank
+        has its share, without training on them; the same on every rank. Where replicas train apart it is the loss of
+        the outer parameters, which are what the run will leave behind. Raises DataError where no batch has a label."""
+        results = []
         with self._evaluating():
-            loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-        return self._result(loss, labels, loss.new_zeros((), dtype=torch.float64)).loss
+            for batch in batches:
+                inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
+                loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
+                results.append(self._result(loss, labels, loss.new_zeros((), dtype=torch.float64)))
+        tokens = sum(result.tokens for result in results)
+        hooks.refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
+        return sum(result.loss * (result.tokens / tokens) for result in results)
 
     def logits(self, ids: Tensor) -> list[Tensor]:
         """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch,
@@ -161,8 +171,9 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Turns dropout off, and lets hooks exchange the parameters. Afterwards the parameters are as between steps,
-        which saving and stepping rely on."""
+        """Turns dropout, label smoothing and z-loss off, and lets hooks exchange the parameters. Afterwards the
+        parameters are as between steps, which saving and stepping rely on."""
+        self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
         with ExitStack() as contexts:
@@ -171,6 +182,7 @@ class Trainer:
             try:
                 yield
             finally:
+                self.loss.is_plain = False
                 for stage in self.stages:
                     stage.module.train()
                 for data in self.data:
@@ -211,5 +223,4 @@ class Trainer:
             lr=rate,
             loss_scale=None if self.scaler is None else self.loss.scale,
         )
-        hooks.refuse_no_labels(self.step + 1, result.tokens, self.recipe.data.ignore_token_ids)
         return result

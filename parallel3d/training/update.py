@@ -96,14 +96,26 @@ class UpdateInBackward(Update):
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Returns the rate of step 1, 2, ...: linear to the peak at `warmup_steps`, then a cosine down to `min_lr_ratio` of
-    the peak at `decay_steps` (default: `steps`, the length of the run), then flat."""
+    """Returns the rate of step 1, 2, ... of a run of `steps`: linear to the peak at `warmup_steps`, flat until the
+    decay begins (at once, but for `wsd`), down to `min_lr_ratio` of the peak at `decay_steps` (default: `steps`), flat.
+    The rate depends on the step alone, so a run that is resumed with other keys has the rates of those keys."""
+    if config.schedule == "range_test":  # up to the peak by the same factor in each step
+        return float(config.lr * config.min_lr_ratio ** (1.0 - (step - 1) / max(1, steps - 1)))
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    first = config.warmup_steps if config.decay_start is None else config.decay_start
     last = steps if config.decay_steps is None else config.decay_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    progress = min(1.0, max(0, step - first) / max(1, last - first))
+    match "cosine" if config.schedule == "cosine" else config.decay_shape:
+        case "cosine":
+            share = 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "sqrt":  # Haegele et al. 2024, arXiv 2405.18392
+            share = 1.0 - math.sqrt(progress)
+        case _:
+            share = 1.0 - progress
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 class GradientSync:
