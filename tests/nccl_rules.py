@@ -181,7 +181,7 @@ class _Work:
     program: Program
     number: int
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         if self.number < len(self.program.steps):  # a transfer that a fault leaves out is not waited for
             self.program.steps.append(Wait(self.number))
 

@@ -118,6 +118,17 @@ class Links:
         except RuntimeError as error:
             raise PeerLostError(f"nothing more from pipeline rank {source}: {error}") from error
 
+    def complete(self, work: dist.Work, peer: int) -> None:
+        """Waits for a transfer by the backend. Raises PeerLostError where pipeline rank `peer` has gone or stays
+        silent."""
+        try:
+            if self._device.type == "cuda":
+                work.wait()  # the stream waits, and NCCL's watchdog knows the limit; told one, it would stop the host
+            else:
+                work.wait(timedelta(milliseconds=self._timeout_ms()))  # gloo's messages know only their group's first
+        except RuntimeError as error:
+            raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
+
     def wait(self, link: Incoming) -> Header:
         """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
         Raises PeerLostError where the other end has gone or stays silent."""

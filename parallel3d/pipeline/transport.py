@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, PeerLostError
+from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming
 from parallel3d.pipeline.boundary import Boundary, Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
@@ -99,7 +99,7 @@ class Transport:
         outbox = self._outboxes[target]
         for tensor in tensors:
             while len(outbox) >= SENDS_KEPT:
-                _wait(outbox.popleft()[0], target)
+                self.links.complete(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
             work = self.links.isend(tensor, target)
             assert work is not None
@@ -122,7 +122,7 @@ class Transport:
         self.links.wait_until_sent()
         for target, outbox in self._outboxes.items():
             while outbox:
-                _wait(outbox.popleft()[0], target)
+                self.links.complete(outbox.popleft()[0], target)
 
     def _read(self, link: Incoming) -> tuple[Action, tuple[Tensor, ...]]:
         """Waits for the next message of a link, and returns it with the action that takes it."""
@@ -187,7 +187,7 @@ class _Inbox:
         arriving, works, tensors = self.posted.popleft()
         self.post()
         for work in works:
-            _wait(work, self.source)
+            self.links.complete(work, self.source)
         return arriving, tensors
 
     def post(self) -> None:
@@ -196,10 +196,3 @@ class _Inbox:
             tensors = tuple(self.buffer(spec) for spec in expected.specs)
             works = [self.links.irecv(tensor, self.source) for tensor in tensors]
             self.posted.append((expected.taker, [work for work in works if work is not None], tensors))
-
-
-def _wait(work: dist.Work, peer: int) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error

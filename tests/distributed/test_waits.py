@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.mesh import build_mesh
+from parallel3d.pipeline.links import Links
+from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits, timeout_ms
 from tests.distributed.world import World
 
@@ -53,3 +57,25 @@ def waits_in_vain() -> list[str]:
     limit_waits(60.0)
     dist.send(x, dst=1)
     return ended
+
+
+def test_a_shorter_limit_holds_for_messages_of_a_pipeline_that_has_been_at_work(world: Callable[[int], World]) -> None:
+    assert world(2).run(receives_in_vain) == ["nothing more from pipeline rank 1: ", "rank 1 has sent nothing"]
+
+
+def receives_in_vain() -> str:
+    """Rank 0 waits for a message of rank 1 that does not come, after one that came. Both go by the backend."""
+    mesh, schedule = build_mesh(ParallelConfig(pp=2), "cpu"), build_schedule("1f1b", pp=2, microbatches=1)
+    links, x = Links(mesh["pp"], schedule, CPU), torch.zeros(1)
+    links.open_groups()
+    if links.rank == 1:
+        links.isend(x + 1, 0).wait()
+        dist.recv(x, src=0)
+        return "rank 1 has sent nothing"
+    links.complete(links.irecv(x, 1), 1)
+    limit_waits(0.5)
+    with pytest.raises(PeerLostError, match=r"nothing more from pipeline rank 1: .*[Tt]ime") as lost:
+        links.complete(links.irecv(x, 1), 1)
+    limit_waits(60.0)
+    dist.send(x, dst=1)
+    return str(lost.value)[:35]
