@@ -24,7 +24,9 @@ test: lint ## lint, then every test
 	@echo "==> pytest"
 	@$(RUN)/python -m pytest -n 2 --dist loadscope
 
-test-long: test ## the tests, then what takes long: each property with ten times the examples, and the oldest and the newest torch
+test-long: test ## the tests, then what takes long: tests marked so, properties with ten times the examples, the oldest and newest torch
+	@echo "==> pytest -m long"
+	@$(RUN)/python -m pytest -n 2 --dist loadscope -m long
 	@echo "==> pytest -m hypothesis, 1000 examples a property"
 	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest -n 2 --dist loadscope -m hypothesis
 	@$(MAKE) test-torch-$(OLDEST_TORCH) test-torch-$(NEWEST_TORCH)
