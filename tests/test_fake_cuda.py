@@ -137,7 +137,7 @@ def test_the_layouts_are_recipes_that_are_allowed_and_cover_every_name_of_a_regi
     for recipe in LAYOUTS.values():
         validate(recipe)
     recipes = LAYOUTS.values()
-    assert {each.parallel.schedule for each in recipes if each.parallel.pp == 4} == set(SCHEDULES)
+    assert {each.parallel.schedule for each in recipes if each.parallel.pp > 1} == set(SCHEDULES)
     assert {each.parallel.strategy for each in recipes if each.parallel.dp > 1} == set(get_args(ShardingName))
     assert {each.optimizer.name for each in recipes} == set(get_args(OptimizerName))
     assert {each.train.precision for each in recipes} == set(get_args(Precision))

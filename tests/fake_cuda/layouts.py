@@ -52,19 +52,18 @@ def _in_backward(name: str = "adamw", **parallel: Any) -> Recipe:
 
 
 def _pipelines() -> dict[str, Recipe]:
-    """Returns each schedule with two and with four ranks, and a block in each stage."""
+    """Returns each schedule with two ranks, a few with four, whose programs take long, and a block in each stage."""
     found = {}
-    for name, traits in SCHEDULES.items():
-        for pp in (2, 4):
-            stages = pp * traits.stages.usual
-            found[f"pp {pp}, {name}"] = recipe(
-                replace(LLAMA, layers=stages),
-                pp=pp,
-                schedule=name,
-                virtual_stages=traits.stages.usual,
-                microbatches=pp,
-                train={"precision": "fp32"},
-            )
+    for pp, name in [*((2, name) for name in SCHEDULES), (4, "1f1b"), (4, "interleaved_1f1b"), (4, "zb_v")]:
+        stages_per_rank = SCHEDULES[name].stages.usual
+        found[f"pp {pp}, {name}"] = recipe(
+            replace(LLAMA, layers=pp * stages_per_rank),
+            pp=pp,
+            schedule=name,
+            virtual_stages=stages_per_rank,
+            microbatches=pp,
+            train={"precision": "fp32"},
+        )
     return found
 
 
