@@ -164,7 +164,8 @@ def _prepare(recipe: Recipe) -> None:
 
     if recipe.train.compile:
         check_compiler()
-    check_data(recipe.data, seq_len=recipe.train.seq_len, vocab=recipe.model.vocab)
+    train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
+    check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
     for line in (*warnings_for(recipe), *prepare_run_dir(recipe)):
         print(f"warning: {line}", file=sys.stderr, flush=True)
 

@@ -266,12 +266,15 @@ class LocalSgdConfig:
 class DataConfig:
     """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
 
-    source: Literal["stdlib", "text"] = "stdlib"  # stdlib: the Python standard library's own source files
-    path: str | None = None  # text: a file, or a folder searched for files that match `pattern`
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"  # stdlib: the Python standard library's own source files
+    # text: a file, or a folder searched for files that match `pattern`; tokens: a folder with a tokens.json, or PREFIX,
+    # where PREFIX.bin and PREFIX.idx are Megatron's.
+    path: str | None = None
     pattern: str = "*.txt"
     tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
     end_of_text: str | None = None  # the token of a tokenizer.json that ends a document; None: found by its name
-    # The share of the files (of the bytes, where there is a single file) that is kept for validation.
+    # The share of the files (of the bytes, where there is a single file; of the documents, where they are Megatron's)
+    # that is kept for validation. A folder of tokens has a part of its own for that.
     validation_fraction: float = within("above 0 and below 1", 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
 

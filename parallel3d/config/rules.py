@@ -91,10 +91,10 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
 def run_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of the run that contradicts another one or is empty."""
     train, optimizer, data, vocab = recipe.train, recipe.optimizer, recipe.data, recipe.model.vocab
-    if data.tokenizer == "bytes" and vocab < _BYTE_TOKENIZER_IDS:
+    if data.tokenizer == "bytes" and data.source != "tokens" and vocab < _BYTE_TOKENIZER_IDS:
         tries = str(multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp))
         yield f"<model.vocab>: must be at least {_BYTE_TOKENIZER_IDS}, the ids of <data.tokenizer>; try {tries}"
-    if data.tokenizer == "bytes" and data.end_of_text is not None:
+    if data.tokenizer == "bytes" and data.source != "tokens" and data.end_of_text is not None:
         yield "<data.end_of_text>: <data.tokenizer> has one of its own; try data.end_of_text=null"
     if optimizer.stochastic_rounding and train.precision != "bf16_pure":
         words = "keeps its weights in float32, where there is nothing to round"
@@ -110,6 +110,8 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
     if data.source == "text" and not data.path:
         yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus.txt"
+    if data.source == "tokens" and not data.path:
+        yield "<data.path>: <data.source> needs a folder with a tokens.json, or Megatron's PREFIX; try data.path=tokens"
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
     if train.sample_tokens and not train.sample_prompt:
@@ -219,5 +221,5 @@ def warnings_for(recipe: Recipe) -> Iterator[str]:
     if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
         full = train.global_batch_size
         yield f"<train.batch_warmup_steps>: more than <train.steps>; the batch never has its full size of {full}"
-    if data.source != "text" and data.path is not None:
+    if data.source == "stdlib" and data.path is not None:
         yield "<data.path>: not read, because <data.source>; try data.source=text"

@@ -1,17 +1,20 @@
-"""A corpus: two streams of token ids, for training and for validation, held in memory by every process."""
+"""A corpus: two streams of token ids, for training and for validation. Text is tokenized at the start, and every
+process holds all of it in memory; files of ids (`data.source: tokens`) are read when their windows are drawn."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
+from parallel3d.data.token_files import TokenFiles, open_tokens
 from parallel3d.data.tokenizers import Tokenizer, build_tokenizer
 from parallel3d.data.windows import TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError, DataError
@@ -19,16 +22,24 @@ from parallel3d.errors import ConfigError, DataError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids of the documents, one after the other, each followed by `tokenizer.end_of_text`."""
+    """Token ids of the documents, one after the other, each followed by the tokenizer's end of text."""
 
     train: TokenStream
     validation: TokenStream
-    tokenizer: Tokenizer
+    make_tokenizer: Callable[[], Tokenizer]  # files of ids are trained on where their tokenizer's library is missing
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the ids come from."""
+        return self.make_tokenizer()
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads and tokenizes all documents that `config` names. Raises ConfigError and DataError as `find_documents`
-    does."""
+    """Reads and tokenizes all documents that `config` names, or opens the files of ids. Raises ConfigError and
+    DataError as `find_documents` and `open_tokens` do."""
+    if config.source == "tokens":
+        files = open_token_files(config)
+        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files))
     tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
 
     def stream(documents: Iterable[Document]) -> TokensInMemory:
@@ -39,7 +50,34 @@ def load_corpus(config: DataConfig) -> Corpus:
         return TokensInMemory(np.concatenate(pieces))
 
     train, validation = split_documents(find_documents(config), config.validation_fraction)
-    return Corpus(train=stream(train), validation=stream(validation), tokenizer=tokenizer)
+    return Corpus(stream(train), stream(validation), lambda: tokenizer)
+
+
+def open_token_files(config: DataConfig) -> TokenFiles:
+    """Opens the files of ids that `data.path` names. Raises DataError where they are not whole."""
+    return open_tokens(Path(os.path.expanduser(config.path or "")), config.validation_fraction)
+
+
+def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
+    """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one, else
+    `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
+    own = None if files.header is None else files.header.tokenizer
+    if own is None:
+        if config.tokenizer == "bytes":
+            raise ConfigError(
+                f"data.tokenizer = bytes: data.path = {config.path} does not say what its ids mean, which a sample of "
+                "text needs; try data.tokenizer=tokenizer.json, the path of their tokenizer, or train.sample_tokens=0"
+            )
+        return build_tokenizer(config.tokenizer, config.end_of_text)
+    if config.tokenizer != "bytes":
+        raise ConfigError(
+            f"data.tokenizer = {config.tokenizer}: data.path = {config.path} has a tokenizer of its own; "
+            "leave data.tokenizer out"
+        )
+    if own.file is None:
+        return build_tokenizer(own.kind)
+    path = os.path.join(os.path.expanduser(config.path or ""), own.file)
+    return build_tokenizer(path, config.end_of_text or own.end_of_text, key=f"data.path = {config.path}, {own.file}")
 
 
 def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
@@ -53,32 +91,58 @@ def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
         ) from None
 
 
-def check_data(data: DataConfig, *, seq_len: int, vocab: int) -> None:
-    """Raises ConfigError where a run on `data` could not train or validate, DataError for a file that cannot be read.
-    It is called before any worker starts, and reads only as many files as fill one window of each part."""
-    tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
-    if tokenizer.vocab_size > vocab:
-        raise ConfigError(
-            f"model.vocab = {vocab}: must be at least {tokenizer.vocab_size}, the size of data.tokenizer = "
-            f"{data.tokenizer}; try {-(-tokenizer.vocab_size // 8) * 8}"  # a multiple of 8 divides by the usual tp
-        )
-    train, validation = split_documents(find_documents(data), data.validation_fraction)
-    for part, documents, more in (
-        ("training", train, "more text"),
-        ("validation", validation, "more text or a larger data.validation_fraction"),
+def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool = False) -> None:
+    """Raises ConfigError where a run on `data` could not train or validate (nor show a sample of text, where it is to),
+    DataError for a file that cannot be read. It is called before any worker starts, and reads only as many files of
+    text as fill one window of each part; of files of ids, sizes and what is said of them."""
+    if data.source == "tokens":
+        files = open_token_files(data)
+        if files.header is not None and files.header.largest_id >= vocab:
+            raise ConfigError(
+                f"model.vocab = {vocab}: must be above {files.header.largest_id}, the largest id of data.path = "
+                f"{data.path}; try {_multiple_of_8(files.header.vocab_size)}"
+            )
+        if samples_text:
+            _refuse_small_vocabulary(tokenizer_of(data, files), f"the tokenizer of data.path = {data.path}", vocab)
+        tokens_of = len(files.train), len(files.validation)
+    else:
+        tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
+        _refuse_small_vocabulary(tokenizer, f"data.tokenizer = {data.tokenizer}", vocab)
+        train, validation = split_documents(find_documents(data), data.validation_fraction)
+        tokens_of = _up_to_a_window(train, tokenizer, seq_len), _up_to_a_window(validation, tokenizer, seq_len)
+    for part, tokens, more in (
+        ("training", tokens_of[0], "more text"),
+        ("validation", tokens_of[1], "more text or a larger data.validation_fraction"),
     ):
-        tokens = 0
-        for document in documents:
-            tokens += len(ids_of(document, tokenizer)) + 1  # its end_of_text
-            if tokens > seq_len:
-                break
-        else:
+        if tokens <= seq_len:
             corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
             would_do = f"train.seq_len={tokens - 1} or less, or {more}" if tokens > 1 else more
             raise ConfigError(
                 f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and {corpus} has {tokens} "
                 f"for {part}; try {would_do}"
             )
+
+
+def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int) -> int:
+    """Returns the number of tokens of `documents`, or of those that fill one window."""
+    tokens = 0
+    for document in documents:
+        tokens += len(ids_of(document, tokenizer)) + 1  # its end_of_text
+        if tokens > seq_len:
+            break
+    return tokens
+
+
+def _refuse_small_vocabulary(tokenizer: Tokenizer, whose: str, vocab: int) -> None:
+    if tokenizer.vocab_size > vocab:
+        raise ConfigError(
+            f"model.vocab = {vocab}: must be at least {tokenizer.vocab_size}, the size of {whose}; "
+            f"try {_multiple_of_8(tokenizer.vocab_size)}"
+        )
+
+
+def _multiple_of_8(ids: int) -> int:
+    return -(-ids // 8) * 8  # divides by the usual tp
 
 
 class TrainValidationSplit(NamedTuple):

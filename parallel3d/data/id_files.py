@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 
-_OPEN_FILES = 64  # of one stream at a time: a corpus may have more shards than a process may open files
+_OPEN_FILES = 64  # a stream keeps no more of them open: a corpus may have more shards than a process may open
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ class MegatronIndex:
     path: Path
     dtype: np.dtype[np.integer]
     sequences: int
-    borders: int  # of documents: one more than there are documents
+    borders: int  # the ends of documents, and the first one's start
 
     @classmethod
     def read(cls, path: Path) -> MegatronIndex:
-        """Reads the header. Raises DataError where the file is none, or shorter than it says."""
+        """Reads the header. Raises DataError for another file, or one that is shorter than it says."""
         try:
             with path.open("rb") as file:
                 raw = file.read(_HEADER.size)

@@ -38,7 +38,7 @@ class Shard:
     file: str
     tokens: int
     documents: int
-    crc32: int  # of the file's bytes
+    crc32: int  # the checksum of the file's bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class ShardTokenizer:
 
     kind: str
     file: str | None = None
-    sha256: str | None = None  # of the file
+    sha256: str | None = None  # the file's
+    end_of_text: str | None = None  # the token after each document, where the file's own tokens do not tell
 
 
 @dataclass(frozen=True, kw_only=True)
