@@ -29,6 +29,10 @@ class SaveError(Parallel3dError):
     exit_status = 73  # a checkpoint that cannot be written
 
 
+class SinkError(Parallel3dError):
+    exit_status = 73  # a dashboard that does not take what is sent to it
+
+
 class RendezvousError(Parallel3dError):
     exit_status = 69  # the workers did not find each other
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a second class of everything
     raise ImportError("import this as parallel3d.recipes")
 
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,11 +39,39 @@ def find_recipe(name_or_path: str) -> Path:
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
 
 
+@dataclass(frozen=True)
+class Job:
+    """The job of all ranks of a recipe: a function of this module, which each of them calls with the recipe, its place
+    and `arguments`."""
+
+    recipe: Recipe
+    function: str = "work"
+    arguments: tuple[object, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        return self.function == "work"
+
+
 def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Runs one rank of the run to its end."""
     from parallel3d.training.worker import run_worker  # this imports torch, which a wrong recipe need not wait for
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
+
+
+def evaluate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
+    """Runs one rank of an evaluation of the checkpoint that the recipe names."""
+    from parallel3d.training.saved_model import evaluate_saved
+
+    evaluate_saved(recipe, rendezvous, model_class(recipe.model.architecture), as_json=as_json)
+
+
+def generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
+    """Runs one rank that writes text with the checkpoint that the recipe names."""
+    from parallel3d.training.saved_model import write_with_saved
+
+    write_with_saved(recipe, rendezvous, model_class(recipe.model.architecture), as_json=as_json)
 
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:

@@ -1,4 +1,5 @@
-"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts.
+"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts. `finished_run` has
+the commands on a run that is there already.
 
 Everything that can be refused is refused here, before torch is imported and before any other process starts.
 """
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 import parallel3d
+from parallel3d import recipes
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import warnings_for
@@ -22,7 +24,7 @@ from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe, shipped_recipes, work
+from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe
 
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
@@ -35,6 +37,11 @@ examples:
   parallel3d-train my.yaml checkpoint.resume=auto
   torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
 
+on the folder of a run, each with its own --help:
+  parallel3d-train evaluate RUN       the loss of its newest checkpoint
+  parallel3d-train generate RUN       text of its newest checkpoint
+  parallel3d-train replay RUN SINK    its metrics, to a dashboard
+
 exit status:
     0  done
     2  usage, or a recipe that breaks a rule
@@ -42,7 +49,7 @@ exit status:
    69  the workers did not find each other
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
-   73  a checkpoint cannot be written
+   73  a checkpoint cannot be written, or a replay to a dashboard failed
    75  stopped by SIGTERM, with the state saved
   130  stopped by Ctrl-C (143: by SIGTERM, with nothing saved)
 """
@@ -52,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parse(arguments)
+        is_on_a_run = bool(arguments) and arguments[0] in finished_run.COMMANDS
+        options = finished_run.parse(arguments) if is_on_a_run else _parse(arguments)
+        if options.command == "replay":
+            return finished_run.replay(options)
         rendezvous = Rendezvous.from_environment()
         if options.print_config or rendezvous is None:
             return _launch(options)
@@ -85,16 +95,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"{unknown[0]}: no such option{meant}")
     if options.recipe is None:
         parser.error(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or the path of a YAML file")
+    options.command, options.load = "train", _load
     return options
 
 
-def _load(options: argparse.Namespace) -> Recipe:
-    return load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+def _load(options: argparse.Namespace) -> Job:
+    return Job(load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards()))
 
 
 def _launch(options: argparse.Namespace) -> int:
     """Starts the workers on this machine, even if it is only one. Returns the exit status."""
-    recipe = _load(options)
+    job: Job = options.load(options)
+    recipe = job.recipe
     if options.print_config:
         print(to_yaml(recipe), end="")
         return 0
@@ -104,29 +116,31 @@ def _launch(options: argparse.Namespace) -> int:
             f"parallel needs {_product(recipe)} workers, and one machine is given at most {_MOST_LOCAL_WORKERS}; "
             "start them with torchrun on each machine, or shrink the layout"
         )
-    _prepare(recipe)
-    return launch_local("parallel3d.recipes:work", recipe, world_size, preload=_PRELOAD, verbose=options.verbose)
+    _prepare(job)
+    target = f"parallel3d.recipes:{job.function}"
+    return launch_local(target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose)
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike: rank 0 says so."""
     speaks = rendezvous.rank == 0
     try:
-        recipe = _load(options)
+        job: Job = options.load(options)
+        recipe = job.recipe
         if recipe.parallel.world_size != rendezvous.world_size:
             raise ConfigError(
                 f"WORLD_SIZE = {rendezvous.world_size}: parallel needs {_product(recipe)} workers; "
                 "start that many, or change the layout"
             )
         if speaks:
-            _prepare(recipe)
+            _prepare(job)
     except ConfigError as error:
         if speaks:
             raise
         return error.exit_status
     outcome = RunOutcome()
     try:
-        work(recipe, rendezvous)
+        getattr(recipes, job.function)(recipe, rendezvous, *job.arguments)
     except (PreemptedError, ConfigError) as error:  # all ranks raise it
         if speaks:
             print_error(str(error))
@@ -158,15 +172,16 @@ def _record_for_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error.__cause__ or error)
 
 
-def _prepare(recipe: Recipe) -> None:
-    """Checks the data and the compiler and makes the folder of the run: one process for all, before they meet."""
+def _prepare(job: Job) -> None:
+    """Checks the data and the compiler and makes the folder of a new run: one process for all, before they meet."""
+    recipe = job.recipe
     from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
 
     if recipe.train.compile:
         check_compiler()
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
-    for line in (*warnings_for(recipe), *prepare_run_dir(recipe)):
+    for line in (*warnings_for(recipe), *prepare_run_dir(recipe)) if job.trains else ():
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

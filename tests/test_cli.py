@@ -191,7 +191,7 @@ def test_under_torchrun_only_rank_0_tells_a_mistake(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("torchrun")
 def test_under_torchrun_rank_0_makes_the_folder_and_the_worker_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Rendezvous] = []
-    monkeypatch.setattr(pretrain, "work", lambda recipe, rendezvous: ran.append(rendezvous))
+    monkeypatch.setattr("parallel3d.recipes.work", lambda recipe, rendezvous: ran.append(rendezvous))
     monkeypatch.setenv("RANK", "1")
     assert pretrain.main(["quickstart"]) == 0
     assert not Path("runs").exists()
@@ -216,7 +216,7 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
     def fail(recipe: Recipe, rendezvous: Rendezvous) -> None:
         raise error
 
-    monkeypatch.setattr(pretrain, "work", fail)
+    monkeypatch.setattr("parallel3d.recipes.work", fail)
     monkeypatch.setenv("RANK", "5")
     assert pretrain.main(["quickstart"]) == status
     said = capsys.readouterr().err

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import tty
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,7 @@ from parallel3d.reporting.metrics import (
     known_peak,
     peak_memory_bytes,
 )
-from parallel3d.reporting.progress import Bar, clock, describe, open_progress
+from parallel3d.reporting.progress import clock, describe, open_progress
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.training.update import learning_rate
 
@@ -67,13 +72,56 @@ def test_a_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == describe(LINE, 300) + "\n" and out == ""
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    with Bar(300, 10) as bar:
-        bar.step_done(20)
-        bar.measured(LINE)
-        (task,) = bar._bar.tasks
-        assert (task.completed, task.total) == (20, 300)
-        assert task.description == describe(LINE, 300)
+def screen(written: str) -> list[str]:
+    """Returns the lines that a terminal shows when all of `written` has been written to it."""
+    lines, row, column = [""], 0, 0
+    for text in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if text == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif text == "\r":
+            column = 0
+        elif text.startswith("\x1b"):
+            count, what = text[2:-1], text[-1]
+            assert what in "AKmhl", f"this screen does not know {text!r}"
+            row -= int(count or 1) if what == "A" else 0
+            lines[row] = "" if text == "\x1b[2K" else lines[row]
+        else:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+            column += len(text)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_on_a_terminal_lines_stay_and_the_bar_is_below_them(no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    tty.setraw(theirs)  # a newline stays one, as a terminal in Rich's hands shows it
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+
+    def written() -> str:
+        found = b""
+        while select.select([ours], [], [], 0.05)[0]:
+            found += os.read(ours, 65536)
+        return found.decode()
+
+    with os.fdopen(theirs, "w") as stderr, monkeypatch.context() as here:
+        here.setattr("sys.stderr", stderr)
+        with open_progress(300, 0, speaks=True) as progress:
+            progress.say("8 parameters [on] 2 ranks")
+            for step in (20, 40):
+                progress.step_done(step)
+                progress.measured(replace(LINE, step=step, val_loss=3.2))
+            during = written()
+        after = during + written()
+    stay = ["8 parameters [on] 2 ranks", *(describe(replace(LINE, step=s, val_loss=3.2), 300) for s in (20, 40))]
+    *lines, bar = [line for line in screen(during.replace("\n", "\r\n")) if line]
+    assert lines == stay and bar.endswith("step 40/300  loss 3.1235  eta 1:05")
+    assert [line for line in screen(after.replace("\n", "\r\n")) if line] == stay
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9][0-9;]*m", after)) != no_color
 
 
 def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> None:

@@ -101,12 +101,14 @@ class Key:
             if get_origin(choice) is Literal:
                 words.append("one of " + ", ".join(get_args(choice)))
             elif get_origin(choice) is tuple:
-                is_open = ... in get_args(choice)
-                words.append("a list of whole numbers" if is_open else f"a list of {len(get_args(choice))} numbers")
+                of, is_open = get_args(choice)[0], ... in get_args(choice)
+                names = get_args(of) if get_origin(of) is Literal else ()
+                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else "whole numbers"
+                words.append(f"a list of {many if is_open else f'{len(get_args(choice))} numbers'}")
             else:
                 words.append(_WORDS[choice])
         is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
-        example = "" if is_listed or self.default in (MISSING, None) else f", such as {shown(self.default)}"
+        example = "" if is_listed or self.default in (MISSING, None, ()) else f", such as {shown(self.default)}"
         return " or ".join(words) + example
 
     def yaml_trap(self, value: object) -> str:

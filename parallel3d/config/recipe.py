@@ -19,6 +19,7 @@ BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 ReduceDtype = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "fp16", "int8"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,12 @@ class TrainConfig:
     eval_sequences: int = 64
     sample_tokens: int = within("at least 0", 0)  # tokens generated after the last step; 0: none
     sample_prompt: str = "def "
-    sample_top_k: int = 1  # 1: greedy
+    sample_top_k: int = 1  # the likeliest tokens, of which one is drawn; 1: greedy
+    sample_top_p: float = within(
+        "above 0 and at most 1", 1.0, example="0.9"
+    )  # ... of them those that sum to this share
+    sample_temperature: float = within("above 0 and finite", 1.0, example="0.8")  # divides the logits of what is drawn
+    sample_seed: int | None = within("at least 0", None, example="0")  # None: train.seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # The longest that workers wait for each other until the first step is done, which loads, compiles and connects ...
     start_timeout_s: float = within("above 0 and at most 10000000", 1800.0)
@@ -292,6 +298,11 @@ class LoggingConfig:
     # The dense peak of one device, of which MFU is the share; None: that of the planner's hardware file of its name.
     peak_tflops: float | None = within("above 0 and finite", None, example="989.4")
     timeline: int | None = None  # the step whose actions all ranks record into run_dir; None: no step
+    profile_steps: tuple[int, int] | None = None  # the first and last step that torch.profiler records
+    profile_ranks: tuple[int, ...] = within("at least 0", (0,), example="[0]")  # the ranks that it records
+    sinks: tuple[SinkName, ...] = ()  # dashboards that get the lines of metrics.jsonl as well
+    project: str = "parallel3d"  # the project of Weights & Biases and the experiment of MLflow that the run belongs to
+    run_name: str | None = None  # the run's name there; None: that of run_dir's folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,6 +108,12 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     yield from rate_errors(recipe, end, last)
     yield from at_most(recipe, "logging.timeline", "train.steps", train.steps)
     yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
+    if train.sample_top_k == 1:
+        for key in ("sample_top_p", "sample_temperature", "sample_seed"):
+            if getattr(train, key) not in (1.0, None):
+                words = "means nothing where <train.sample_top_k> takes the likeliest token"
+                yield f"<train.{key}>: {words}; try train.sample_top_k={min(40, vocab)} beside it"
+    yield from logging_errors(recipe)
     if data.source == "text" and not data.path:
         yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus.txt"
     if data.source == "tokens" and not data.path:
@@ -138,6 +144,22 @@ def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:
             yield f"<optimizer.{key}>: <optimizer.schedule> has no use for it; try {tries}"
     if config.schedule == "range_test" and config.min_lr_ratio == 0:
         yield "<optimizer.min_lr_ratio>: the rate of a range test rises from that share of its last; try 1e-6"
+
+
+@rule
+def logging_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each setting of profiles and sinks that means nothing in this run."""
+    logging, steps, ranks = recipe.logging, recipe.train.steps, recipe.parallel.world_size
+    if logging.profile_steps is not None and not 1 <= logging.profile_steps[0] <= logging.profile_steps[1] <= steps:
+        words = "must be a first and a last step between 1 and <train.steps>"
+        yield f"<logging.profile_steps>: {words}; try [{min(10, steps)},{min(12, steps)}]"
+    if any(rank >= ranks for rank in logging.profile_ranks):
+        yield f"<logging.profile_ranks>: the layout has {ranks} ranks; try ranks from 0 to {ranks - 1}"
+    if len(set(logging.sinks)) < len(logging.sinks):
+        yield f"<logging.sinks>: names one twice; try {shown(list(dict.fromkeys(logging.sinks)))}"
+    for key in ("project", "run_name"):
+        if getattr(logging, key) is not None and not getattr(logging, key).strip():
+            yield f"<logging.{key}>: must be a name; try logging.{key}=mine"
 
 
 @rule

@@ -39,16 +39,17 @@ def launch_local(
     recipe: Recipe,
     world_size: int,
     *,
+    arguments: Sequence[object] = (),
     preload: Sequence[str] = ("torch",),
     verbose: bool = False,
     patience: Patience | None = None,
 ) -> int:
     """Runs `target` ("module:function") in `world_size` processes of this machine; returns the exit status.
 
-    The function is called with the recipe and its `Rendezvous`. `preload` names modules that are imported once for all
-    workers. A failure is reported on stderr in one line, with a traceback where the error is not the user's (or with
-    `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to the workers,
-    which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM."""
+    The function is called with the recipe, its `Rendezvous` and `arguments`. `preload` names modules that are imported
+    once for all workers. A failure is reported on stderr in one line, with a traceback where the error is not the
+    user's (or with `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to
+    the workers, which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM."""
     workers: list[_Worker] = []
     relay = SignalRelay(workers)
     # What nohup or a shell's & has started ignores Ctrl-C on purpose.
@@ -66,7 +67,7 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{meeting_place}/store",
                 )
-                workers.append(_Worker(target, recipe, rendezvous))
+                workers.append(_Worker(target, recipe, rendezvous, arguments))
                 workers[-1].start()
             relay.passes_on = True
             failures = _watch(workers, patience or Patience())
@@ -96,15 +97,14 @@ class _Stopped(KeyboardInterrupt):
 class _Worker:
     """A local worker process, with its report and the time of its end."""
 
-    def __init__(self, target: str, recipe: Recipe, rendezvous: Rendezvous) -> None:
+    def __init__(self, target: str, recipe: Recipe, rendezvous: Rendezvous, arguments: Sequence[object]) -> None:
         self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
         self._run_dir = recipe.run_dir
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(
-            target=run_worker_process, args=(target, recipe, rendezvous, self._sender), name=f"rank-{self.rank}"
-        )
+        args = (target, recipe, rendezvous, self._sender, arguments)
+        self.process: BaseProcess = context.Process(target=run_worker_process, args=args, name=f"rank-{self.rank}")
 
     def start(self) -> None:
         self.process.start()

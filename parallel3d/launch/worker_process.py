@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 
@@ -19,7 +20,9 @@ from parallel3d.launch.rendezvous import Rendezvous
 _PR_SET_PDEATHSIG = 1
 
 
-def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, reports: Connection) -> None:
+def run_worker_process(
+    target: str, recipe: Recipe, rendezvous: Rendezvous, reports: Connection, arguments: Sequence[object]
+) -> None:
     """The main function of a worker process: returns when the target ("module:function") has, and ends the process
     where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host."""
     _die_with_the_launcher()
@@ -35,7 +38,7 @@ def run_worker_process(target: str, recipe: Recipe, rendezvous: Rendezvous, repo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
     try:
         module, _, name = target.partition(":")
-        getattr(import_module(module), name)(recipe, rendezvous)
+        getattr(import_module(module), name)(recipe, rendezvous, *arguments)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return

@@ -7,10 +7,11 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,10 +41,11 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped."""
+    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped. Each
+    new line is handed on to `also` as well."""
 
-    def __init__(self, path: Path, *, resumed_step: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, resumed_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self._path, self._also = path, also
         *whole, _cut_off = path.read_text().split("\n") if path.exists() else [""]  # a crash may cut off the last line
         kept = [line for line in whole if json.loads(line)["step"] <= resumed_step]
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -55,6 +57,8 @@ class MetricsFile:
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if self._also is not None:
+            self._also(line)
 
 
 class Stopwatch:

@@ -1,7 +1,8 @@
-"""The progress of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run on stderr: a line for each measured step, and on a terminal a live bar below them."""
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager
 from typing import TextIO
@@ -27,10 +28,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
-    """Opens the bar or the lines of a run of `steps` of which `done` are done; no display unless this rank `speaks`."""
+    """Opens the display of a run of `steps` of which `done` are done: none unless this rank `speaks`, and a bar where
+    stderr is a terminal that can redraw it. Rich leaves colours out where NO_COLOR is set."""
     if not speaks:
         return ProgressDisplay()
-    return Bar(steps, done) if sys.stderr.isatty() else Lines(steps, sys.stderr)
+    can_redraw = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return Bar(steps, done, sys.stderr) if can_redraw else Lines(steps, sys.stderr)
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:
@@ -71,27 +74,33 @@ class Lines(ProgressDisplay):
         self.say(describe(metrics, self._steps))
 
 
-class Bar(ProgressDisplay):
-    """Shows a live bar on a terminal."""
+class Bar(Lines):
+    """Shows a live bar below the lines on a terminal. The lines stay and scroll; the bar is gone when the run is."""
 
-    def __init__(self, steps: int, done: int) -> None:
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
         from rich import progress  # 0.3 s that a run into a file does not pay
         from rich.console import Console
 
-        self._steps = steps
+        super().__init__(steps, stream)
         self._bar = progress.Progress(
-            progress.BarColumn(bar_width=24), progress.TextColumn("{task.description}"), console=Console(stderr=True)
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("step {task.completed}/{task.total}  {task.description}"),
+            console=Console(file=stream),
+            transient=True,
         )
-        self._task = self._bar.add_task(f"step {done}/{steps}", total=steps, completed=done)
+        self._task = self._bar.add_task("", total=steps, completed=done)
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False)
+        # Rich would colour numbers, take brackets for its markup, and break long lines itself.
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step_done(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
     def measured(self, metrics: StepMetrics) -> None:
-        self._bar.update(self._task, description=describe(metrics, self._steps))
+        super().measured(metrics)
+        left = clock((self._steps - metrics.step) * metrics.step_time_s)
+        self._bar.update(self._task, description=f"loss {metrics.loss:.4f}  eta {left}", refresh=True)
 
     def __enter__(self) -> Bar:
         self._bar.start()

@@ -14,6 +14,7 @@ from parallel3d.errors import PreemptedError
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
+from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.hooks import StepResult
 from parallel3d.training.state import save_trainer
@@ -37,11 +38,14 @@ def fit(
     `stop`."""
     recipe, (training, validation), watch, waiting = trainer.recipe, loaders, Stopwatch(), Stopwatch()
     reported_tokens = trainer.tokens
-    with closing(batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)) as batches:
+    ahead = batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)
+    folder = checkpoints.parent / "profile"
+    profiler = ProfilerWindow(recipe.logging, folder, rank=dist.get_rank(), device=trainer.device)
+    with closing(ahead) as batches, profiler:
         for step in range(trainer.step + 1, recipe.train.steps + 1):
             last = step == recipe.train.steps
             report, val_loss = None, None
-            with watch.timing():
+            with profiler.step(step), watch.timing():
                 with waiting.timing():
                     batch = next(batches)
                 if step == recipe.logging.timeline:
@@ -49,8 +53,9 @@ def fit(
                 else:
                     result = trainer.train_step(batch, is_asked_to_stop=stop.is_made)
             progress.step_done(step)
-            if report is not None:
-                progress.say(str(report))
+            for note in (report, profiler.end_after(step)):
+                if note is not None:
+                    progress.say(str(note))
             if _due(recipe.train.eval_every, step, last):
                 val_loss = trainer.evaluate(validation.batch(0))
             if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:

@@ -53,13 +53,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
         return replica_state.tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path))
 
     progress = load_tensors(state, path, choose)
-    first: dict[str, LocalParameter] = {}
-    for parameter in trainer.parameters:
-        twin = first.setdefault(parameter.name, parameter)
-        if twin is not parameter:  # a tied weight that this rank has twice is in the checkpoint once
-            parameter.local.detach().copy_(twin.local.detach())
-            for kind, own in trainer.optimizer.state[parameter.local].items():
-                own.copy_(trainer.optimizer.state[twin.local][kind])
+    _copy_to_twins(trainer)
     trainer.optimizer.set_step(progress.step - progress.skipped_steps)
     if local_sgd is not None:
         replica_state.after_loading(local_sgd, SavedReplicas.read(progress.local_sgd, path))
@@ -68,6 +62,31 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
     if trainer.scaler is not None and progress.loss_scale is not None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
+
+
+def load_model(trainer: Trainer, path: Path) -> None:
+    """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and the batches of the
+    run that saved it; every rank calls it. Of replicas that train apart it loads the outer parameters. Raises
+    CheckpointError, with nothing changed, where the checkpoint is damaged or of another model."""
+    for parameter in trainer.parameters:
+        parameter.sync_views()
+    tensors = tensors_of(trainer.parameters, trainer.optimizer)
+    progress = load_tensors({name: tensor for name, tensor in tensors.items() if name.startswith("model.")}, path)
+    _copy_to_twins(trainer)
+    for data in trainer.data:
+        data.publish()
+    trainer.step, trainer.tokens = progress.step, progress.tokens
+
+
+def _copy_to_twins(trainer: Trainer) -> None:
+    """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has it once."""
+    first: dict[str, LocalParameter] = {}
+    for parameter in trainer.parameters:
+        twin = first.setdefault(parameter.name, parameter)
+        if twin is not parameter:
+            parameter.local.detach().copy_(twin.local.detach())
+            for kind, own in trainer.optimizer.state[parameter.local].items():
+                own.copy_(trainer.optimizer.state[twin.local][kind])
 
 
 def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, known_peak
 from parallel3d.reporting.progress import open_progress
+from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
@@ -53,14 +55,16 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
         resumed = resume_from(trainer, saved)
-        metrics = None
         if speaks:
             run_dir.mkdir(parents=True, exist_ok=True)
             sweep(checkpoints)
-            metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=trainer.step)
         # A run without checkpoints has nowhere to save to, so SIGTERM ends it at once.
         sigterm = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
-        with sigterm as stop, open_progress(train.steps, trainer.step, speaks=speaks) as progress:
+        with (
+            sigterm as stop,
+            open_progress(train.steps, trainer.step, speaks=speaks) as progress,
+            open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
+        ):
             layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1)
             progress.say(
                 f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({computes_on(device)}, "
@@ -74,10 +78,22 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
             fit(trainer, loaders, checkpoints, metrics, progress, stop, peak_flops=peak_flops)
         if train.sample_tokens:
-            prompt, tokens, top_k = train.sample_prompt, train.sample_tokens, train.sample_top_k
-            text = generate(trainer, corpus.tokenizer, prompt=prompt, tokens=tokens, top_k=top_k)
+            text = generate(trainer, corpus.tokenizer, train)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
+
+
+@contextmanager
+def open_metrics(
+    recipe: Recipe, run_dir: Path, resumed_step: int, tell: Callable[[str], None], *, speaks: bool
+) -> Iterator[MetricsFile | None]:
+    """Holds the file of metrics, and the sinks that are fed its lines, for a block; None on a rank that does not
+    speak."""
+    if not speaks:
+        yield None
+        return
+    with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
+        yield MetricsFile(run_dir / "metrics.jsonl", resumed_step=resumed_step, also=sinks.log)
 
 
 def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[str]:

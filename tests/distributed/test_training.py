@@ -25,10 +25,13 @@ from tests.distributed.training_cases import (
 
 
 def generated(parallel: ParallelConfig) -> list[str]:
-    """Returns the likeliest text, and one drawn from the five likeliest tokens at each place."""
-    trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
+    """Returns the likeliest text, and two drawn from the five likeliest tokens at each place."""
+    trainer = make_trainer(make_recipe(DEEP_TIED, parallel, sample_tokens=12))
     train(trainer, 20)
-    return [generate(trainer, ByteTokenizer(), prompt="def ", tokens=12, top_k=top_k) for top_k in (1, 5)]
+    likeliest = trainer.recipe.train
+    drawn = replace(likeliest, sample_top_k=5)
+    hotter = replace(drawn, sample_temperature=2.0, sample_top_p=0.9, sample_seed=7)
+    return [generate(trainer, ByteTokenizer(), each) for each in (likeliest, drawn, hotter)]
 
 
 def test_every_layout_writes_the_same_text(world: Callable) -> None:

@@ -1,0 +1,218 @@
+"""Dashboards beside metrics.jsonl: each is fed the very lines of that file, from a thread of its own, and none of them
+can stop or slow a run. What one has lost, `parallel3d-train replay` sends again.
+
+Where steps are trained again after a crash, TensorBoard drops what it had of them, and MLflow takes the later value.
+The history of Weights & Biases only grows, so that the value of the first time stays: a replay is a new run there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
+from uuid import uuid4
+
+from parallel3d.config.recipe import Recipe, SinkName
+
+Line = Mapping[str, Any]  # one line of metrics.jsonl: a number, or None where there is none, by its name
+_MOST_LINES_WAITING = 1000  # a sink that is as far behind as this hangs
+_LAST_WAIT_S = 60.0  # for what is still on its way when the run is done; a run that has failed waits a tenth of it
+_MOST_PARAMS_AT_ONCE = 100  # MLflow takes no more in one request
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkRun:
+    """The run as a sink knows it."""
+
+    folder: Path
+    project: str
+    name: str
+    settings: dict[str, dict[str, Any]]  # the recipe, by section
+    resumed_step: int  # the step that the run goes on from; 0: it starts
+
+    @classmethod
+    def of(cls, recipe: Recipe, folder: Path, resumed_step: int) -> SinkRun:
+        name = recipe.logging.run_name or folder.resolve().name
+        settings = {key: value for key, value in asdict(recipe).items() if isinstance(value, dict)}
+        project = recipe.logging.project
+        return cls(folder=folder, project=project, name=name, settings=settings, resumed_step=resumed_step)
+
+    def id_file(self, sink: str) -> Path:
+        """The file that holds the run's id in a sink, so that a resumed run goes on in the same one."""
+        return self.folder / f"{sink}.id"
+
+
+class Sink(Protocol):
+    """Somewhere that metrics go. Its methods are called in this order from one thread; what they raise loses the sink
+    and nothing else."""
+
+    def start(self, run: SinkRun) -> None:
+        """Imports the library and opens the run, or goes on in it."""
+
+    def log(self, line: Line) -> None:
+        """Takes a line."""
+
+    def finish(self, succeeded: bool) -> None:
+        """Sends what is on its way, and closes the run."""
+
+
+class TensorBoard:
+    """Event files in `run_dir/tensorboard`."""
+
+    def start(self, run: SinkRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.resumed_step + 1)
+
+    def log(self, line: Line) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(name, value, line["step"])
+        self._writer.flush()
+
+    def finish(self, succeeded: bool) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, whose own variables (WANDB_MODE, WANDB_API_KEY, ...) say where it goes. Its files are
+    in `run_dir/wandb`."""
+
+    def start(self, run: SinkRun) -> None:
+        import wandb
+
+        own_id = run.id_file("wandb")
+        if not own_id.exists():
+            own_id.write_text(uuid4().hex[:8])
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            dir=str(run.folder),
+            id=own_id.read_text(),
+            resume="allow",
+            config=run.settings,
+            allow_val_change=True,
+            settings=wandb.Settings(console="off"),  # the terminal is the progress bar's
+        )
+
+    def log(self, line: Line) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def finish(self, succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+class MLflow:
+    """A run at MLFLOW_TRACKING_URI, or in files in `run_dir/mlflow` where the variable is not set."""
+
+    def start(self, run: SinkRun) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it MLflow 3 refuses the store of files
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        files = (run.folder / "mlflow").resolve().as_uri()
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or files)
+        own_id = run.id_file("mlflow")
+        if own_id.exists():
+            self._id = own_id.read_text()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        self._id = self._client.create_run(number, run_name=run.name).info.run_id
+        own_id.write_text(self._id)
+        params = [Param(f"{part}.{key}", str(v)) for part, keys in run.settings.items() for key, v in keys.items()]
+        for first in range(0, len(params), _MOST_PARAMS_AT_ONCE):
+            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS_AT_ONCE])
+
+    def log(self, line: Line) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now_ms, line["step"]) for name, value in _numbers(line).items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self, succeeded: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")
+
+
+SINKS: dict[SinkName, Callable[[], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+class Sinks(AbstractContextManager["Sinks"]):
+    """The sinks of a run, each with its thread. `tell` shows a line to the user, once for each sink that is lost."""
+
+    def __init__(self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]) -> None:
+        self._tell, self._folder = tell, run.folder
+        self._feeders = [_Feeder(name, run) for name in names]
+
+    def log(self, line: Line) -> None:
+        """Hands a line to every sink, and waits for none."""
+        for feeder in self._feeders:
+            feeder.offer(line)
+        self._tell_of_the_lost()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Ends all sinks. A run that has failed waits for them only shortly, since its peers wait for it."""
+        deadline = time.monotonic() + _LAST_WAIT_S * (1.0 if error is None else 0.1)
+        for feeder in self._feeders:
+            feeder.offer(error is None)
+        for feeder in self._feeders:
+            if not feeder.loss:
+                feeder.join(max(0.0, deadline - time.monotonic()))
+                feeder.loss = feeder.loss or ("it did not end in time" if feeder.is_alive() else "")
+        self._tell_of_the_lost()
+
+    def _tell_of_the_lost(self) -> None:
+        for feeder in self._feeders:
+            if feeder.loss and not feeder.is_told:
+                feeder.is_told = True
+                again = f"`parallel3d-train replay {self._folder} {feeder.name}` sends everything again"
+                self._tell(f"logging.sinks: {feeder.name} is lost, the run is not: {feeder.loss}; {again}")
+
+
+class _Feeder(Thread):
+    """Feeds one sink. `loss` says why the sink is lost, once it is."""
+
+    def __init__(self, name: SinkName, run: SinkRun) -> None:
+        super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
+        self._sink, self._run, self.loss, self.is_told = name, run, "", False
+        self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
+        self.start()
+
+    def offer(self, item: Line | bool) -> None:
+        """Puts a line into the queue, or at the run's end whether it has succeeded."""
+        try:
+            if not self.loss:
+                self._items.put_nowait(item)
+        except Full:
+            self.loss = f"it is {_MOST_LINES_WAITING} lines behind"
+
+    def run(self) -> None:
+        try:
+            sink = SINKS[self._sink]()
+            sink.start(self._run)
+            while not isinstance(item := self._items.get(), bool):
+                sink.log(item)
+            sink.finish(succeeded=item)
+        except BaseException as error:  # a library that calls sys.exit loses itself alone
+            self.loss = cause_of(error, self.name)
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    """Returns the numbers of a line but for its step, which a sink has as the place of the others."""
+    return {name: value for name, value in line.items() if value is not None and name != "step"}
+
+
+def cause_of(error: BaseException, name: str) -> str:
+    """Returns the error of a sink in one line, with the command that installs a library that is not there."""
+    text = next(iter(str(error).splitlines()), "")
+    install = f"; pip install 'parallel3d[{name}]'" if isinstance(error, ImportError) else ""
+    return f"{type(error).__name__}: {text}{install}"

@@ -1,0 +1,185 @@
+"""Dashboards: what their own readers read back, a resumed run, a replay, and sinks that fail in every way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel3d.config.recipe import LoggingConfig, ModelConfig, Recipe, SinkName, TrainConfig
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.models.llama import Llama
+from parallel3d.reporting import sinks
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics
+from parallel3d.reporting.sinks import Line, Sink, SinkRun, Sinks
+from parallel3d.training.worker import run_worker
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
+    logging=LoggingConfig(every=1, project="mine"),
+)
+Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
+
+
+def metrics_of(step: int, loss: float) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        lr=1e-3 * step,
+        grad_norm=float("inf") if step == 2 else 0.5,  # a skipped step's, which is null in the file
+        tokens=512 * step,
+        step_time_s=0.25,
+        tokens_per_s=2048.0,
+        tokens_per_s_per_device=2048.0,
+        mfu=None,
+        peak_memory_bytes=412 * 2**20,
+        val_loss=2.0 + step if step % 2 else None,
+    )
+
+
+def write(folder: Path, name: SinkName, resumed_step: int, losses: dict[int, float]) -> None:
+    """Writes the metrics of some steps as a run does that goes on from `resumed_step`."""
+    told: list[str] = []
+    with Sinks([name], SinkRun.of(RECIPE, folder, resumed_step), told.append) as fed:
+        file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, also=fed.log)
+        for step, loss in losses.items():
+            file.write(metrics_of(step, loss))
+    assert told == []
+
+
+def curves_of_the_file(folder: Path) -> Curves:
+    curves: Curves = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            if value is not None and name != "step":
+                curves.setdefault(name, {})[line["step"]] = value
+    return curves
+
+
+def read_tensorboard(folder: Path) -> Curves:
+    """Returns what TensorBoard's own reader has in the end."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = events.EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return {
+        tag: {event.step: event.value for event in sorted(reader.Scalars(tag), key=lambda event: event.step)}
+        for tag in reader.Tags()["scalars"]
+    }
+
+
+def read_mlflow(folder: Path) -> Curves:
+    """Returns what MLflow's own reader of files has: of two values of a step, the later one."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (run.info.status, run.info.run_name, run.data.params["train.seq_len"]) == ("FINISHED", folder.name, "16")
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {
+        name: {each.step: each.value for each in sorted(history, key=lambda each: (each.step, each.timestamp))}
+        for name, history in histories.items()
+    }
+
+
+READERS: dict[SinkName, tuple[str, Callable[[Path], Curves], Callable[[float], float]]] = {
+    "tensorboard": ("tensorboard", read_tensorboard, lambda value: float(np.float32(value))),  # it keeps float32
+    "mlflow": ("mlflow", read_mlflow, float),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # MLflow's, about its store of files
+def test_its_own_reader_reads_what_metrics_jsonl_holds_also_after_a_crash(name: SinkName, tmp_path: Path) -> None:
+    """Steps 3 and 4 were lost in a crash after the checkpoint of step 2, and are trained again, with other losses."""
+    library, read, rounded = READERS[name]
+    pytest.importorskip(library, reason="an optional library")
+    write(tmp_path, name, 0, {1: 6.0, 2: 5.1, 3: 4.2, 4: 3.3})
+    write(tmp_path, name, 2, {3: 4.25, 4: 3.35, 5: 2.4})
+    expected = curves_of_the_file(tmp_path)
+    assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35, 5: 2.4}
+    assert read(tmp_path) == {n: {s: rounded(v) for s, v in curve.items()} for n, curve in expected.items()}
+
+
+class Broken:
+    """A sink that raises, exits or hangs in one of its methods."""
+
+    def __init__(self, where: str, act: Callable[[], Any]) -> None:
+        self._where, self._act = where, act
+
+    def start(self, run: SinkRun) -> None:
+        self._at("start")
+
+    def log(self, line: Line) -> None:
+        self._at("log")
+
+    def finish(self, succeeded: bool) -> None:
+        self._at("finish")
+
+    def _at(self, where: str) -> None:
+        if where == self._where:
+            self._act()
+
+
+def fail(error: BaseException) -> Callable[[], Any]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+BROKEN: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "a library that is missing": (
+        "start", fail(ModuleNotFoundError("No module named 'wandb'")), "pip install 'parallel3d[wandb]'"
+    ),
+    "a server that refuses": ("log", fail(ConnectionError("refused\nand more")), "ConnectionError: refused;"),
+    "a library that exits": ("finish", fail(SystemExit(1)), "SystemExit: 1;"),
+    "a network that hangs": ("log", Event().wait, "it did not end in time;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, act, says = BROKEN[case]
+    monkeypatch.setitem(sinks.SINKS, "wandb", lambda: Broken(where, act))
+    monkeypatch.setattr(sinks, "_LAST_WAIT_S", 0.2)
+    losses = []
+    for name, used in (("with", ("wandb",)), ("without", ())):
+        recipe = replace(RECIPE, logging=replace(RECIPE.logging, sinks=used), run_dir=str(tmp_path / name))
+        init_method = f"file://{tmp_path}/store_{name}"
+        place = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=init_method)
+        run_worker(recipe, place, Llama, lambda name, precision: None)
+        losses.append(curves_of_the_file(tmp_path / name)["loss"])
+    assert losses[0] == losses[1] and list(losses[0]) == [1, 2, 3, 4]
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    assert says in told and told.endswith(f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again")
+
+
+def test_a_sink_that_is_too_far_behind_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes: list[int] = []
+    goes_on = Event()
+
+    class Slow(Broken):
+        def log(self, line: Line) -> None:
+            goes_on.wait()
+            takes.append(line["step"])
+
+    def slow() -> Sink:
+        return Slow("nowhere", lambda: None)
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", slow)
+    monkeypatch.setattr(sinks, "_MOST_LINES_WAITING", 3)
+    told: list[str] = []
+    with Sinks(["wandb"], SinkRun.of(RECIPE, tmp_path, 0), told.append) as fed:
+        for step in range(1, 10):
+            fed.log({"step": step})
+    goes_on.set()
+    assert len(told) == 1 and "it is 3 lines behind" in told[0]
+    assert len(takes) <= 4
