@@ -94,16 +94,30 @@ class Key:
         return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
 
     @property
+    def entry(self) -> Any:
+        """The dataclass of the entries where the value is a list of entries, else None."""
+        kinds = [get_args(choice)[0] for choice in self.choices if get_origin(choice) is tuple]
+        return next((kind for kind in kinds if is_dataclass(kind)), None)
+
+    @property
     def wanted(self) -> str:
         """The type in words, with a value that would do."""
         words = []
         for choice in self.choices:
             if get_origin(choice) is Literal:
                 words.append("one of " + ", ".join(get_args(choice)))
+            elif self.entry is not None:
+                words.append(f"a list of entries {{{', '.join(name.name for name in fields(self.entry))}}}")
             elif get_origin(choice) is tuple:
                 of, is_open = get_args(choice)[0], ... in get_args(choice)
                 names = get_args(of) if get_origin(of) is Literal else ()
-                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else "whole numbers"
+                many = (
+                    f"some of {', '.join(names)}, such as [{names[0]}]"
+                    if names
+                    else "whole numbers"
+                    if of is int
+                    else "numbers"
+                )
                 words.append(f"a list of {many if is_open else f'{len(get_args(choice))} numbers'}")
             else:
                 words.append(_WORDS[choice])
@@ -123,13 +137,17 @@ class Key:
         return ""
 
 
+def _keys_of(owner: Any) -> dict[str, Key]:
+    hints = get_type_hints(owner)
+    return {leaf.name: Key(hints[leaf.name], leaf.default) for leaf in fields(owner)}
+
+
 SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)}
 KEYS: dict[str, Key] = {
-    f"{section}.{leaf.name}".lstrip("."): Key(hints[leaf.name], leaf.default)
+    f"{section}.{name}".lstrip("."): key
     for section, owner in (*SECTIONS.items(), ("", Recipe))
-    for hints in (get_type_hints(owner),)
-    for leaf in fields(owner)
-    if leaf.name not in SECTIONS
+    for name, key in _keys_of(owner).items()
+    if name not in SECTIONS
 }
 
 
@@ -149,7 +167,9 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     assert isinstance(config, DictConfig)
     for part in (config, *(config[section] for section in SECTIONS)):
         OmegaConf.set_readonly(part, None)  # the dataclasses are frozen
-    refuse([error for setting in settings.values() if (error := _assign(config, setting)) is not None])
+    refuse(
+        [error for setting in settings.values() for error in _assign(config, setting.key, KEYS[setting.key], setting)]
+    )
     errors = []
     for section in SECTIONS:
         missing = [f"{section}.{name}" for name in config[section] if OmegaConf.is_missing(config[section], name)]
@@ -203,6 +223,13 @@ def _unknown_key(setting: Setting) -> str:
     if setting.key in SECTIONS:
         example = next(key for key in KEYS if key.startswith(setting.key + "."))
         return f"{setting}: a section, not a value; set its keys, such as {example}"
+    whole = next(
+        (name for name, key in KEYS.items() if key.entry and setting.key.startswith((f"{name}.", f"{name}["))), None
+    )
+    if whole is not None:
+        names = [name for name, key in _keys_of(KEYS[whole].entry).items() if key.default is MISSING]
+        example = ", ".join(f"{name}: ..." for name in names)
+        return f"{setting.key} ({setting.origin}): a list is given as a whole; write {whole}='[{{{example}}}, ...]'"
     section, _, leaf = setting.key.rpartition(".")
     by_leaf = {name.rpartition(".")[2]: name for name in KEYS}
     own = [name for name in KEYS if name.startswith(section + ".")] if section in SECTIONS else []
@@ -218,24 +245,54 @@ def _unknown_key(setting: Setting) -> str:
     return f"{setting.key} ({setting.origin}): unknown key; {advice}"
 
 
-def _assign(config: DictConfig, setting: Setting) -> str | None:
-    """Sets a key of the recipe under construction. Returns the error line of a value that its type forbids."""
-    key, value = KEYS[setting.key], setting.value
+def _assign(config: DictConfig, name: str, key: Key, setting: Setting) -> Iterator[str]:
+    """Sets the key at `name` of a part of the recipe under construction. Yields the error lines of a value that its
+    type forbids."""
+    value = setting.value
     if isinstance(value, str) and ("${" in value or value == "???"):
-        return f"{setting}: a recipe does not read variables; write the value itself"
+        yield f"{setting}: a recipe does not read variables; write the value itself"
+        return
     numbers = value if isinstance(value, list) else [value]
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-        return f"{setting}: must be {key.wanted}, and finite"
+        yield f"{setting}: must be {key.wanted}, and finite"
+        return
     # OmegaConf would convert anything to text, and a number to true or false: their writer has mistaken the key.
     is_mistaken = (str in key.choices and not isinstance(value, str | None)) or (
         bool in key.choices and not isinstance(value, key.choices)
     )
+    if key.entry is not None and isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        entries = [OmegaConf.structured(key.entry) for _ in value]
+        errors = [
+            error
+            for index, (part, said) in enumerate(zip(entries, value, strict=True))
+            for error in _fill(part, _keys_of(key.entry), replace(setting, key=f"{setting.key}[{index}]", value=said))
+        ]
+        if errors:
+            yield from errors
+            return
+        value = entries
     try:
         if not is_mistaken:
-            OmegaConf.update(config, setting.key, value, merge=False)
-            return None
+            OmegaConf.update(config, name, value, merge=False)
+            return
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError, AttributeError):
         pass  # AttributeError: omegaconf 2.4's own, in making the message of a ValidationError
-    name = str(value).lower()
-    hint = _UNSUPPORTED.get((setting.key, _ALIASES.get(name, name)))
-    return f"{setting}: {hint or f'must be {key.wanted}{key.yaml_trap(value)}'}"
+    word = str(value).lower()
+    hint = _UNSUPPORTED.get((setting.key, _ALIASES.get(word, word)))
+    yield f"{setting}: {hint or f'must be {key.wanted}{key.yaml_trap(value)}'}"
+
+
+def _fill(entry: DictConfig, keys: Mapping[str, Key], setting: Setting) -> Iterator[str]:
+    """Sets all keys of an entry of a list. Yields a line for each that is unknown, missing or mistyped."""
+    assert isinstance(setting.value, dict)
+    OmegaConf.set_readonly(entry, None)  # its dataclass is frozen
+    for name, value in setting.value.items():
+        own = replace(setting, key=f"{setting.key}.{name}", value=value)
+        if name in keys:
+            yield from _assign(entry, name, keys[name], own)
+        else:
+            near = get_close_matches(name, keys, 1)
+            yield f"{own}: unknown key; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(keys)}"
+    for name, key in keys.items():
+        if key.default is MISSING and name not in setting.value:
+            yield f"{setting.key}.{name} ({setting.origin}): required and not given; set it"

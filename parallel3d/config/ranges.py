@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
 
 from parallel3d.row_split import divisors
@@ -18,7 +18,7 @@ _LARGEST_COUNT = 2**40  # a larger whole number is a slip of the keyboard
 _TESTS = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
 
-def within(words: str, default: Any, *, example: str | None = None) -> Any:
+def within(words: str, default: Any = MISSING, *, example: str | None = None) -> Any:
     """A dataclass field whose number must lie in the range that `words` say, such as "at least 0 and below 1" or "above
     0 and finite". `example` is the value that an error suggests; the default is suggested where there is no example."""
     return field(default=default, metadata={"range": words, "example": example or f"{default:g}"})
@@ -36,6 +36,15 @@ def range_errors(recipe: Any) -> Iterator[str]:
 
     Every whole number counts something: where its field names no range it must be at least 1."""
     sections = [(name.name, getattr(recipe, name.name)) for name in fields(recipe)]
+    sections += [
+        (f"{name}.{key.name}[{index}]", entry)
+        for name, section in sections
+        if is_dataclass(section)
+        for key in fields(section)
+        if isinstance(entries := getattr(section, key.name), tuple)
+        for index, entry in enumerate(entries)
+        if is_dataclass(entry)
+    ]
     numbers = [
         (f"{name}.{key.name}", value, key.metadata)
         for name, section in sections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, Literal
 
 from parallel3d.config.flops import block_weights
@@ -269,6 +270,29 @@ class LocalSgdConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """A source of a mixture: what `data.path` would name, and its weight beside the other sources."""
+
+    path: str
+    weight: float = within("at least 0 and finite", 1.0)
+    name: str | None = None  # what the run calls it; None: the last part of `path`
+
+    @property
+    def label(self) -> str:
+        return self.name or PurePath(self.path).name
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """Other weights of the sources, from a step on."""
+
+    from_step: int = within(
+        "at least 2", example="1001"
+    )  # the first step with these weights, counted from 1 as in metrics.jsonl
+    weights: tuple[float, ...] = within("at least 0 and finite", example="[0.5, 0.5]")  # one for each source
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
 
@@ -283,6 +307,13 @@ class DataConfig:
     # that is kept for validation. A folder of tokens has a part of its own for that.
     validation_fraction: float = within("above 0 and below 1", 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
+    sources: tuple[SourceConfig, ...] = ()  # several corpora of the kind `source`, in the place of `path`
+    stages: tuple[WeightsConfig, ...] = ()  # weights of `sources` that follow the first ones
+
+    @property
+    def corpora(self) -> tuple[DataConfig, ...]:
+        """This section for each of the corpora that it names: one for each source, or itself."""
+        return tuple(replace(self, path=source.path, sources=(), stages=()) for source in self.sources) or (self,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
+from parallel3d.config.mixture import mixture_errors
 from parallel3d.config.ranges import multiple_from, range_errors
 from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import (
@@ -41,7 +42,15 @@ def validate(recipe: Recipe) -> None:
 
     The ranges come first, because what must divide what is only asked of numbers that are in range."""
     refuse([*range_errors(recipe)])
-    checks = (model_errors, parallel_errors, schedule_errors, batch_errors, local_sgd_errors, run_errors)
+    checks = (
+        model_errors,
+        parallel_errors,
+        schedule_errors,
+        batch_errors,
+        local_sgd_errors,
+        run_errors,
+        mixture_errors,
+    )
     lines = [line for check in checks for line in check(recipe)]
     if recipe.train.device == "cuda":  # a worker that finds a GPU by itself asks again, about that one
         lines += attention_errors(recipe, AttentionDevice("cuda"))
@@ -114,9 +123,10 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
                 words = "means nothing where <train.sample_top_k> takes the likeliest token"
                 yield f"<train.{key}>: {words}; try train.sample_top_k={min(40, vocab)} beside it"
     yield from logging_errors(recipe)
-    if data.source == "text" and not data.path:
+    is_named = data.path or data.sources
+    if data.source == "text" and not is_named:
         yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus.txt"
-    if data.source == "tokens" and not data.path:
+    if data.source == "tokens" and not is_named:
         yield "<data.path>: <data.source> needs a folder with a tokens.json, or Megatron's PREFIX; try data.path=tokens"
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
@@ -243,5 +253,8 @@ def warnings_for(recipe: Recipe) -> Iterator[str]:
     if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
         full = train.global_batch_size
         yield f"<train.batch_warmup_steps>: more than <train.steps>; the batch never has its full size of {full}"
+    for index, stage in enumerate(data.stages):
+        if stage.from_step > train.steps:
+            yield f"data.stages[{index}].from_step = {stage.from_step}: the run ends before, at <train.steps>"
     if data.source == "stdlib" and data.path is not None:
         yield "<data.path>: not read, because <data.source>; try data.source=text"

@@ -25,7 +25,7 @@ class Setting:
     """One value for one key."""
 
     key: str  # dotted: optimizer.lr
-    value: object  # a number, text, a bool, None, or a list of them
+    value: object  # a number, text, a bool, None, a list of them, or a list of dicts of all these
     origin: str  # the place that gives it: "my.yaml:12", "command line"
 
     def __str__(self) -> str:
@@ -113,11 +113,28 @@ def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str)
 
 
 def _construct(loader: _Loader, node: yaml.Node, key: str, origin: str) -> object:
-    """Returns a scalar or a flat list. A deeper list fits no key, and aliases could make it larger than memory."""
+    """Returns a scalar, a flat list, or a list of entries, which are dicts of scalars and flat lists. What lies deeper
+    fits no key, and what an entry repeats by reference could make it larger than memory."""
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if isinstance(node, yaml.SequenceNode) and items and all(isinstance(item, yaml.MappingNode) for item in items):
+        said = [pair[1] for item in items for pair in item.value]
+        if len({id(each) for each in (*items, *said)}) < len(items) + len(said):
+            raise ConfigError(f"{key} ({origin}): repeats an entry by a reference; write it out")
+        return [_entry(loader, item, f"{key}[{index}]", origin) for index, item in enumerate(items)]
     if not all(isinstance(item, yaml.ScalarNode) for item in items):
         raise ConfigError(f"{key} ({origin}): must be a single value or a flat list of values")
     return loader.construct_object(node, deep=True)
+
+
+def _entry(loader: _Loader, node: yaml.MappingNode, key: str, origin: str) -> dict[str, object]:
+    """Returns an entry of a list, such as `{path: text/web, weight: 2}`."""
+    entry: dict[str, object] = {}
+    for name_node, value_node in node.value:
+        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
+        if name in entry:
+            raise ConfigError(f"{key}.{name} ({origin}): given twice; keep one of the two")
+        entry[name] = _construct(loader, value_node, f"{key}.{name}", origin)
+    return entry
 
 
 def _problem(error: Exception) -> str:

@@ -34,6 +34,11 @@ class Corpus:
         return self.make_tokenizer()
 
 
+def load_corpora(data: DataConfig) -> tuple[Corpus, ...]:
+    """Reads and tokenizes the corpora that `data` names, one for each of its sources, or a single one."""
+    return tuple(load_corpus(each) for each in data.corpora)
+
+
 def load_corpus(config: DataConfig) -> Corpus:
     """Reads and tokenizes all documents that `config` names, or opens the files of ids. Raises ConfigError and
     DataError as `find_documents` and `open_tokens` do."""
@@ -95,6 +100,31 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
     """Raises ConfigError where a run on `data` could not train or validate (nor show a sample of text, where it is to),
     DataError for a file that cannot be read. It is called before any worker starts, and reads only as many files of
     text as fill one window of each part; of files of ids, sizes and what is said of them."""
+    for index, corpus in enumerate(data.corpora):
+        try:
+            _check_corpus(corpus, seq_len=seq_len, vocab=vocab, samples_text=samples_text and not index)
+        except ConfigError as error:
+            if data.sources:
+                raise ConfigError(f"data.sources[{index}]: {error}") from None
+            raise
+    if data.source == "tokens":
+        _refuse_other_tokenizers(data)
+
+
+def _refuse_other_tokenizers(data: DataConfig) -> None:
+    """Raises ConfigError where the ids of two sources come from tokenizers that are known not to be the same."""
+    headers = [open_token_files(corpus).header for corpus in data.corpora]
+    known = [(index, header.tokenizer) for index, header in enumerate(headers) if header and header.tokenizer]
+    for index, tokenizer in known[1:]:
+        first, own = known[0]
+        if (tokenizer.kind, tokenizer.sha256) != (own.kind, own.sha256):
+            raise ConfigError(
+                f"data.sources[{index}].path = {data.sources[index].path}: its ids are from another tokenizer than "
+                f"those of data.sources[{first}].path = {data.sources[first].path}; try tokens that one has made"
+            )
+
+
+def _check_corpus(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool) -> None:
     if data.source == "tokens":
         files = open_token_files(data)
         if files.header is not None and files.header.largest_id >= vocab:

@@ -11,7 +11,7 @@ from pathlib import Path
 from parallel3d.config.attention_kernels import attention_errors
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
-from parallel3d.data.corpus import load_corpus
+from parallel3d.data.corpus import load_corpora, load_corpus
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.layers.fused_attention import device_of
@@ -42,7 +42,7 @@ def _saved_model(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
 def evaluate_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool) -> None:
     """Prints the loss on the validation text on rank 0; every rank calls it."""
     with _saved_model(recipe, rendezvous, model_class) as trainer:
-        _, validation = build_loaders(recipe, load_corpus(recipe.data), rendezvous.rank)
+        _, validation = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
         loss = trainer.evaluate(validation.batch(0))
     perplexity = math.exp(loss)
     answer = {"step": trainer.step, "tokens": trainer.tokens, "loss": loss, "perplexity": perplexity}
@@ -53,7 +53,7 @@ def evaluate_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelCla
 def write_with_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool) -> None:
     """Prints a text that the model goes on with, as `train.sample_*` say, on rank 0; every rank calls it."""
     with _saved_model(recipe, rendezvous, model_class) as trainer:
-        text = generate(trainer, load_corpus(recipe.data).tokenizer, recipe.train)
+        text = generate(trainer, load_corpus(recipe.data.corpora[0]).tokenizer, recipe.train)
     _print(recipe, rendezvous, text, {"step": trainer.step, "text": text} if as_json else None)
 
 

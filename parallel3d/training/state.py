@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.store import SavedProgress
+from parallel3d.data.mixture import drawn_by_source
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -31,6 +32,7 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
         parameters=trainer.parameter_count,
         parallel=asdict(recipe.parallel),
         sequences=recipe.batch_sizes.before(trainer.step),
+        drawn=drawn_by_source(recipe, trainer.step),
         skipped_steps=trainer.skipped_steps,
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
         loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
@@ -104,11 +106,22 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
             f"{path}: has seen {seen} sequences, and this recipe's first {progress.step} steps are {wanted}; resume "
             "with the train.batch_warmup_start, _increment and _steps that it was trained with"
         )
+    drawn, planned = progress.drawn or {}, drawn_by_source(trainer.recipe, progress.step)
+    if drawn != planned and max(len(drawn), len(planned)) > 1:  # a single corpus may have any name
+        raise CheckpointError(
+            f"{path}: has drawn {_in_words(drawn)} sequences, and this recipe's first {progress.step} steps draw "
+            f"{_in_words(planned)}; resume with the data.sources and data.stages that it was trained with, and give "
+            f"other weights as one more of data.stages, from_step: {progress.step + 1}"
+        )
     if progress.optimizer != trainer.optimizer.label:
         raise CheckpointError(
             f"{path}: has the states of {progress.optimizer}, and this run's optimizer is {trainer.optimizer.label}; "
             f"resume with optimizer.name={progress.optimizer.split()[0]} and its settings"
         )
+
+
+def _in_words(drawn: dict[str, int]) -> str:
+    return " and ".join(f"{count:,} {name}" for name, count in drawn.items()) or "the one corpus'"
 
 
 def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from parallel3d.config.attention_kernels import attention_errors, kernel_of_reci
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
-from parallel3d.data.corpus import Corpus, load_corpus
+from parallel3d.data.corpus import Corpus, load_corpora
 from parallel3d.data.loader import BatchLoader
-from parallel3d.data.windows import ShuffledWindows, WindowSource
+from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
+from parallel3d.data.windows import WindowSource
 from parallel3d.errors import DamagedCheckpointError
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
@@ -44,8 +45,8 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
         refuse(attention_errors(recipe, device_of(device)))
         mesh = build_mesh(recipe.parallel, device.type)
         limit_waits(train.start_timeout_s)
-        corpus = load_corpus(recipe.data)
-        loaders = build_loaders(recipe, corpus, rendezvous.rank)
+        corpora = load_corpora(recipe.data)
+        loaders = build_loaders(recipe, corpora, rendezvous.rank)
         run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
         checkpoints = run_dir / "checkpoints"
         saved = find_checkpoints(recipe.checkpoint.resume, checkpoints)
@@ -66,19 +67,23 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
             open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
         ):
             layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1)
+            tokens = sum(len(corpus.train) for corpus in corpora)
             progress.say(
                 f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({computes_on(device)}, "
-                f"{train.precision}), {len(corpus.train):,} training tokens, {recipe.microbatches} "
+                f"{train.precision}), {tokens:,} training tokens, {recipe.microbatches} "
                 f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
             peak_flops, why_unknown = known_peak(recipe, device, peak_of)
-            for line in (*on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
+            passes = passes_over_sources(recipe, corpora, train.steps)
+            for line in (*passes, *on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
                 progress.say(line)
             if trainer.step >= train.steps:
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
             fit(trainer, loaders, checkpoints, metrics, progress, stop, peak_flops=peak_flops)
+            for line in passes_over_sources(recipe, corpora, trainer.step):
+                progress.say(line)
         if train.sample_tokens:
-            text = generate(trainer, corpus.tokenizer, train)
+            text = generate(trainer, corpora[0].tokenizer, train)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
 
@@ -123,12 +128,23 @@ def computes_on(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
 
 
-def build_loaders(recipe: Recipe, corpus: Corpus, rank: int) -> tuple[BatchLoader, BatchLoader]:
+def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int) -> list[str]:
+    """Returns a line for each of `data.sources` on how often the first `steps` steps pass over it."""
+    drawn, total = drawn_by_source(recipe, steps), recipe.batch_sizes.before(steps)
+    lines = []
+    for source, corpus in zip(recipe.data.sources, corpora, strict=False):
+        count, windows = drawn.get(source.label, 0), (len(corpus.train) - 1) // recipe.train.seq_len
+        lines.append(
+            f"source {source.label}: {count:,} of {total:,} sequences in {steps} steps, {count / windows:.2f} passes "
+            f"over its {windows:,}"
+        )
+    return lines
+
+
+def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple[BatchLoader, BatchLoader]:
     """Returns the loaders for training and for validation of the data rank that `rank` belongs to."""
-    train = ShuffledWindows(corpus.train, seq_len=recipe.train.seq_len, seed=recipe.train.seed)
-    # Validation sequences are drawn from all validation files, and are the same for every seed of the run.
-    validation = ShuffledWindows(corpus.validation, seq_len=recipe.train.seq_len, seed=0)
-    loader = training_loader(recipe, train, rank)
+    loader = training_loader(recipe, training_windows(recipe, [corpus.train for corpus in corpora]), rank)
+    validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
     return loader, replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
 
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
-from parallel3d.data.windows import ShuffledWindows, TokensInMemory
+from parallel3d.data.mixture import training_windows
+from parallel3d.data.windows import TokensInMemory
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
@@ -69,10 +71,12 @@ def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -
 
 
 def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
-    """Returns batches of a Python module's source, for the data rank that `rank` belongs to."""
-    tokens = np.frombuffer(inspect.getsource(textwrap).encode("ascii", "replace"), dtype=np.uint8)
-    source = ShuffledWindows(TokensInMemory(tokens), seq_len=recipe.train.seq_len, seed=recipe.train.seed)
-    return training_loader(recipe, source, rank)
+    """Returns batches of a Python module's source, or of a mixture of several's where the recipe has sources, for the
+    data rank that `rank` belongs to."""
+    modules = [import_module(source.path) for source in recipe.data.sources] or [textwrap]
+    texts = [inspect.getsource(module).encode("ascii", "replace") for module in modules]
+    streams = [TokensInMemory(np.frombuffer(text, dtype=np.uint8)) for text in texts]
+    return training_loader(recipe, training_windows(recipe, streams), rank)
 
 
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.corpus import load_corpus
+from parallel3d.data.corpus import load_corpora
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
@@ -77,7 +77,7 @@ def train(recipe: Recipe) -> tuple[float, float]:
     and the MiB that each rank sent to the other replica."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
-    training, validation = build_loaders(recipe, load_corpus(recipe.data), rank)
+    training, validation = build_loaders(recipe, load_corpora(recipe.data), rank)
     with CollectiveCounter(mesh) as sent:
         for step in range(recipe.train.steps):
             result = trainer.train_step(training.batch(step))
