@@ -34,7 +34,9 @@ class GPT(Decoder):
             embed=embed,
             token_weight=embed.tokens.weight,
             norm=partial(LayerNorm, config.hidden, eps=config.norm_eps, tp=placement),
-            attention=AttentionOptions(bias=True, output_bias=True, dropout=config.attention_dropout),
+            attention=AttentionOptions(
+                head_dim=config.head_size, bias=True, output_bias=True, dropout=config.attention_dropout
+            ),
             activation="gelu_tanh",
             mlp_bias=True,
         )

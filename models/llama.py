@@ -1,5 +1,5 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3), written with the layers.
-With `qkv_bias` it is Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral.
+With `rope_scaling` it is Llama 3.1, with `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral.
 
 Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary, n = tp.
 
@@ -32,8 +32,9 @@ class Llama(Decoder):
             embed=embed,
             token_weight=embed.weight,
             norm=partial(RMSNorm, config.hidden, eps=config.norm_eps, tp=placement),
-            rotary=RotaryEmbedding(config.head_dim, theta=config.rope_theta),
+            rotary=RotaryEmbedding(config.head_size, theta=config.rope_theta, scaling=config.rope_scaling),
             attention=AttentionOptions(
+                head_dim=config.head_size,
                 bias=config.qkv_bias,
                 qk_norm=config.qk_norm,
                 norm_eps=config.norm_eps,

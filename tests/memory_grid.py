@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
-import yaml
-
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
@@ -32,6 +30,7 @@ from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.launch.failure import print_error
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.model.named import card_config
 from parallel3d.planner.report.text import layout_text
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.tools.arguments import Parser, whole
@@ -61,7 +60,7 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
     found = 0
     while found < count:
         name = draw.choice(names if found % 4 else large)
-        recipe = _layout(draw, ModelConfig(name=name, **yaml.safe_load(cards[name].read_text())))
+        recipe = _layout(draw, card_config(name, cards[name]))
         if recipe is not None:
             found += 1
             yield recipe, draw.choice((0, recipe.parallel.pp - 1, draw.randrange(recipe.parallel.pp)))

@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
@@ -24,7 +23,7 @@ from parallel3d.config.attention_kernels import (
     kernel_of_recipe,
 )
 from parallel3d.config.flops import cost_of_fp32
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Precision, Recipe, TrainConfig
+from parallel3d.config.recipe import ParallelConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.layers import fused_attention
@@ -32,6 +31,7 @@ from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.fused_attention import attend_in_window, kernel_of, own_mask, refuse_large_scores
 from parallel3d.layers.parameter import Placement, initial_weights
 from parallel3d.models import shape_cards
+from parallel3d.planner.model.named import card_config
 from parallel3d.recipes import peak_flops
 from parallel3d.torch_private import FakeTensorMode
 from parallel3d.training.worker import on_this_gpu
@@ -111,11 +111,11 @@ def test_each_call_has_its_kernel(row: int) -> None:
 
 
 def recipe_of(card: str = "llama3-8b", *, precision: Precision = "bf16", tp: int = 1, **model: object) -> Recipe:
-    numbers = yaml.safe_load(shape_cards()[card].read_text()) | model
-    seq_len = numbers.get("max_positions") or 8192
+    config = replace(card_config(card, shape_cards()[card]), **model)  # type: ignore[arg-type]
+    seq_len = config.max_positions or 8192
     train = TrainConfig(steps=1, global_batch_size=2, seq_len=seq_len, precision=precision, device="cuda")
     parallel = ParallelConfig(microbatch_size=2, tp=tp)
-    return Recipe(model=ModelConfig(name=card, **numbers), train=train, parallel=parallel, run_dir="runs/x")
+    return Recipe(model=config, train=train, parallel=parallel, run_dir="runs/x")
 
 
 @pytest.mark.parametrize("card", sorted(shape_cards()))

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, RopeScaling, TrainConfig
 from parallel3d.tools.check_layout import command as check_layout
 from parallel3d.tools.check_layout.compare import Difference, LayoutComparison, compare
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
@@ -210,6 +211,15 @@ def test_shrinking_keeps_the_layout_and_what_it_divides(parallel: dict[str, obje
     assert recipe.model.heads == 2 * recipe.model.key_value_heads
     assert recipe.model.hidden <= 128 and recipe.train.precision == "fp32"
     assert recipe.microbatches <= 2 * recipe.parallel.pp
+
+
+def test_shrinking_keeps_heads_wider_or_narrower_than_the_model_and_their_scaling() -> None:
+    scaling = RopeScaling(type="yarn", factor=4.0, original_max_positions=8192)
+    recipe = big(tp=4, pp=2)
+    for head_dim, small in ((256, 16), (80, 4), (128, 8)):
+        shrunk = shrink(replace(recipe, model=replace(recipe.model, head_dim=head_dim, rope_scaling=scaling)))
+        assert (shrunk.model.hidden, shrunk.model.heads, shrunk.model.head_size) == (64, 8, small)
+        assert shrunk.model.rope_scaling == scaling
 
 
 def test_help_and_a_wrong_key_do_not_import_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.load import load_recipe, to_yaml
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, RopeScaling, TrainConfig
 from parallel3d.config.rules import validate, warnings_for
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
@@ -101,6 +102,18 @@ def test_a_shape_card_stands_below_the_layer_that_names_it(load: Load) -> None:
     assert (switched.name, switched.layers, switched.vocab) == ("llama2-7b", 3, 32000)
 
 
+def test_a_section_of_a_card_is_changed_key_by_key_or_dropped_whole(load: Load) -> None:
+    text = "model: {name: llama3.2-1b}\ntrain: {steps: 1, global_batch_size: 1, seq_len: 8}\n"
+    published = RopeScaling(type="llama3", factor=32.0, original_max_positions=8192)
+    assert load(text=text).model.rope_scaling == published
+    assert load("model.rope_scaling.factor=16", text=text).model.rope_scaling == replace(published, factor=16.0)
+    assert load("model.rope_scaling=null", text=text).model.rope_scaling is None
+    assert load(text=text.replace("}", ", rope_scaling: null}", 1)).model.rope_scaling is None
+    # A card that is asked for later has its own.
+    assert load("model.name=llama3-8b", text=text).model.rope_scaling is None
+    assert load(text=to_yaml(load(text=text))) == load(text=text)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -113,7 +126,7 @@ def test_a_shape_card_stands_below_the_layer_that_names_it(load: Load) -> None:
 )
 def test_shape_cards_have_the_published_number_of_parameters(load: Load, name: str, parameters: int) -> None:
     model = load(f"model.name={name}", "parallel.pp=1").model
-    attention = 2 * model.hidden**2 + 2 * model.hidden * model.head_dim * model.key_value_heads
+    attention = 2 * model.hidden**2 + 2 * model.hidden * model.head_size * model.key_value_heads
     layer = attention + 3 * model.hidden * model.ffn_hidden + 2 * model.hidden
     assert model.layers * layer + 2 * model.vocab * model.hidden + model.hidden == parameters
 
@@ -157,6 +170,16 @@ UNREADABLE = [
     ("optimizer.lr=${oc.env:HOME}", "optimizer.lr = ${oc.env:HOME} (command line): a recipe does not read variables"),
     ("run_dir=${oc.env:HOME}", "a recipe does not read variables"),
     ("model.name=llama3-9b", "model.name = llama3-9b (command line): no such shape card; try llama3-8b"),
+    (
+        "model.rope_scaling=yarn",
+        "model.rope_scaling = yarn (command line): a section, not a value; set its keys",
+    ),
+    ("model.rope_scaling.type=linear", "model.rope_scaling.type = linear (command line): must be one of llama3, yarn"),
+    ("model.rope_scaling.rope_type=yarn", "unknown key; did you mean model.rope_scaling.type?"),
+    (
+        "model.rope_scaling.factor=4",
+        "type, model.rope_scaling.original_max_positions: required and not given",
+    ),
 ]
 
 
@@ -167,6 +190,7 @@ def test_what_cannot_be_read_is_refused_by_name(load: Load, override: str, messa
     assert len(said.splitlines()) == 1
 
 
+YARN = ["model.rope_scaling.type=yarn", "model.rope_scaling.factor=4", "model.rope_scaling.original_max_positions=64"]
 # An override, the line it gives, and what that line suggests (which must then do).
 BROKEN = [
     (
@@ -191,6 +215,33 @@ BROKEN = [
     ),
     (["model.heads=5"], "model.heads = 5: must divide model.hidden = 48; try 1, 2, 3, 4, 6 or 8", "model.heads=8"),
     (["model.hidden=54"], "model.heads = 6: makes heads of 9 numbers", "model.hidden=60"),
+    (["model.head_dim=9"], "model.head_dim = 9: must be even, as rotary positions turn pairs", "model.head_dim=10"),
+    (["model.head_dim=0"], "model.head_dim = 0: must be at least 1; try 1", "model.head_dim=2"),
+    (
+        [*YARN, "model.rope_scaling.factor=0.5"],
+        "model.rope_scaling.factor = 0.5: must be at least 1 and finite; try 8",
+        "model.rope_scaling.factor=8",
+    ),
+    (
+        [*YARN, "model.rope_scaling.low_freq_factor=2"],
+        "model.rope_scaling.low_freq_factor = 2.0: is not for model.rope_scaling.type = yarn; try 1.0, or",
+        "model.rope_scaling.type=llama3",
+    ),
+    (
+        [*YARN, "model.rope_scaling.beta_slow=32"],
+        "model.rope_scaling.beta_slow = 32.0: must be below model.rope_scaling.beta_fast = 32.0; try 1 and 32",
+        "model.rope_scaling.beta_slow=1",
+    ),
+    (
+        [*YARN, "model.rope_theta=1"],
+        "model.rope_theta = 1.0: must be above 1 for model.rope_scaling.type = yarn; try 10000",
+        "model.rope_theta=10000",
+    ),
+    (
+        [*YARN, "model.architecture=gpt", "model.max_positions=4096"],
+        "model.rope_scaling.type = yarn: is not for model.architecture = gpt (gpt has learned positions); drop it, or",
+        "model.rope_scaling=null",
+    ),
     (["model.kv_heads=4"], "model.kv_heads = 4: must divide model.heads = 6; try 1, 2, 3 or 6", "model.kv_heads=6"),
     (
         ["parallel.recompute=every_n"],

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers import attention
 from parallel3d.layers.attention import same_document
 from parallel3d.layers.fused_attention import own_mask
-from parallel3d.layers.positions import Llama3Scaling, RotaryEmbedding, YarnScaling, positions_in_documents
+from parallel3d.layers.positions import RotaryEmbedding, magnitude_of, positions_in_documents, stretched
 
 KINDS = {
     "llama3": (
-        Llama3Scaling(factor=8.0, low_factor=1.0, high_factor=4.0, original_length=8192),
+        RopeScaling(type="llama3", factor=8.0, original_max_positions=8192),
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     ),
     "yarn": (
-        YarnScaling(factor=4.0, original_length=4096),
+        RopeScaling(type="yarn", factor=4.0, original_max_positions=4096),
         {"factor": 4.0, "original_max_position_embeddings": 4096},
     ),
 }
@@ -39,8 +40,8 @@ def test_scaled_frequencies_are_transformers(kind: str, head_dim: int) -> None:
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
-    torch.testing.assert_close(scaling.scale(frequencies, theta), expected, rtol=1e-5, atol=1e-9)
-    assert scaling.magnitude == pytest.approx(magnitude)
+    torch.testing.assert_close(stretched(frequencies, theta, scaling), expected, rtol=1e-5, atol=1e-9)
+    assert magnitude_of(scaling) == pytest.approx(magnitude)
     x = torch.randn(1, 5, 2, head_dim)
     positions = torch.tensor([[0, 1, 2, 3, 4]])
     rotary = RotaryEmbedding(head_dim, theta=theta, scaling=scaling)

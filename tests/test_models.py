@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.layers.parameter import initialize
 from parallel3d.models import model_class
+from parallel3d.planner.model.hugging_face import from_hugging_face
 
 B, S = 2, 12
 SMALL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=64, norm_eps=1e-6)
@@ -67,43 +71,88 @@ def forward_and_backward(model: nn.Module, peer: nn.Module) -> None:
     (theirs * weight).sum().backward()
 
 
+# Both scalings keep some of the four frequencies of a head, stretch some and blend some.
+LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_positions=64)
+YARN = RopeScaling(type="yarn", factor=4.0, original_max_positions=64)
 HUGGING_FACE: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "llama3.1": (
+        {"rope_theta": 100.0, "rope_scaling": LLAMA3},
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+    ),
     "qwen2": ({"qkv_bias": True}, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": ({"qk_norm": True}, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2-yarn": (
+        {"qkv_bias": True, "rope_theta": 100.0, "rope_scaling": YARN},
+        transformers.Qwen2Config,
+        transformers.Qwen2ForCausalLM,
+    ),
+    "qwen3": ({"qk_norm": True, "head_dim": 12}, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "mistral": ({"window": 5}, transformers.MistralConfig, transformers.MistralForCausalLM),
+    "nemo": ({"head_dim": 6}, transformers.MistralConfig, transformers.MistralForCausalLM),
 }
 
 
-@pytest.mark.parametrize("family", HUGGING_FACE)
-def test_a_llama_with_options_is_that_of_transformers(family: str) -> None:
-    options, config_class, peer_class = HUGGING_FACE[family]
-    config = ModelConfig(**{**vars(SMALL), **options})
-    extra = {"sliding_window": config.window} if config.window else {}
-    peer = peer_class(
+def peer_of(config: ModelConfig, family: str) -> Any:
+    """Returns transformers' model of these numbers, with weights of its own."""
+    _, config_class, peer_class = HUGGING_FACE[family]
+    scaling = {} if config.rope_scaling is None else vars(config.rope_scaling).copy()
+    if scaling:
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_positions")
+    extra = {} if family.startswith("qwen2") else {"head_dim": config.head_size}
+    return peer_class(
         config_class(
             hidden_size=config.hidden,
             intermediate_size=config.ffn_hidden,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
             vocab_size=config.vocab,
             rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
+            rope_parameters={
+                "rope_type": scaling.pop("type", "default"),
+                "rope_theta": config.rope_theta,
+                **scaling,
+            },
+            sliding_window=config.window,
             tie_word_embeddings=False,
             attn_implementation="eager",
             **extra,
         )
-    ).double()
-    model = build(config)
+    )
+
+
+def copy_weights(model: nn.Module, peer: nn.Module) -> dict[str, str]:
+    """Gives transformers' model our weights, and returns its names of them by ours."""
     names = llama_names(model)
     with torch.no_grad():
         for ours, theirs in names.items():
             peer.get_parameter(theirs).copy_(model.get_parameter(ours))
     assert len(names) == len(list(peer.parameters()))
+    return names
+
+
+@pytest.mark.parametrize("family", HUGGING_FACE)
+def test_a_llama_with_options_is_that_of_transformers(family: str) -> None:
+    config = replace(SMALL, **HUGGING_FACE[family][0])
+    model, peer = build(config), peer_of(config, family).double()
+    names = copy_weights(model, peer)
     forward_and_backward(model, peer)
     for ours, theirs in names.items():
         assert_near(model.get_parameter(ours).grad, peer.get_parameter(theirs).grad, ours)
+
+
+@pytest.mark.parametrize("family", HUGGING_FACE)
+def test_a_config_json_of_transformers_4_and_5_gives_the_model(family: str, tmp_path: Path) -> None:
+    config = replace(SMALL, **HUGGING_FACE[family][0])
+    peer_of(config, family).config.to_json_file(tmp_path / "5.json")
+    said = json.loads((tmp_path / "5.json").read_text())
+    rope = said.pop("rope_parameters")
+    said["rope_theta"] = rope.pop("rope_theta")
+    said["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    (tmp_path / "4.json").write_text(json.dumps(said))
+    for version in (4, 5):
+        found = from_hugging_face(tmp_path / f"{version}.json")
+        assert found == config, version
 
 
 def gpt_pairs(model: nn.Module, peer: nn.Module, *, gradients: bool) -> Iterator[tuple[str, Tensor, Tensor]]:

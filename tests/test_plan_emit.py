@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from parallel3d.config.load import load_recipe
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import Recipe, RopeScaling
 from parallel3d.models import shape_cards
 from parallel3d.recipes import pretrain
 from parallel3d.tools.plan import command as plan
@@ -84,7 +84,7 @@ def test_a_config_json_keeps_its_rotary_base_and_its_vocabulary(capsys: Said) ->
     assert (recipe.model.rope_theta, recipe.model.norm_eps, recipe.model.vocab) == (12345.0, 1e-6, 1001)
 
 
-def test_a_config_json_keeps_its_window_and_what_is_left_out_is_said(capsys: Said) -> None:
+def test_a_config_json_keeps_its_window_and_its_long_context_and_what_is_left_out_is_said(capsys: Said) -> None:
     config = {
         "model_type": "mistral",
         "num_hidden_layers": 4,
@@ -93,14 +93,21 @@ def test_a_config_json_keeps_its_window_and_what_is_left_out_is_said(capsys: Sai
         "intermediate_size": 512,
         "vocab_size": 1024,
         "sliding_window": 32,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7},
     }
     asked = "--model config.json --gpu cpu --gpus 4 --seq-len 64 --global-batch 8"
     Path("config.json").write_text(json.dumps(config))
-    assert emit(asked, capsys).model.window == 32
+    model = emit(asked, capsys).model
+    assert (model.window, model.head_dim, model.rope_theta) == (32, 64, 10_000.0)
+    assert model.rope_scaling == RopeScaling(type="yarn", factor=4.0, original_max_positions=128)
     assert plan.main(asked.split()) == 0
-    assert "rope_scaling (yarn) of config.json is left out" in capsys.readouterr().out
-    Path("config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # which names a window, unused
+    assert "rope_scaling's mscale of config.json is left out" in capsys.readouterr().out
+    linear = {**config, "model_type": "qwen2", "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    Path("config.json").write_text(json.dumps(linear))  # Qwen 2 names a window, unused
+    assert plan.main(asked.split()) == 0
+    assert "rope_scaling (linear) of config.json is left out" in capsys.readouterr().out
     assert emit(asked, capsys).model.window is None
 
 

@@ -90,7 +90,9 @@ BAD_INPUTS = [
     (f"--model null.json {ON}", "null.json: vocab_size = null: must be a whole number"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
     (f"--model list.json {ON}", "list.json: must hold keys and values"),
-    (f"--model heads.json {ON}", "heads.json: head_dim = 64: must be hidden_size / num_attention_heads = 32"),
+    (f"--model heads.json {ON}", "heads.json: head_dim = 0: must be at least 1"),
+    (f"--model rope.json {ON}", 'rope.json: rope_scaling = "yarn": must hold keys and values, or be null'),
+    (f"--model factor.json {ON}", 'factor.json: factor = "big": must be a number'),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
     (f"--model none.json {ON}", "none.json: cannot be read (No such file or directory)"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),
@@ -120,7 +122,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("text.json").write_text(json.dumps({**LLAMA, "hidden_size": "big"}))
     Path("half.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 4.5}))
     Path("null.json").write_text(json.dumps({**LLAMA, "vocab_size": None}))
-    Path("heads.json").write_text(json.dumps({**LLAMA, "head_dim": 64}))
+    Path("heads.json").write_text(json.dumps({**LLAMA, "head_dim": 0}))
+    Path("rope.json").write_text(json.dumps({**LLAMA, "rope_scaling": "yarn"}))
+    yarn = {"type": "yarn", "factor": "big", "original_max_position_embeddings": 64}
+    Path("factor.json").write_text(json.dumps({**LLAMA, "rope_scaling": yarn}))
     Path("cut.json").write_text(json.dumps(LLAMA)[:60])
     Path("list.json").write_text("[1]")
     Path("folder").mkdir()

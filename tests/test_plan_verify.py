@@ -147,6 +147,20 @@ LAYOUTS = {
         1,
     ),
     "a window": (replace(LLAMA, window=512), ParallelConfig(dp_shard=8, microbatch_size=4), "bf16", 2, 0),
+    "heads wider than the model, and normed": (
+        replace(LLAMA, head_dim=192, qk_norm=True),
+        ParallelConfig(pp=2, dp_shard=8, tp=2, microbatch_size=4, sequence_parallel=True),
+        "bf16",
+        4,
+        0,
+    ),
+    "heads narrower than the model, their attention recomputed": (
+        replace(LLAMA, head_dim=64),
+        ParallelConfig(dp_shard=8, microbatch_size=4, recompute="selective"),
+        "bf16",
+        2,
+        0,
+    ),
     "heads that no fused kernel takes": (
         replace(LLAMA, hidden=2000, heads=40, kv_heads=8),
         ParallelConfig(dp_shard=8, tp=8),

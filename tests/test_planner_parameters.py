@@ -15,11 +15,11 @@ import pytest
 from torch import nn
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.config.yaml_text import read_settings
 from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.stage import block_ranges, cut
-from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.model.hugging_face import from_hugging_face
+from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.row_split import shard_rows
@@ -30,7 +30,7 @@ NO_MODULE = {"nemotron4-15b", "nemotron4-340b"}  # squared ReLU with LayerNorm a
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig(name=name, **{setting.key: setting.value for setting in read_settings(CARDS[name])})
+    return card_config(name, CARDS[name])
 
 
 @contextmanager
@@ -111,6 +111,8 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "llama3-8b": {"model_type": "llama", "vocab_size": 128256},
     "mistral-7b": {"model_type": "mistral", "vocab_size": 32000},
     "qwen2.5-0.5b": {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3-4b": {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": True},  # its head_dim unsaid
+    "mistral-nemo-12b": {"model_type": "mistral", "vocab_size": 131072, "head_dim": 128},
 }
 
 
@@ -127,7 +129,7 @@ def test_a_config_json_is_counted_as_its_card_is(name: str, tmp_path: Path) -> N
     gpt = {"n_layer": card.layers, "n_embd": card.hidden, "n_head": card.heads, "n_positions": 1024}
     config = {**keys, **HUGGING_FACE[name]} if name != "gpt2" else {"model_type": "gpt2", "vocab_size": 50257, **gpt}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = from_hugging_face(tmp_path / "config.json")
+    found = from_config(from_hugging_face(tmp_path / "config.json"))
     assert total_parameters(found) == total_parameters(from_config(card))
     part = StageSlice(layers=2, embedding=True, head=False)
     for tp in tensor_sizes(found):

@@ -11,7 +11,8 @@ import pytest
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.model.named import from_hugging_face, named_shape, shape_names
+from parallel3d.planner.model.hugging_face import from_hugging_face
+from parallel3d.planner.model.named import named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.planned_run import _cut_by_cost, spread
 from parallel3d.planner.model.shapes import StageSlice, from_config
@@ -29,6 +30,13 @@ PUBLISHED = {  # as Hugging Face and the papers count them
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-nemo-12b": 12_247_782_400,
 }
 
 
@@ -47,7 +55,8 @@ MODELS = {
     "llama": LLAMA,
     "tied": replace(LLAMA, tied_embeddings=True),
     "qwen2": replace(LLAMA, qkv_bias=True),
-    "qwen3": replace(LLAMA, qk_norm=True),
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=12),
+    "nemo": replace(LLAMA, head_dim=6, qkv_bias=True),
     "gpt": replace(LLAMA, architecture="gpt", kv_heads=8, max_positions=32, tied_embeddings=True),
 }
 
@@ -100,7 +109,7 @@ def test_a_config_json_gives_the_same_shape_as_the_card(tmp_path: Path) -> None:
         "vocab_size": 128256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert total_parameters(from_hugging_face(tmp_path / "config.json")) == PUBLISHED["llama3-8b"]
+    assert total_parameters(from_config(from_hugging_face(tmp_path / "config.json"))) == PUBLISHED["llama3-8b"]
 
 
 def test_an_inconsistent_config_json_is_one_clear_line(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
     call = AttentionCall(
         item_bytes=4 if train.precision == "fp32" else 2,
         is_bf16=train.precision in ("bf16", "bf16_pure"),
-        head_dim=model.head_dim,
+        head_dim=model.head_size,
         is_grouped=max(model.key_value_heads // tp, 1) != model.heads // tp,
         has_window=model.window is not None and model.window < train.seq_len,
         has_dropout=model.attention_dropout > 0,

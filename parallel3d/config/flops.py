@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def block_weights(*, hidden: int, kv_hidden: int, ffn_hidden: int, ffn_matrices: int) -> int:
+def block_weights(*, hidden: int, query_hidden: int, kv_hidden: int, ffn_hidden: int, ffn_matrices: int) -> int:
     """Returns the weights of one block's matrices: queries and output, keys and values, and the feed-forward part."""
-    return 2 * hidden**2 + 2 * hidden * kv_hidden + ffn_matrices * hidden * ffn_hidden
+    return hidden * (2 * query_hidden + 2 * kv_hidden + ffn_matrices * ffn_hidden)
 
 
-def training_flops_per_token(*, layers: int, hidden: int, weights_per_block: int, vocab: int, seq_len: int) -> float:
+def training_flops_per_token(
+    *, layers: int, hidden: int, query_hidden: int, weights_per_block: int, vocab: int, seq_len: int
+) -> float:
     """Returns the operations of a token's forward and backward: 6 for each weight of a matrix, the head's included, and
-    12 L D S for attention. Recomputation, norms, biases and look-ups are not counted, and causal attention is counted
-    whole (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
-    return 6.0 * (layers * weights_per_block + vocab * hidden) + 12.0 * layers * hidden * seq_len
+    12 L Q S for attention, Q features of all queries. Recomputation, norms, biases and look-ups are not counted, and
+    causal attention is counted whole (Narayanan et al. 2021, arXiv 2104.04473, appendix; Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B)."""
+    return 6.0 * (layers * weights_per_block + vocab * hidden) + 12.0 * layers * query_hidden * seq_len
 
 
 # From the name that CUDA gives a device and a precision to its dense peak FLOP/s, or None where that is not known. That

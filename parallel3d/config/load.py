@@ -94,6 +94,11 @@ class Key:
         return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
 
     @property
+    def section(self) -> Any:
+        """The dataclass of the value where that is a section, else None."""
+        return next((choice for choice in self.choices if is_dataclass(choice)), None)
+
+    @property
     def entry(self) -> Any:
         """The dataclass of the entries where the value is a list of entries, else None."""
         kinds = [get_args(choice)[0] for choice in self.choices if get_origin(choice) is tuple]
@@ -142,13 +147,16 @@ def _keys_of(owner: Any) -> dict[str, Key]:
     return {leaf.name: Key(hints[leaf.name], leaf.default) for leaf in fields(owner)}
 
 
-SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)}
-KEYS: dict[str, Key] = {
-    f"{section}.{name}".lstrip("."): key
-    for section, owner in (*SECTIONS.items(), ("", Recipe))
-    for name, key in _keys_of(owner).items()
-    if name not in SECTIONS
-}
+def _schema(owner: Any, under: str = "") -> Iterator[tuple[str, Key]]:
+    """Yields the dotted name of each key of a dataclass and of the sections in it, and the key."""
+    for name, key in _keys_of(owner).items():
+        yield f"{under}{name}", key
+        if key.section is not None:
+            yield from _schema(key.section, f"{under}{name}.")
+
+
+SECTIONS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.section is not None}
+KEYS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.section is None}
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
@@ -161,18 +169,31 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     unknown = [each for each in said if each.key not in KEYS and not (each.key in SECTIONS and each.value is None)]
     refuse([_unknown_key(setting) for setting in unknown])
     asked = [_parse_override(text) for text in overrides]
-    settings = {setting.key: setting for setting in _with_card(said, asked, cards) if setting.key in KEYS}
+    settings: dict[str, Setting] = {}
+    for setting in _with_card(said, asked, cards):
+        if setting.key in KEYS:
+            settings[setting.key] = setting
+        else:  # a section that is null, such as the card's model.rope_scaling
+            settings = {key: each for key, each in settings.items() if not key.startswith(f"{setting.key}.")}
 
-    config = OmegaConf.merge(OmegaConf.structured(Recipe), {section: {} for section in SECTIONS})
+    config = OmegaConf.structured(Recipe)
     assert isinstance(config, DictConfig)
-    for part in (config, *(config[section] for section in SECTIONS)):
-        OmegaConf.set_readonly(part, None)  # the dataclasses are frozen
+    OmegaConf.set_readonly(config, None)  # the dataclasses are frozen
+    sections = [
+        section
+        for section, key in SECTIONS.items()
+        if key.default is not None or any(name.startswith(f"{section}.") for name in settings)
+    ]
+    for section in sections:
+        OmegaConf.update(config, section, {})
+        OmegaConf.set_readonly(OmegaConf.select(config, section), None)
     refuse(
         [error for setting in settings.values() for error in _assign(config, setting.key, KEYS[setting.key], setting)]
     )
     errors = []
-    for section in SECTIONS:
-        missing = [f"{section}.{name}" for name in config[section] if OmegaConf.is_missing(config[section], name)]
+    for section in sections:
+        values = OmegaConf.select(config, section)
+        missing = [f"{section}.{name}" for name in values if OmegaConf.is_missing(values, name)]
         if missing:
             some = " or ".join(sorted(cards, key=len)[:3])
             card = f", or pick a shape card, such as model.name = {some}" if section == "model" else ""
@@ -211,6 +232,8 @@ def _parse_override(text: str) -> Setting:
     name = name.strip()
     if not equals or not name:
         raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
+    if name in SECTIONS and SECTIONS[name].default is None and value == "null":
+        return Setting(key=name, value=None, origin=COMMAND_LINE)
     if name not in KEYS:
         raise ConfigError(_unknown_key(Setting(key=name, value=value, origin=COMMAND_LINE)))
     # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
@@ -238,7 +261,7 @@ def _unknown_key(setting: Setting) -> str:
         or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
         or get_close_matches(setting.key, KEYS, 1, cutoff=0.6)
     )
-    known = own or [*(f"{name}.*" for name in SECTIONS), *(name for name in KEYS if "." not in name)]
+    known = own or [*(f"{name}.*" for name in SECTIONS if "." not in name), *(name for name in KEYS if "." not in name)]
     advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     foreign = leaf.lower().replace("-", "_")
     advice = _ELSEWHERE.get("offload" if "offload" in leaf else foreign, advice)

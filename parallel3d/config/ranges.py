@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
 
@@ -35,31 +35,29 @@ def range_errors(recipe: Any) -> Iterator[str]:
     """One line for each number of the recipe's sections that lies outside of its range, whole numbers first.
 
     Every whole number counts something: where its field names no range it must be at least 1."""
-    sections = [(name.name, getattr(recipe, name.name)) for name in fields(recipe)]
-    sections += [
-        (f"{name}.{key.name}[{index}]", entry)
-        for name, section in sections
-        if is_dataclass(section)
-        for key in fields(section)
-        if isinstance(entries := getattr(section, key.name), tuple)
-        for index, entry in enumerate(entries)
-        if is_dataclass(entry)
-    ]
-    numbers = [
-        (f"{name}.{key.name}", value, key.metadata)
-        for name, section in sections
-        if is_dataclass(section)
-        for key in fields(section)
-        if (value := getattr(section, key.name)) is not None
-        and ("range" in key.metadata or (isinstance(value, int) and not isinstance(value, bool)))
-    ]
-    for name, value, metadata in sorted(numbers, key=lambda number: not isinstance(number[1], int)):
+    for name, value, metadata in sorted(_numbers(recipe), key=lambda number: not isinstance(number[1], int)):
         words = metadata.get("range", "at least 1")
         if not all(is_within(words, number) for number in (value if isinstance(value, tuple) else [value])):
             said = f"{list(value)}: each" if isinstance(value, tuple) else f"{value}:"
             yield f"{name} = {said} must be {words}; try {metadata.get('example', 1)}"
         elif isinstance(value, int) and value > _LARGEST_COUNT:
             yield f"{name} = {value}: must be at most 2^40 = {_LARGEST_COUNT}"
+
+
+def _numbers(section: Any, under: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yields the key, the value and the metadata of each number of a section, of the sections in it and of the entries
+    of its lists."""
+    for key in fields(section):
+        name, value = f"{under}{key.name}", getattr(section, key.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{name}.")
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            for index, entry in enumerate(value):
+                yield from _numbers(entry, f"{name}[{index}].")
+        elif value is not None and (
+            "range" in key.metadata or (isinstance(value, int) and not isinstance(value, bool))
+        ):
+            yield name, value, key.metadata
 
 
 def any_of(values: Iterable[object]) -> str:

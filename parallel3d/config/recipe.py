@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -24,6 +24,22 @@ SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """The stretching of rotary frequencies to a longer context, whose formulas `layers/positions.py` has.
+    A key that its type does not read is refused unless it is left at its default (`rules_layout`)."""
+
+    type: Literal["llama3", "yarn"]
+    factor: float = within("at least 1 and finite", MISSING, example="8")  # how many times longer the context became
+    original_max_positions: int  # tokens of the context before
+    low_freq_factor: float = within("above 0 and finite", 1.0)  # llama3: up to so many turns in it are stretched
+    high_freq_factor: float = within("above 0 and finite", 4.0)  # llama3: from so many turns in it they stay
+    beta_fast: float = within("above 0 and finite", 32.0)  # yarn: those that turn more often in it stay
+    beta_slow: float = within("above 0 and finite", 1.0)  # yarn: those that turn less often are stretched
+    # yarn: how much queries and keys grow; None: 0.1 ln(factor) + 1.
+    attention_factor: float | None = within("above 0 and finite", None, example="1.2")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace the card's."""
 
@@ -33,9 +49,11 @@ class ModelConfig:
     hidden: int
     heads: int
     kv_heads: int | None = None  # None: equal to heads
+    head_dim: int | None = None  # features of one head; None: hidden / heads
     ffn_hidden: int
     vocab: int
     rope_theta: float = within("above 0 and finite", 10_000.0)
+    rope_scaling: RopeScaling | None = None  # llama: rotary frequencies for a longer context; None: as they are
     norm_eps: float = within("above 0 and finite", 1e-5)
     tied_embeddings: bool = False
     init_std: float = within("above 0 and finite", 0.02)
@@ -52,22 +70,35 @@ class ModelConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def head_size(self) -> int:
+        """The features of one head: what `head_dim` stands for."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_hidden(self) -> int:
+        """The features of all queries, which need not be `hidden`."""
+        return self.heads * self.head_size
 
     @property
     def block_weights(self) -> int:
         """The weights of one block's matrices."""
         return block_weights(
             hidden=self.hidden,
-            kv_hidden=self.key_value_heads * self.head_dim,
+            query_hidden=self.query_hidden,
+            kv_hidden=self.key_value_heads * self.head_size,
             ffn_hidden=self.ffn_hidden,
             ffn_matrices=2 if self.architecture == "gpt" else 3,  # without a gate, and with one
         )
 
     def part_costs(self, seq_len: int) -> PartCosts:
         """Returns what embedding, block and head cost, for cutting the model into pipeline stages."""
-        return PartCosts.of(block_weights=self.block_weights, hidden=self.hidden, vocab=self.vocab, seq_len=seq_len)
+        return PartCosts.of(
+            block_weights=self.block_weights,
+            hidden=self.hidden,
+            query_hidden=self.query_hidden,
+            vocab=self.vocab,
+            seq_len=seq_len,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

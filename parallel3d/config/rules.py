@@ -20,6 +20,7 @@ from parallel3d.config.rules_layout import (
     batch_errors,
     model_errors,
     parallel_errors,
+    rope_errors,
     rule,
     schedule_errors,
     sharding_errors,
@@ -44,6 +45,7 @@ def validate(recipe: Recipe) -> None:
     refuse([*range_errors(recipe)])
     checks = (
         model_errors,
+        rope_errors,
         parallel_errors,
         schedule_errors,
         batch_errors,

@@ -77,12 +77,15 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each key of the model that does not fit the others, tp or the length of a sequence, and for each key
     that its architecture does not read."""
     model, tp, seq_len = recipe.model, recipe.parallel.tp, recipe.train.seq_len
-    if model.hidden % model.heads:
+    if model.head_dim is not None:
+        if model.head_dim % 2 and model.architecture == "llama":
+            yield f"<model.head_dim>: must be even, as rotary positions turn pairs of numbers; try {model.head_dim + 1}"
+    elif model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
         tries = any_of(divisors_near(model.hidden // 2, model.heads) or [1])
         yield f"<model.heads>: must divide <model.hidden>; try {tries}"
-    elif model.head_dim % 2 and model.architecture == "llama":
-        words = f"makes heads of {model.head_dim} numbers, which rotary positions need in pairs"
+    elif model.head_size % 2 and model.architecture == "llama":
+        words = f"makes heads of {model.head_size} numbers, which rotary positions need in pairs"
         yield f"<model.heads>: {words}; try model.hidden={model.hidden + model.heads}"
     if model.heads % model.key_value_heads:
         tries = any_of(divisors_near(model.heads, model.key_value_heads))
@@ -98,6 +101,36 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
                 yield f"<model.{key}>: is not for <model.architecture> ({why}); {tries}"
     if model.architecture == "gpt" and (model.max_positions or 0) < seq_len:
         yield f"<model.max_positions>: must be at least <train.seq_len>; try {seq_len}"
+
+
+# The keys that only one type of `model.rope_scaling` has, the lower bound of its blend first.
+_SCALING_KEYS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast", "attention_factor"),
+}
+
+
+@rule
+def rope_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each key of `model.rope_scaling` that its type does not read, or that does not fit the others."""
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        return
+    if recipe.model.architecture == "gpt":
+        words = "is not for <model.architecture> (gpt has learned positions)"
+        yield f"<model.rope_scaling.type>: {words}; drop it, or try model.architecture=llama"
+    defaults = {key.name: key.default for key in fields(scaling)}
+    for type_, keys in _SCALING_KEYS.items():
+        for key in keys if type_ != scaling.type else ():
+            if getattr(scaling, key) != defaults[key]:
+                tries = f"{shown(defaults[key])}, or model.rope_scaling.type={type_}"
+                yield f"<model.rope_scaling.{key}>: is not for <model.rope_scaling.type>; try {tries}"
+    low, high, *_ = _SCALING_KEYS[scaling.type]
+    if getattr(scaling, low) >= getattr(scaling, high):
+        tries = f"{defaults[low]:g} and {defaults[high]:g}"
+        yield f"<model.rope_scaling.{low}>: must be below <model.rope_scaling.{high}>; try {tries}"
+    if scaling.type == "yarn" and recipe.model.rope_theta <= 1.0:
+        yield "<model.rope_theta>: must be above 1 for <model.rope_scaling.type>; try 10000"
 
 
 @rule

@@ -16,7 +16,7 @@ import yaml
 from parallel3d.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_DEEPEST = 3  # levels of keys in a file; a recipe has two
+_DEEPEST = 3  # levels of keys in a file: model.rope_scaling.factor
 _LARGEST_FILE_BYTES = 1 << 20  # a recipe has a few kB; nobody means to parse a checkpoint as YAML
 
 

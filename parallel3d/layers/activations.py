@@ -8,6 +8,7 @@ softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
     each of two RMSNorms   its input e D, inverse root mean square w, output (the next product's input) e D
                            by operators of torch (CPUs): input w D, normalised input w D, w, and output e D     t / r
     each of two LayerNorms its input e D, mean and inverse deviation 2 w (on CPUs 2 e), output e D              t / r
+    norms of q and k       of each of H + G heads the input e K, w (on CPUs 2 w K, w); outputs are counted below t / n
     attention              q e H K, k and v 2 e G K, its output (the next product's input) e H K                t / n
                            its softmax, unless recomputed (selective): w H                                      t / n
     by a kernel of GPUs that takes no grouped heads: k and v 2 e H K, unless recomputed                         t / n
@@ -40,13 +41,14 @@ class BlockActivations:
     hidden: int
     heads: int
     kv_heads: int
+    head_dim: int
     ffn_hidden: int
     item_bytes: int
-    head_dim: int | None = None
     tp: int = 1
     sequence_parallel: bool = False
     fused_norm: bool = True
     layer_norm: bool = False
+    qk_norm: bool = False
     gated: bool = True
     dropout: bool = False
     attention: AttentionKernel = AttentionKernel("cpu")
@@ -57,23 +59,19 @@ class BlockActivations:
         outside = tokens // self.tp if self.sequence_parallel else tokens  # tokens outside attention and MLP
         if recompute == "full":
             return outside * self.hidden * e
-        between = outside * (2 * self.norm_bytes + (2 * self.hidden if self.dropout else 0))
+        norm = self.norm_bytes(self.hidden) + e * self.hidden
+        between = outside * (2 * norm + (2 * self.hidden if self.dropout else 0))
         mlp = tokens * ((4 if self.gated else 2) * self.ffn_hidden // self.tp * e)
         return (
             between
             + mlp
-            + tokens * self._attention_bytes(recompute)
+            + tokens * (self._attention_bytes(recompute) + self.head_norm_bytes)
             + self.seq**2 * (recompute == "none" and self.attention.name == "scores")
         )
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
         """The bytes that attention keeps of one token."""
-        dim, heads, kernel, e = (
-            self.head_dim or self.hidden // self.heads,
-            self.heads // self.tp,
-            self.attention,
-            self.item_bytes,
-        )
+        dim, heads, kernel, e = self.head_dim, self.heads // self.tp, self.attention, self.item_bytes
         groups = heads if kernel.repeats_heads and recompute == "none" else max(self.kv_heads // self.tp, 1)
         inputs, wide = e * (heads + 2 * groups) * dim, max(e, 4)
         if recompute == "none" and kernel.kept_bytes:
@@ -86,10 +84,15 @@ class BlockActivations:
         `every` is recomputed as `recompute` says, the others are not."""
         return sum(self.bytes(recompute if index % every == 0 else "none") for index in blocks)
 
-    @property
-    def norm_bytes(self) -> int:
-        """The bytes that a norm keeps of one token, its output included."""
-        kept, wide = 2 * self.hidden * self.item_bytes, max(self.item_bytes, 4)
+    def norm_bytes(self, features: int) -> int:
+        """Returns the bytes that a norm keeps of a vector of so many features, beside its output."""
+        kept, wide = features * self.item_bytes, max(self.item_bytes, 4)
         if self.layer_norm:
             return kept + 2 * (wide if self.fused_norm else self.item_bytes)
-        return kept + wide if self.fused_norm else self.hidden * (2 * wide + self.item_bytes) + wide
+        return (kept if self.fused_norm else 2 * features * wide) + wide
+
+    @property
+    def head_norm_bytes(self) -> int:
+        """The bytes that the norms of the heads' queries and keys keep of one token."""
+        vectors = self.heads // self.tp + max(self.kv_heads // self.tp, 1)
+        return vectors * self.norm_bytes(self.head_dim) if self.qk_norm else 0

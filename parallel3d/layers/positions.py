@@ -5,8 +5,7 @@ that stretch their frequencies to longer contexts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, normal
 
@@ -54,53 +54,37 @@ def positions_in_documents(documents: Tensor) -> Tensor:
     return place - (place * starts).cummax(dim=1).values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's: frequencies whose wavelength exceeds original_length / low_factor are divided by `factor`, those
-    below original_length / high_factor stay, those between are blended. (Dubey et al. 2024, arXiv 2407.21783, names no
-    formula; this is that of Meta's llama-models, models/llama3/model.py, `apply_scaling`.)"""
+def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Returns the frequencies [head_dim / 2] of rotary positions for a context that is longer than the one before.
 
-    factor: float = 8.0
-    low_factor: float = 1.0
-    high_factor: float = 4.0
-    original_length: int = 8192
-    magnitude: ClassVar[float] = 1.0  # queries and keys do not grow
+    llama3, of Llama 3.1: a frequency that makes at most `low_freq_factor` turns in the context before is divided by
+    `factor`, one that makes at least `high_freq_factor` stays, those between are blended. (Dubey et al. 2024, arXiv
+    2407.21783, names no formula; this is that of Meta's llama-models, models/llama3/model.py, `apply_scaling`.)
 
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
-        turns = self.original_length * frequencies / (2 * math.pi)  # in the original context
-        keep = ((turns - self.low_factor) / (self.high_factor - self.low_factor)).clamp(0.0, 1.0)
-        return frequencies * (keep + (1.0 - keep) / self.factor)
+    yarn (Peng et al. 2023, arXiv 2309.00071, section 3): those that turn less than `beta_slow` times are divided, those
+    that turn more than `beta_fast` times stay, those between are blended linearly by their index."""
+    context = scaling.original_max_positions
+    if scaling.type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (keep + (1.0 - keep) / scaling.factor)
+    half = frequencies.numel()
+    # The indices of the frequencies that turn so many times in the context before.
+    fast, slow = (
+        half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+    place = torch.arange(half, dtype=torch.float32, device=frequencies.device)
+    interpolate = ((place - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1.0 - interpolate + interpolate / scaling.factor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3): dims that turn less than `slow` times in the original
-    context are interpolated, those that turn more than `fast` times stay, those between are blended linearly by their
-    index; queries and keys grow by 0.1 ln(factor) + 1 (`magnitude`, unless `attention_factor` says)."""
-
-    factor: float
-    original_length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention_factor: float | None = None
-
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
-        half = frequencies.numel()
-        # The pairs of dims that turn so many times in the original context.
-        fast, slow = (
-            half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
-            for turns in (self.fast, self.slow)
-        )
-        low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
-        place = torch.arange(half, dtype=torch.float32, device=frequencies.device)
-        interpolate = ((place - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-        return frequencies * (1.0 - interpolate + interpolate / self.factor)
-
-    @property
-    def magnitude(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+def magnitude_of(scaling: RopeScaling) -> float:
+    """Returns the factor by which queries and keys grow: yarn's `attention_factor`, or else 0.1 ln(factor) + 1."""
+    if scaling.type == "llama3":
+        return 1.0
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
 
 
 class RotaryEmbedding(nn.Module):
@@ -113,9 +97,7 @@ class RotaryEmbedding(nn.Module):
     layers calls before them, or on first use.
     """
 
-    def __init__(
-        self, head_dim: int, *, theta: float = 10_000.0, scaling: Llama3Scaling | YarnScaling | None = None
-    ) -> None:
+    def __init__(self, head_dim: int, *, theta: float = 10_000.0, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self._table: tuple[Tensor, Tensor] | None = None
@@ -139,7 +121,8 @@ class RotaryEmbedding(nn.Module):
             exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
             frequencies, magnitude = self.theta**-exponents, 1.0
             if self.scaling is not None:
-                frequencies, magnitude = self.scaling.scale(frequencies, self.theta), self.scaling.magnitude
+                frequencies = stretched(frequencies, self.theta, self.scaling)
+                magnitude = magnitude_of(self.scaling)
             positions = torch.arange(length, device=like.device, dtype=torch.float32)
             angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
             signs = torch.full((self.head_dim,), magnitude, device=like.device)

@@ -85,6 +85,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
+        query_hidden=config.query_hidden,
         weights_per_block=config.block_weights,
         vocab=config.vocab,
         seq_len=seq_len,

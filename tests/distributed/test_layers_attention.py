@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention, lengths_of_documents, same_document
 from parallel3d.layers.parameter import Placement
-from parallel3d.layers.positions import Llama3Scaling, RotaryEmbedding, YarnScaling, positions_in_documents
+from parallel3d.layers.positions import RotaryEmbedding, positions_in_documents
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
 B, S, T, D, H, K = 2, 8, 12, 16, 8, 4
@@ -71,8 +72,8 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
 
 
 PLAIN = RotaryEmbedding(K, theta=100.0)
-LLAMA = RotaryEmbedding(K, theta=100.0, scaling=Llama3Scaling(original_length=64))
-YARN = RotaryEmbedding(K, theta=100.0, scaling=YarnScaling(factor=4.0, original_length=64))
+LLAMA = RotaryEmbedding(K, theta=100.0, scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=64))
+YARN = RotaryEmbedding(K, theta=100.0, scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64))
 CASES = {
     "heads": [
         attention("multi-head", 8, rotary=PLAIN),

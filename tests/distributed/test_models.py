@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.reader import IndexReader
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.layers.parameter import initialize
+from parallel3d.models.llama import Llama
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.test_layers_llama import ODD, ODD_1005
 from tests.distributed.training_cases import (
@@ -58,6 +60,7 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (GPT, {"pp": 2, "dp_shard": 2, "schedule": "zb_h1"}),
         (GPT, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True, "recompute": "selective"}),
         (QWEN, {"tp": 2, "pp": 2, "microbatch_size": 2}),
+        (QWEN, {"pp": 2, "dp_shard": 2, "microbatch_size": 2}),
         (ODD_1005, {"tp": 4, "microbatch_size": 8}),
     ],
 }
@@ -93,6 +96,31 @@ def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable)
     first, again, second, evaluated, plain = world(1).run(losses_of_one_batch)[0]
     assert first == again and abs(first - second) > 1e-4
     assert evaluated == pytest.approx(plain, rel=1e-6) and abs(evaluated - first) > 1e-4
+
+
+def logits_of_rank(models: list[ModelConfig]) -> list[list[list[list[float]]]]:
+    """Returns this tp rank's logits [seq, vocab / tp] of one sequence for each model, from the last stage alone."""
+    found = []
+    for model in models:
+        trainer = make_trainer(make_recipe(model, ParallelConfig(tp=2, pp=2), seq_len=12))
+        found.append([output[0].tolist() for output in trainer.logits(torch.arange(12).view(1, 1, 12))])
+    return found
+
+
+def test_stretched_positions_and_heads_of_their_own_size_are_those_of_transformers(world: Callable) -> None:
+    """Two tp ranks and two stages give the logits of transformers' own models, from the same weights in one process."""
+    from tests.test_models import HUGGING_FACE, SMALL, copy_weights, peer_of
+
+    families = ("llama3.1", "qwen2-yarn", "qwen3", "nemo")
+    models = [replace(SMALL, init_std=0.3, **HUGGING_FACE[family][0]) for family in families]
+    ranks = world(4).run(logits_of_rank, models)
+    for index, (family, model) in enumerate(zip(families, models, strict=True)):
+        alone, peer = Llama(model, device="meta"), peer_of(model, family)
+        initialize(alone, 0, "cpu")
+        copy_weights(alone, peer)
+        expected = peer(torch.arange(12).view(1, 12)).logits[0]
+        ours = torch.cat([torch.tensor(output) for rank in ranks for output in rank[index]], dim=-1)
+        assert (ours - expected).abs().max() < 1e-5 * expected.abs().max(), family
 
 
 def losses_of_one_batch() -> tuple[float, ...]:

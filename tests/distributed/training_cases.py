@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, RopeScaling, TrainConfig
 from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.data.mixture import training_windows
 from parallel3d.data.windows import TokensInMemory
@@ -55,7 +55,14 @@ GPT = ModelConfig(
     max_positions=32,
     tied_embeddings=True,
 )
-QWEN = replace(GROUPED, qkv_bias=True, qk_norm=True, window=7)
+QWEN = replace(
+    GROUPED,
+    head_dim=12,
+    qkv_bias=True,
+    qk_norm=True,
+    window=7,
+    rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64),
+)
 MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
 
 

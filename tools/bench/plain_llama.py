@@ -53,13 +53,13 @@ class PlainAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_size
         self.grouped = config.key_value_heads != config.heads
         self.rotary = rotary
-        self.q = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
-        self.k = nn.Linear(config.hidden, config.key_value_heads * config.head_dim, bias=False)
-        self.v = nn.Linear(config.hidden, config.key_value_heads * config.head_dim, bias=False)
-        self.o = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.q = nn.Linear(config.hidden, config.query_hidden, bias=False)
+        self.k = nn.Linear(config.hidden, config.key_value_heads * config.head_size, bias=False)
+        self.v = nn.Linear(config.hidden, config.key_value_heads * config.head_size, bias=False)
+        self.o = nn.Linear(config.query_hidden, config.hidden, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q_BHSK = self.rotary.rotate(self._heads(self.q(x_BSD)))
@@ -105,7 +105,7 @@ class PlainLlama(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        rotary = PlainRotary(config.head_dim, config.rope_theta)
+        rotary = PlainRotary(config.head_size, config.rope_theta)
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleDict({str(i): PlainBlock(config, rotary) for i in range(config.layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, eps=config.norm_eps)

@@ -62,6 +62,7 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, tp: int) -> Mode
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
     hidden = _up(hidden, 2 * heads)  # rotary positions want an even number for each head
+    ratio = model.query_hidden / model.hidden
     return replace(
         model,
         name=None,
@@ -69,6 +70,7 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, tp: int) -> Mode
         hidden=hidden,
         heads=heads,
         kv_heads=None if model.kv_heads is None else kv_heads,
+        head_dim=None if model.head_dim is None else max(2, 2 * round(ratio * hidden / heads / 2)),
         ffn_hidden=_up(hidden * model.ffn_hidden // model.hidden, tp),
         vocab=min(model.vocab, _up(VOCAB, tp) + model.vocab % tp),
     )

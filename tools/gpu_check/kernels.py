@@ -113,7 +113,7 @@ def block(findings: Findings) -> None:
         findings.note(f"{size.name}: ms", wall.ours * 1e3)
         findings.note(f"{size.name}: peer, ms", wall.peer * 1e3)
         tokens, weights = size.seq_len, size.model.block_weights
-        scores = size.seq_len / 2 * size.model.hidden * 2
+        scores = size.seq_len / 2 * size.model.query_hidden * 2
         findings.note(f"{size.name}: TFLOP/s", 6 * tokens * (weights + scores) / wall.ours / 1e12)
         findings.at_most(f"{size.name}: ratio", wall.ratio, size.wall_bar or 2.0, gpu_only=True)
 

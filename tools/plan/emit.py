@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import CheckpointConfig, OptimizerConfig, Recipe, TrainConfig
 from parallel3d.config.rules import can_step_in_backward, validate
-from parallel3d.config.yaml_text import read_settings, shown
+from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
-from parallel3d.models import shape_cards
-from parallel3d.planner.model.named import sliding_window
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
 from parallel3d.tools.plan.inputs import ParsedQuestion
-from parallel3d.tools.plan.models import NUMBERS, Model
 from parallel3d.tools.reply import write_output
 
 # The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
@@ -38,13 +34,6 @@ LAUNCHERS = {
 }
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36
-# What a config.json calls a key of `model:`.
-_HUGGING_FACE = {
-    "rope_theta": "rope_theta",
-    "rms_norm_eps": "norm_eps",
-    "layer_norm_epsilon": "norm_eps",
-    "initializer_range": "init_std",
-}
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
@@ -107,39 +96,23 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
         optimizer = replace(base.optimizer, step_in_backward=is_early)
         model = replace(base.model, vocab=q.shape.vocab)
         return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
+    config = asked.model.config
+    if config is None:
+        raise ConfigError(f"--emit-recipe: the trainer has no module for {q.shape.name}, only for Llamas and GPTs")
+    if config.architecture == "gpt":
+        config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
     large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
     warmup_steps = 0 if plan.tokens is None else min(2000, steps // 10)
     # About once an hour; a trial needs none.
     every = None if plan.tokens is None else max(1, round(3600 / best.cost.step_time_s))
     return Recipe(
-        model=_model(asked.model, q.shape, q.seq_len),
+        model=replace(config, vocab=q.shape.vocab),
         train=TrainConfig(steps=steps, **planned),
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1.5e-4 if large else 3e-4, warmup_steps=warmup_steps),
         checkpoint=CheckpointConfig(every=every),
         run_dir=f"runs/{run}",
     )
-
-
-def _model(model: Model, shape: ModelShape, seq_len: int) -> ModelConfig:
-    """Returns the trainer's section for a shape, with what a card or a config.json says beyond the shape."""
-    is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned" and shape.biases and shape.layer_norm
-    is_llama = shape.feed_forward == "swiglu" and shape.positions == "rope" and not shape.biases
-    if not is_gpt and not is_llama:
-        raise ConfigError(f"--emit-recipe: the trainer has no module for {shape.name}, only for Llamas and GPTs")
-    numbers: dict[str, Any] = {
-        **{key: getattr(shape, key) for key in (*NUMBERS, "qk_norm", "tied_embeddings")},
-        "architecture": "gpt" if is_gpt else "llama",
-        "qkv_bias": shape.qkv_biases,
-        "max_positions": max(shape.position_rows, seq_len) if is_gpt else None,
-    }
-    more: dict[str, Any] = {}
-    if model.config is not None:
-        more = {ours: float(model.config[theirs]) for theirs, ours in _HUGGING_FACE.items() if theirs in model.config}
-        more["window"] = sliding_window(model.config)
-    elif shape.name in shape_cards():
-        more = {"name": shape.name, **{each.key: each.value for each in read_settings(shape_cards()[shape.name])}}
-    return ModelConfig(**{**more, **numbers})
 
 
 def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:

@@ -101,9 +101,8 @@ def read_question(
         memory_fraction=options.mem_fraction,
     )
     more = list(notes(model.recipe)) if model.recipe else []
-    longest = (model.config or {}).get("max_position_embeddings")
-    if longest is not None and seq_len > longest:
-        more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {longest} of config.json")
+    if model.longest is not None and seq_len > model.longest:
+        more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
     return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
 
 

@@ -4,19 +4,18 @@ numbers by hand."""
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from parallel3d.config.load import load_recipe
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.planner.model.named import check_shape, from_hugging_face, named_shape, notes_on, shape_names
+from parallel3d.planner.model.hugging_face import check_model, from_hugging_face, notes_on, read_config_json
+from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import model_flops_per_token, rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
@@ -24,18 +23,20 @@ from parallel3d.planner.report.text import si
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.reply import Reply
 
-NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # options, and keys of a recipe
+_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")  # options, and keys of a recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape, and what it was read from: `said` is the user's word for it, `recipe` the recipe and `config` the
-    config.json that was read, and `notes` what a file says and a plan does not count."""
+    """A shape, and what it was read from: `said` is the user's word for it, `recipe` the recipe that was read, `config`
+    what the trainer knows of the model (None: it has no module for it), `longest` the most tokens of a sequence that a
+    config.json tells, and `notes` what a file says and a plan does not count."""
 
     shape: ModelShape
     said: str = ""
     recipe: Recipe | None = None
-    config: Mapping[str, Any] | None = None
+    config: ModelConfig | None = None
+    longest: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -57,11 +58,12 @@ def all_named() -> list[ModelShape]:
 def find_model(options: argparse.Namespace) -> Model:
     """Returns the model that the options name or number. Raises ConfigError for none, for a name and numbers at once,
     and for an unknown name (with the nearest)."""
-    by_hand = [name.replace("_", "-") for name in (*NUMBERS, "kind") if getattr(options, name) is not None]
+    by_hand = [name.replace("_", "-") for name in (*_NUMBERS, "kind") if getattr(options, name) is not None]
     if options.model is None and not by_hand:
         raise ConfigError("--model: required; try --model llama3-8b, a config.json, or --layers 32 --hidden 4096 ...")
     if options.model is None:
-        return Model(shape=_from_numbers(options))
+        config = _from_numbers(options)
+        return Model(shape=replace(from_config(config), name="model by hand"), config=config)
     if by_hand:
         raise ConfigError(f"--{by_hand[0]}: does not go with --model {options.model}; give one of the two")
     return read_model(options.model)
@@ -75,8 +77,15 @@ def read_model(text: str) -> Model:
     if path.is_dir():
         raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
-        shape, config = from_hugging_face(path), json.loads(path.read_text())
-        return Model(shape=shape, said=text, config=config, notes=tuple(notes_on(config)))
+        config, said = from_hugging_face(path), read_config_json(path)
+        name = path.resolve().parent.name if path.stem == "config" else path.stem
+        return Model(
+            shape=replace(from_config(config), name=name),
+            said=text,
+            config=config,
+            longest=said.get("max_position_embeddings"),
+            notes=tuple(notes_on(said, path)),
+        )
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
         recipe = load_recipe(recipes.get(text, path), cards=cards)
@@ -88,34 +97,27 @@ def read_model(text: str) -> Model:
         near = get_close_matches(plain, [*names, *recipes], n=3, cutoff=0.5)
         advice = f"did you mean {' or '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"--model {text}: unknown; {advice}")
-    return Model(shape=named_shape(known, cards), said=text)
+    card = card_config(known, cards[known]) if known in cards else None
+    return Model(shape=named_shape(known, cards), said=text, config=card)
 
 
-def _from_numbers(options: argparse.Namespace) -> ModelShape:
-    """Returns the shape of --layers, --hidden and the other numbers, a Llama's or a GPT's in what they leave open."""
+def _from_numbers(options: argparse.Namespace) -> ModelConfig:
+    """Returns the model of --layers, --hidden and the other numbers, a Llama or a GPT in what they leave open."""
     required = ("layers", "hidden", "heads", "vocab")
     if missing := ", ".join(f"--{name}" for name in required if getattr(options, name) is None):
         example = "--layers 32 --hidden 4096 --heads 32 --vocab 32000"
         raise ConfigError(f"{missing}: required where there is no --model; try {example}")
     gpt = options.kind == "gpt"
     usual = 4 * options.hidden if gpt else -(-8 * options.hidden // 3 // 256) * 256
-    shape = ModelShape(
-        name="model by hand",
-        layers=options.layers,
-        hidden=options.hidden,
-        heads=options.heads,
-        kv_heads=options.kv_heads or options.heads,
-        ffn_hidden=options.ffn_hidden or usual,
-        vocab=options.vocab,
-        feed_forward="gelu" if gpt else "swiglu",
-        positions="learned" if gpt else "rope",
-        position_rows=options.seq_len or 0 if gpt else 0,
+    numbers = {name: getattr(options, name) for name in _NUMBERS}
+    config = ModelConfig(
+        **{**numbers, "ffn_hidden": options.ffn_hidden or usual},
+        architecture="gpt" if gpt else "llama",
+        max_positions=options.seq_len if gpt else None,
         tied_embeddings=gpt,
-        biases=gpt,
-        layer_norm=gpt,
     )
-    check_shape(shape, "model by hand")
-    return shape
+    check_model(config, "model by hand")
+    return config
 
 
 def _list(shapes: list[ModelShape]) -> Iterator[str]:

@@ -38,6 +38,7 @@ class BlockTensors:
     scores_again: int  # the same in a backward, where attention is recomputed
     scores_backward: int
     norm: int  # what a norm keeps of its forward, its output aside
+    head_norms: int  # what the norms of queries and keys keep; 0 without
     gates: int  # 1 for an MLP with a gate, else 0
     mask: int  # of dropout between the layers; 0 without
     attention_weights: int  # gradients of the products' weights, as the products make them
@@ -76,7 +77,7 @@ class BlockTensors:
         the output of the MLP's last product before and after it is summed over tp, or dropout's mask, which is drawn
         from 24 bytes a number."""
         made = max(self.hidden_full + self.hidden_local + self.copied, self.hidden_local + 25 * self.mask)
-        dropped = self.norm + 2 * self.queries + 2 * self.keys + self.attention_own + self.mask
+        dropped = self.norm + self.head_norms + 2 * self.queries + 2 * self.keys + self.attention_own + self.mask
         return max(made - is_recomputed * dropped, self.scores_forward - self.mlp_kept)
 
     def backward(self, weights: WeightGradients, *, is_recomputed: bool) -> int:
@@ -130,12 +131,14 @@ def block_tensors(run: PlannedRun) -> BlockTensors:
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         ffn_hidden=shape.ffn_hidden,
         item_bytes=int(run.item_bytes),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         fused_norm=not run.on_cpu,
         layer_norm=shape.layer_norm,
+        qk_norm=shape.qk_norm,
         gated=shape.feed_forward_inputs == 2,
         dropout=run.optimizer.has_dropout,
         attention=planned_attention(run),
@@ -150,20 +153,22 @@ def _block_tensors(block: BlockActivations, shape: ModelShape, is_selective: boo
     outside = tokens // tp if block.sequence_parallel else tokens
     is_gathered = block.sequence_parallel and tp > 1
     query, key, output, up, down = block_tables(shape, tp)[:5]
+    queries = item * tokens * shape.query_hidden // tp
     keys, scores = item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim, tokens * block.seq * block.heads // tp
     return BlockTensors(
         hidden_local=item * outside * hidden,
         gathered=item * tokens * hidden * is_gathered,
         copied=item * tokens * hidden * (is_gathered and block.batch > 1),
         ffn=item * tokens * block.ffn_hidden // tp,
-        queries=item * tokens * hidden // tp,
+        queries=queries,
         keys=keys,
-        attended_keys=item * tokens * hidden // tp if kernel.repeats_heads else keys,
+        attended_keys=queries if kernel.repeats_heads else keys,
         attention_own=block.bytes() - block.bytes("selective"),
         scores_forward=scores * kernel.forward_bytes,
         scores_again=scores * kernel.forward_bytes * is_selective,
         scores_backward=scores * kernel.backward_bytes,
-        norm=outside * block.norm_bytes - item * outside * hidden,
+        norm=outside * block.norm_bytes(hidden),
+        head_norms=tokens * block.head_norm_bytes,
         gates=int(block.gated),
         mask=outside * hidden if block.dropout else 0,
         attention_weights=item * (query.numel + key.numel + output.numel),

@@ -128,8 +128,8 @@ def whole_block_bytes(run: PlannedRun) -> float:
     bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + program.norm_extra_bytes)
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
-    rotated = (shape.hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
-    features = 2.0 * shape.hidden + 2.0 * kv + rotated
+    rotated = (shape.query_hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
+    features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
     # The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too.
     is_unfused = shape.feed_forward == "swiglu" and not program.fused_mlp
     features += (shape.feed_forward_inputs + 1 + is_unfused) * shape.ffn_hidden

@@ -39,15 +39,15 @@ class Table:
 @lru_cache(maxsize=256)
 def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) -> tuple[Table, ...]:
     """Returns a block's parameters on a tp rank. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
-    h, f, dim = shape.hidden, shape.ffn_hidden, shape.head_dim
+    h, f, q, dim = shape.hidden, shape.ffn_hidden, shape.query_hidden, shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
     if repeats_kv_heads:
         kv = max(shape.kv_hidden // tp, dim)
     inputs = shape.feed_forward_inputs
     tables = [
-        Table(h // tp, h),
+        Table(q // tp, h),
         Table(kv, h, 2),
-        Table(h, h // tp),
+        Table(h, q // tp),
         Table(f // tp, h, inputs),
         Table(h, f // tp),
         Table(h, times=4 if shape.layer_norm else 2),
@@ -55,7 +55,7 @@ def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) 
     if shape.qk_norm:
         tables.append(Table(dim, times=2))
     if shape.biases or shape.qkv_biases:
-        tables += [Table(h // tp), Table(kv, times=2)]
+        tables += [Table(q // tp), Table(kv, times=2)]
     if shape.biases:
         tables += [Table(h, times=2), Table(f // tp, times=inputs)]
     return tuple(tables)
@@ -129,6 +129,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     return training_flops_per_token(
         layers=shape.layers,
         hidden=shape.hidden,
+        query_hidden=shape.query_hidden,
         weights_per_block=shape.block_weights,
         vocab=shape.vocab,
         seq_len=seq_len,
@@ -140,7 +141,7 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, ev
     `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,
     arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
     matrices = 2 * shape.layers * shape.block_weights
-    attention = 4 * shape.layers * shape.hidden * seq_len
+    attention = 4 * shape.layers * shape.query_hidden * seq_len
     whole = matrices + attention
     again = {"full": whole, "every_n": whole / every, "op": matrices / 2, "selective": attention}
     return model_flops_per_token(shape, seq_len) + again.get(recompute, 0.0)
@@ -148,7 +149,7 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, ev
 
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """Returns the operations per token by another definition than the plan's own."""
-    attention = 12 * shape.layers * shape.hidden * seq_len
+    attention = 12 * shape.layers * shape.query_hidden * seq_len
     blocks, head = shape.layers * shape.block_weights, shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),

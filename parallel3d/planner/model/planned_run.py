@@ -183,7 +183,13 @@ def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageS
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """Cuts the layers as the trainer does, by `ModelConfig.part_costs`."""
-    costs = PartCosts.of(block_weights=shape.block_weights, hidden=shape.hidden, vocab=shape.vocab, seq_len=seq_len)
+    costs = PartCosts.of(
+        block_weights=shape.block_weights,
+        hidden=shape.hidden,
+        query_hidden=shape.query_hidden,
+        vocab=shape.vocab,
+        seq_len=seq_len,
+    )
     return tuple(balanced_cut(shape.layers, stages, costs))
 
 

@@ -22,6 +22,7 @@ class ModelShape:
     hidden: int
     heads: int
     kv_heads: int
+    head_dim: int  # features of one head
     ffn_hidden: int
     vocab: int
     feed_forward: FeedForward = "swiglu"
@@ -35,8 +36,9 @@ class ModelShape:
     embedding_norm: bool = False  # BLOOM's norm after the embedding
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def query_hidden(self) -> int:
+        """Features of all queries."""
+        return self.heads * self.head_dim
 
     @property
     def kv_hidden(self) -> int:
@@ -53,7 +55,11 @@ class ModelShape:
         """The weights of one block's matrices, which a token is multiplied with."""
         matrices = self.feed_forward_inputs + 1
         return block_weights(
-            hidden=self.hidden, kv_hidden=self.kv_hidden, ffn_hidden=self.ffn_hidden, ffn_matrices=matrices
+            hidden=self.hidden,
+            query_hidden=self.query_hidden,
+            kv_hidden=self.kv_hidden,
+            ffn_hidden=self.ffn_hidden,
+            ffn_matrices=matrices,
         )
 
     @property
@@ -80,6 +86,7 @@ def from_config(config: ModelConfig) -> ModelShape:
         hidden=config.hidden,
         heads=config.heads,
         kv_heads=config.key_value_heads,
+        head_dim=config.head_size,
         ffn_hidden=config.ffn_hidden,
         vocab=config.vocab,
         feed_forward="gelu" if is_gpt else "swiglu",

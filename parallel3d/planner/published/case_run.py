@@ -105,6 +105,7 @@ def _shape(f: Fields) -> ModelShape:
         hidden=hidden,
         heads=heads,
         kv_heads=min(heads, f.number("model", "kv_heads", heads)),
+        head_dim=hidden // heads,
         ffn_hidden=f.number("model", "ffn_hidden", 4 * hidden),
         vocab=f.number("model", "vocab", _DEFAULT_VOCAB),
         feed_forward=feed_forward,

@@ -94,9 +94,9 @@ def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy 
 
 def grown(shape: ModelShape, heads: int) -> ModelShape:
     """A model of the same kind with so many heads: as in the families of GPT-3 and Llama layers grow with the width,
-    and heads keep their size, queries of a key their number, the feed-forward its ratio to the width (to multiples of
-    256), the vocabulary its size."""
-    hidden = heads * shape.head_dim
+    and heads keep their size and their number to the width, queries of a key their number, the feed-forward its ratio
+    to the width (to multiples of 256), the vocabulary its size."""
+    hidden = heads * shape.hidden // shape.heads
     layers = max(_ROUND_LAYERS, round(shape.layers * heads / shape.heads / _ROUND_LAYERS) * _ROUND_LAYERS)
     return replace(
         shape,

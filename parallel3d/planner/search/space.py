@@ -29,7 +29,11 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
     """Yields a line for each rule that a layout breaks, in the trainer's words, first those of ranges alone."""
     shape = question.planned_shape(parallel.tp)
     numbers = {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "ffn_hidden", "vocab")}
-    model = ModelConfig(**numbers, kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads)
+    model = ModelConfig(
+        **numbers,
+        kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads,
+        head_dim=None if shape.query_hidden == shape.hidden else shape.head_dim,
+    )
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     recipe = Recipe(model=model, train=train, parallel=parallel)
     if any(out_of_range := [*range_errors(recipe)]):

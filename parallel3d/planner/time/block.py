@@ -69,8 +69,8 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
     shape, tp, t = run.shape, run.layout.tp, run.tokens
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     sizes = [
-        (shape.hidden // tp + 2 * kv, shape.hidden),
-        (shape.hidden, shape.hidden // tp),
+        (shape.query_hidden // tp + 2 * kv, shape.hidden),
+        (shape.hidden, shape.query_hidden // tp),
         (shape.feed_forward_inputs * shape.ffn_hidden // tp, shape.hidden),
         (shape.hidden, shape.ffn_hidden // tp),
     ]
@@ -145,7 +145,7 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
     forward += inner * (_SWIGLU_FORWARD if swiglu else _GELU_FORWARD)
     backward += inner * (_SWIGLU_BACKWARD if swiglu else _GELU_BACKWARD)
     if shape.positions == "rope":
-        rotated = t * (shape.hidden + shape.kv_hidden) / layout.tp
+        rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE
         backward += rotated * _ROPE
     scale = program.elementwise * run.item_bytes / 2

@@ -70,7 +70,7 @@ class Calculon:
                 "feedforward": int(shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)),
                 "seq_size": case.run.seq_len,
                 "attn_heads": shape.heads,
-                "attn_size": shape.hidden // shape.heads,
+                "attn_size": shape.head_dim,
                 "num_blocks": shape.layers,
             }
         )
