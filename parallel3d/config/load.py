@@ -116,13 +116,8 @@ class Key:
             elif get_origin(choice) is tuple:
                 of, is_open = get_args(choice)[0], ... in get_args(choice)
                 names = get_args(of) if get_origin(of) is Literal else ()
-                many = (
-                    f"some of {', '.join(names)}, such as [{names[0]}]"
-                    if names
-                    else "whole numbers"
-                    if of is int
-                    else "numbers"
-                )
+                numbers = "whole numbers" if of is int else "numbers"
+                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else numbers
                 words.append(f"a list of {many if is_open else f'{len(get_args(choice))} numbers'}")
             else:
                 words.append(_WORDS[choice])
