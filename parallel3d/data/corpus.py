@@ -114,10 +114,14 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 def _refuse_other_tokenizers(data: DataConfig) -> None:
     """Raises ConfigError where the ids of two sources come from tokenizers that are known not to be the same."""
     headers = [open_token_files(corpus).header for corpus in data.corpora]
-    known = [(index, header.tokenizer) for index, header in enumerate(headers) if header and header.tokenizer]
+    known = [
+        (index, (header.tokenizer.kind, header.tokenizer.sha256, header.end_of_text))
+        for index, header in enumerate(headers)
+        if header and header.tokenizer
+    ]
     for index, tokenizer in known[1:]:
         first, own = known[0]
-        if (tokenizer.kind, tokenizer.sha256) != (own.kind, own.sha256):
+        if tokenizer != own:
             raise ConfigError(
                 f"data.sources[{index}].path = {data.sources[index].path}: its ids are from another tokenizer than "
                 f"those of data.sources[{first}].path = {data.sources[first].path}; try tokens that one has made"
