@@ -100,16 +100,22 @@ class IdWriter:
         return self
 
     def add(self, document: TokenIds) -> None:
-        """Appends a document. Raises DataError for an id that the vocabulary or the ids' type does not have."""
+        """Appends a document, as `add_ended` does."""
         ids = np.append(document, self._end)
-        if not len(ids):
-            return
+        if len(ids):
+            self.add_ended(ids, np.array([len(ids)]))
+
+    def add_ended(self, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
+        """Appends documents of these lengths whose ends of text are among `ids` already. Raises DataError for an id
+        that the vocabulary or the ids' type does not have."""
+        starts = np.cumsum(lengths) - lengths
         if ids.min() < 0 or ids.max() > self._limit:
-            wrong = ids[(ids < 0) | (ids > self._limit)][0]
-            raise DataError(f"{self.path}: token id {wrong} of document {len(self.starts)}: ids are 0 to {self._limit}")
+            wrong = np.flatnonzero((ids < 0) | (ids > self._limit))[0]
+            document = len(self.starts) + np.searchsorted(starts, wrong, side="right") - 1
+            raise DataError(f"{self.path}: token id {ids[wrong]} of document {document}: ids are 0 to {self._limit}")
         raw = ids.astype(self.dtype).tobytes()
         self._file.write(raw)
-        self.starts.append(self.tokens)
+        self.starts.extend((self.tokens + starts).tolist())
         self.tokens += len(ids)
         self.crc32, self.largest_id = zlib.crc32(raw, self.crc32), max(self.largest_id, int(ids.max()))
 

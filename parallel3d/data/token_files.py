@@ -224,13 +224,21 @@ class FolderWriter:
 
     def add(self, part: Part, document: TokenIds) -> None:
         """Appends a document to `part`. Raises DataError for an id beyond the vocabulary."""
+        self._writer(part).add(document)
+
+    def add_ended(self, part: Part, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
+        """Appends documents of these lengths to `part`, whose ends of text are among `ids` already."""
+        self._writer(part).add_ended(ids, lengths)
+
+    def _writer(self, part: Part) -> ShardWriter:
+        """Returns the writer of the shard that a part's next documents go to."""
         writers = self._writers[part]
         if not writers or writers[-1].tokens >= self.shard_tokens:
             self._open[part].close()
             path = self.folder / f"{part}-{len(writers):05}.bin"
             writer = ShardWriter(path, dtype=self.dtype, vocab_size=self.vocab_size, end_of_text=self.end_of_text)
             writers.append(self._open[part].enter_context(writer))
-        writers[-1].add(document)
+        return writers[-1]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

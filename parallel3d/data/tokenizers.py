@@ -147,8 +147,9 @@ def build_tokenizer(
     name: str, mark: str | None = None, *, key: str = "data.tokenizer", mark_key: str = "data.end_of_text"
 ) -> Tokenizer:
     """Returns the tokenizer `name`: bytes, or the path of a tokenizer.json. `mark` is the token of that file that ends
-    a document; None: the first of END_OF_TEXT_MARKS among its special tokens. `key` and `mark_key` are what a user has
-    set, for the errors. Raises ConfigError for a tokenizer that is not there, cannot be read, or has no such token."""
+    a document; None: the first of END_OF_TEXT_MARKS among its special tokens. `key` and `mark_key` are what
+    a user has set, for the errors. Raises ConfigError for a tokenizer that is not there, cannot be read, or has no such
+    token."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))

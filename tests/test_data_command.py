@@ -1,0 +1,442 @@
+"""`parallel3d-data`: text of any form becomes the same tokens, whoever stops it, and a damaged folder is told."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel3d.data.token_files import TokensJson, open_tokens
+from parallel3d.data.tokenizers import build_tokenizer, train_bpe
+from parallel3d.tools.data import chunks, inputs, job
+from parallel3d.tools.data.command import main
+
+pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
+Said = pytest.CaptureFixture[str]
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "αβγ"]
+SEPARATOR = "<|endoftext|>"
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 60))) for _ in range(count)]
+
+
+def write_lines(path: Path, documents: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(documents)))
+    return path
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def tokenized(out: Path, *words: object) -> Path:
+    """Runs `tokenize` in this process and returns its folder."""
+    assert run("tokenize", *words, "--out", out, "--workers", 1) == 0
+    assert not out.with_name(f"{out.name}.partial").exists()
+    return out
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def documents(folder: Path, part: str) -> list[str]:
+    """Decodes all documents of a part, by the folder's own words on its tokenizer."""
+    header = TokensJson.read(folder)
+    assert header.tokenizer is not None
+    file = header.tokenizer.file
+    tokenizer = build_tokenizer("bytes" if file is None else str(folder / file), header.tokenizer.end_of_text)
+    stream = getattr(open_tokens(folder, 0.0), part)
+    ids = stream.read(np.zeros(1, dtype=np.int64), len(stream))[0]
+    borders = np.flatnonzero(ids == tokenizer.end_of_text)
+    assert borders[-1] == len(ids) - 1
+    pieces = np.split(ids, borders + 1)[:-1]
+    return [tokenizer.decode(piece[:-1]) for piece in pieces]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a few documents, so that small texts have many."""
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 2_000)
+    monkeypatch.setattr(inputs, "_BLOCK_BYTES", 700)
+
+
+def test_each_document_comes_once_and_equal_texts_go_to_the_same_part(tmp_path: Path) -> None:
+    originals = [*texts(60), *texts(20)]  # the last 20 are there twice
+    source = write_lines(tmp_path / "a.jsonl", originals)
+    folder = tokenized(tmp_path / "tokens", source, "--validation-fraction", "0.3")
+    train, validation = documents(folder, "train"), documents(folder, "validation")
+    assert sorted(train + validation) == sorted(originals)
+    assert not set(train) & set(validation)
+    assert 8 < len(validation) < 40
+    assert train == [text for text in originals if text in set(train)]  # in the order of the input
+    assert run("check", folder) == 0
+
+
+def test_a_document_that_is_added_moves_no_other(tmp_path: Path) -> None:
+    first = tokenized(tmp_path / "first", write_lines(tmp_path / "a.jsonl", texts(60)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "a new one"}) + "\n" + (tmp_path / "a.jsonl").read_text())
+    second = tokenized(tmp_path / "second", tmp_path / "b.jsonl")
+    assert set(documents(first, "train")) < set(documents(second, "train")) | {"a new one"}
+    assert set(documents(first, "validation")) <= set(documents(second, "validation"))
+
+
+def test_a_single_text_gives_its_end_to_validation(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("0123456789")
+    folder = tokenized(tmp_path / "tokens", tmp_path / "one.txt", "--validation-fraction", "0.3")
+    assert (documents(folder, "train"), documents(folder, "validation")) == (["0123456"], ["789"])
+
+
+def test_all_forms_of_the_same_text_give_the_same_files(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    zstandard = pytest.importorskip("zstandard")
+    originals = texts(80)
+    plain = write_lines(tmp_path / "a.jsonl", originals)
+    raw = plain.read_bytes()
+    half = raw.index(b"\n", len(raw) // 2) + 1
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw[:half]) + gzip.compress(raw[half:]))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw[:half]) + zstandard.compress(raw[half:]))
+    parquet.write_table(arrow.table({"text": originals}), tmp_path / "a.parquet", row_group_size=13)
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(originals))
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(originals):
+        (tmp_path / "folder" / f"{number:03}.md").write_text(text)
+    expected = content(tokenized(tmp_path / "lines", plain))
+    for name, options in {
+        "a.jsonl.gz": [],
+        "a.jsonl.zst": [],
+        "a.parquet": [],
+        "a.txt": ["--separator", SEPARATOR],
+        "folder": [],
+    }.items():
+        assert content(tokenized(tmp_path / f"tokens-{name}", tmp_path / name, *options)) == expected, name
+
+
+@pytest.mark.long  # the library takes seconds to import
+def test_a_data_set_of_hugging_face_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="data sets are opened by the library datasets")
+    originals = texts(40)
+    expected = content(tokenized(tmp_path / "lines", write_lines(tmp_path / "a.jsonl", originals)))
+    data_set = datasets.Dataset.from_dict({"text": originals[::-1]}).select(range(39, -1, -1))
+    datasets.DatasetDict({"train": data_set}).save_to_disk(tmp_path / "saved")
+    assert content(tokenized(tmp_path / "tokens", tmp_path / "saved")) == expected
+    assert run("tokenize", tmp_path / "saved", "--split", "test", "--out", tmp_path / "x") == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bpe_is_trained_on_the_text_and_encodes_as_its_library_does(tmp_path: Path, workers: int) -> None:
+    originals = texts(60)
+    source = write_lines(tmp_path / "a.jsonl", originals)
+    words = ("tokenize", source, "--train-bpe", 300, "--out", tmp_path / "tokens", "--validation-fraction", 0)
+    assert run(*words, "--workers", workers) == 0
+    assert (tmp_path / "tokens" / "tokenizer.json").read_text() == train_bpe(originals, 300)
+    header = TokensJson.read(tmp_path / "tokens")
+    assert header.vocab_size == 300 and header.dtype == "uint16" and header.validation == ()
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokens" / "tokenizer.json"))
+    expected = [id for found in library.encode_batch(originals) for id in (*found.ids, 0)]
+    stream = open_tokens(tmp_path / "tokens", 0.0).train
+    assert stream.read(np.zeros(1, dtype=np.int64), len(stream))[0].tolist() == expected
+
+
+def test_a_long_text_is_encoded_in_slices_with_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(texts(100)) + "\n\n  indented\n\n\n" + "\n".join(texts(100, seed=1))
+    (tmp_path / "tokenizer.json").write_text(train_bpe([text], 400))
+    choice = chunks.TokenizerChoice(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(chunks, "_BATCH_CHARACTERS", 500)
+    slices = chunks._slices(text, choice)
+    assert "".join(slices) == text and 20 < len(slices) < len(text) / 500
+    ids = np.concatenate(choice.build().encode_batch(slices))
+    assert np.array_equal(ids, choice.build().encode(text))
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_space_encodes_it_whole(tmp_path: Path) -> None:
+    found = json.loads(train_bpe(["a b"], 258))
+    found["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    long = "some text\n" * 400_000
+    assert chunks._slices(long, chunks.TokenizerChoice(str(tmp_path / "tokenizer.json"))) == [long]
+
+
+def test_a_vocabulary_of_70000_ids_takes_four_bytes_an_id(tmp_path: Path) -> None:
+    vocabulary = {SEPARATOR: 0, "near": 1, "far": 69_999}
+    found = json.loads(train_bpe(["a b"], 257)) | {"pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
+    found["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "near"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    source = write_lines(tmp_path / "a.jsonl", ["near far near", "far"])
+    options = ("--tokenizer", tmp_path / "tokenizer.json", "--validation-fraction", 0)
+    header = TokensJson.read(tokenized(tmp_path / "tokens", source, *options))
+    assert (header.dtype, header.vocab_size, header.largest_id) == ("uint32", 70_000, 69_999)
+    assert documents(tmp_path / "tokens", "train") == ["near far near", "far"]
+    assert run("tokenize", source, *options, "--format", "megatron", "--out", tmp_path / "m", "--workers", 1) == 0
+    assert np.fromfile(tmp_path / "m.bin", "<i4").max() == 69_999
+
+
+def test_documents_without_text_are_left_out_and_told(tmp_path: Path, capsys: Said) -> None:
+    folder = tokenized(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", ["one", "", "two", ""]))
+    assert sorted(documents(folder, "train") + documents(folder, "validation")) == ["one", "two"]
+    assert "documents without text, left out: 2" in capsys.readouterr().err
+    assert run("tokenize", write_lines(tmp_path / "b.jsonl", [""]), "--out", tmp_path / "none") == 65
+    assert "hold no text" in capsys.readouterr().err
+
+
+def test_megatrons_files_hold_the_documents_in_their_order(tmp_path: Path, capsys: Said) -> None:
+    originals = texts(30)
+    source = write_lines(tmp_path / "a.jsonl", originals)
+    assert run("tokenize", source, "--out", tmp_path / "p", "--format", "megatron", "--workers", 1) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "p.bin", "p.idx"]
+    ids = np.fromfile(tmp_path / "p.bin", "<u2")
+    assert build_tokenizer("bytes").decode(ids) == "".join(f"{text}<|end_of_text|>" for text in originals)
+    capsys.readouterr()
+    assert run("inspect", tmp_path / "p", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["documents"], found["dtype"]) == (len(ids), 30, "uint16")
+    assert run("check", tmp_path / "p") == 0
+    assert run("tokenize", source, "--out", tmp_path / "p", "--format", "megatron") == 2
+
+
+# What an interruption leaves.
+
+
+def test_a_job_goes_on_after_what_was_done_and_gives_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(100))
+    whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 300))
+    encoded: list[Path] = []
+
+    def stopping(piece: inputs.InputPiece, choice: chunks.TokenizerChoice, path: Path) -> chunks.ChunkCounts:
+        if len(encoded) == 4:
+            raise KeyboardInterrupt
+        encoded.append(path)
+        return chunks.encode_piece(piece, choice, path)
+
+    command = ("tokenize", source, "--out", tmp_path / "cut", "--train-bpe", 300, "--workers", 1)
+    monkeypatch.setattr(job, "encode_piece", stopping)
+    assert run(*command) == 130
+    assert not (tmp_path / "cut").exists()
+    capsys.readouterr()
+    assert run(*command, "--validation-fraction", 0.2) == 2
+    assert "unfinished work of another command, with --validation-fraction 0.05; give that" in capsys.readouterr().err
+    (tmp_path / "cut.partial" / "chunks" / "00000007.npz.123").write_bytes(b"half")  # a worker was killed while writing
+    (tmp_path / "cut.partial" / "chunks" / "00000001.npz").write_bytes(b"PK half")
+    again: list[Path] = []
+
+    def counting(piece: inputs.InputPiece, choice: chunks.TokenizerChoice, path: Path) -> chunks.ChunkCounts:
+        again.append(path)
+        return chunks.encode_piece(piece, choice, path)
+
+    monkeypatch.setattr(job, "encode_piece", counting)
+    assert run(*command) == 0
+    assert content(tmp_path / "cut") == whole
+    assert set(again) & set(encoded) == {tmp_path / "cut.partial" / "chunks" / "00000001.npz"}
+
+
+def test_an_input_that_has_changed_since_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run("tokenize", source, "--out", tmp_path / "tokens", "--workers", 1) == 130
+    write_lines(source, texts(21))
+    assert run("tokenize", source, "--out", tmp_path / "tokens", "--workers", 1) == 2
+    assert "with INPUT files that were others, or have changed since" in capsys.readouterr().err
+
+
+def test_a_kill_between_the_last_two_steps_leaves_a_folder_to_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(20))
+    command = ("tokenize", source, "--out", tmp_path / "tokens", "--workers", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_clear", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command) == 130
+    whole = content(tmp_path / "tokens")
+    assert run(*command) == 0
+    assert content(tmp_path / "tokens") == whole
+    assert not (tmp_path / "tokens.partial").exists()
+    assert run(*command) == 2  # a finished folder is never written again
+
+
+@pytest.mark.long
+def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(20_000))
+    whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 500))
+    program = (
+        "import sys\nfrom parallel3d.tools.data import command, inputs\nif __name__ == '__main__':\n"
+        "    inputs.PIECE_BYTES = 20_000\n    sys.exit(command.main())\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    words = ["tokenize", source, "--train-bpe", 500, "--out", tmp_path / "cut", "--workers", 2]
+    command = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    draw, kills, ends = random.Random(0), 0, 0
+    while kills < 20 or not ends:
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            status = process.wait(timeout=draw.uniform(0.3, 4))
+        except subprocess.TimeoutExpired:
+            if draw.random() < 0.5:
+                process.kill()  # the command alone: its workers have to end by themselves
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+            continue
+        assert status == 0 and content(tmp_path / "cut") == whole
+        assert not (tmp_path / "cut.partial").exists()
+        shutil.rmtree(tmp_path / "cut")  # the next one starts anew
+        ends += 1
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "status", "says"),
+    [
+        ("a.txt", b"\x89PNG\r\n\x1a\n\x00", 65, "a.txt: is no text in UTF-8 (byte 0); convert it or leave it out"),
+        ("a.txt", b"text\x00text", 65, "a.txt: is no text (character 4 is NUL); leave it out"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": \n',
+            65,
+            "a.jsonl, line 2: is no JSON (Expecting value: line 1 column 10",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', 65, "a.jsonl, line 3: must be a JSON object, such as"),
+        ("a.jsonl", b'{"body": "a"}\n', 65, "a.jsonl, line 1: has no field text, but body; try --field body"),
+        ("a.jsonl", b'{"text": null}\n', 65, "a.jsonl, line 1: text must be a text, and is null"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', 65, "a.jsonl, line 1: text holds half of a surrogate pair"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], 65, "a.jsonl.gz: cannot be unpacked ("),
+        ("a.jsonl.gz", b"no gzip", 65, "a.jsonl.gz: cannot be unpacked (Not a gzipped file"),
+        ("a.jsonl.zst", b"no zstd", 65, "a.jsonl.zst: cannot be unpacked ("),
+        ("a.parquet", b"no parquet", 65, "a.parquet: cannot be read as Parquet ("),
+    ],
+)
+def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
+    tmp_path: Path, capsys: Said, name: str, raw: bytes, status: int, says: str
+) -> None:
+    for library in {"a.jsonl.zst": ["zstandard"], "a.parquet": ["pyarrow"]}.get(name, []):
+        pytest.importorskip(library)
+    (tmp_path / name).write_bytes(raw)
+    assert run("tokenize", tmp_path / name, "--out", tmp_path / "tokens", "--workers", 1) == status
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+
+
+def test_a_line_far_into_a_file_is_counted_and_a_zst_that_is_cut_off_is_found(tmp_path: Path, capsys: Said) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", texts(200)).read_bytes().split(b"\n")
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:150], b"{", *lines[150:]]))
+    assert run("tokenize", tmp_path / "a.jsonl", "--out", tmp_path / "tokens", "--workers", 1) == 65
+    assert "a.jsonl, line 151: is no JSON" in capsys.readouterr().err
+    packed = pytest.importorskip("zstandard").compress(b"\n".join(lines))
+    (tmp_path / "b.jsonl.zst").write_bytes(packed[: len(packed) // 2])
+    assert run("tokenize", tmp_path / "b.jsonl.zst", "--out", tmp_path / "more", "--workers", 1) == 65
+    assert "b.jsonl.zst: cannot be unpacked (it ends within a frame)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "nowhere: no such file or folder in "),
+        (["a.jsonl", "--train-bpe", "200"], "--train-bpe 200: must be at least 257, the bytes; try 8000"),
+        (["a.jsonl", "--validation-fraction", "1"], "--validation-fraction 1: leaves nothing to train on; try 0.05"),
+        (["a.jsonl", "--tokenizer", "gone.json"], "--tokenizer = gone.json: must be bytes or the path of"),
+        (["a.jsonl", "--train-bpe", "300", "--tokenizer", "bytes"], "not allowed with argument"),
+        ([".", "--pattern", "*.rst"], ".: none of its 1 files matches --pattern *.rst; try --pattern '*.jsonl'"),
+        (["a.jsonl", "--out", "a.jsonl"], "--out a.jsonl: a.jsonl is there already; try another name, or delete it"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.jsonl", texts(5))
+    assert run("tokenize", *words, *([] if "--out" in words else ["--out", "tokens"]), "--workers", 1) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_help_waits_for_no_library() -> None:
+    code = (
+        "import sys\nfrom parallel3d.tools.data.command import main\ntry:\n    main(['tokenize', '--help'])\n"
+        "except SystemExit:\n    pass\nprint({'torch', 'numpy', 'tokenizers', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--train-bpe VOCAB" in done.stdout and done.stdout.endswith("set()\n")
+
+
+# What is in a folder.
+
+
+def test_inspect_tells_what_a_folder_holds(tmp_path: Path, capsys: Said) -> None:
+    originals = texts(40)
+    folder = tokenized(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", originals))
+    capsys.readouterr()
+    assert run("inspect", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    tokens = sum(len(text.encode()) + 1 for text in originals)
+    assert found["tokens"] == tokens == sum(part["tokens"] for part in found["parts"].values())
+    assert found["documents"] == 40 and found["mean_document_tokens"] == tokens / 40
+    assert (found["vocab_size"], found["end_of_text"], found["dtype"]) == (257, 256, "uint16")
+    assert run("inspect", folder) == 0
+    assert f"{tokens:,} tokens in 40 documents, flat" in capsys.readouterr().out
+
+
+def test_check_shows_three_documents_and_finds_what_is_damaged(tmp_path: Path, capsys: Said) -> None:
+    originals = texts(40)
+    source = write_lines(tmp_path / "a.jsonl", originals)
+    folder = tokenized(tmp_path / "tokens", source, "--train-bpe", 300)
+    capsys.readouterr()
+    assert run("check", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["faults"] == [] and len(found["samples"]) == 3
+    assert all(any(text.startswith(sample) for text in originals) for sample in found["samples"])
+    shard = folder / "train-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[10] ^= 1
+    shard.write_bytes(raw)
+    assert run("check", folder) == 65
+    assert "train-00000.bin: crc32 is" in capsys.readouterr().out
+    raw[10] ^= 1
+    shard.write_bytes(raw[:-2])
+    assert run("check", folder) == 65
+    assert "train-00000.bin: has" in capsys.readouterr().out
+    shard.write_bytes(raw)
+    (folder / "tokenizer.json").write_text(train_bpe(["other text"], 260))
+    assert run("check", folder) == 65
+    assert "tokenizer.json: is not the tokenizer that the ids come from" in capsys.readouterr().out
+    assert run("check", tmp_path) == 65
+
+
+def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> None:
+    sources = [write_lines(tmp_path / f"{n}.jsonl", texts(30, seed=n)) for n in range(2)]
+    first = tokenized(tmp_path / "first", sources[0], "--train-bpe", 280)
+    second = tokenized(tmp_path / "second", sources[1], "--tokenizer", first / "tokenizer.json")
+    assert run("merge", first, second, "--out", tmp_path / "both") == 0
+    for part in ("train", "validation"):
+        assert documents(tmp_path / "both", part) == documents(first, part) + documents(second, part)
+    assert run("check", tmp_path / "both") == 0
+    assert run("merge", first, second, "--out", tmp_path / "both") == 2
+    other = tokenized(tmp_path / "other", sources[1])
+    capsys.readouterr()
+    assert run("merge", first, other, "--out", tmp_path / "all") == 2
+    sha256 = hashlib.sha256((first / "tokenizer.json").read_bytes()).hexdigest()
+    assert f"{other}: tokenizer is bytes, and that of {first} is tokenizer.json {sha256}" in capsys.readouterr().err
+    (first / "train-00000.bin").write_bytes(bytes((first / "train-00000.bin").stat().st_size))
+    assert run("merge", first, second, "--out", tmp_path / "all") == 65
+    assert not (tmp_path / "all").exists()

@@ -1,0 +1,144 @@
+"""A piece of the inputs, encoded by one process and kept as a file: what is done once, a kill does not undo."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import zipfile
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel3d.data.tokenizers import Tokenizer, build_tokenizer, ids_dtype
+from parallel3d.data.windows import TokenIds
+from parallel3d.errors import DataError
+from parallel3d.tools.data.inputs import InputPiece
+
+_BATCH_CHARACTERS = 1 << 20  # encoded by one call: the library keeps some hundred bytes a token until it returns
+# The end of a line with no white space beside it: no pattern that splits a text into words joins what is cut here.
+_LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """The tokenizer that every worker builds for itself: bytes or the path of a tokenizer.json, and its end of text."""
+
+    name: str
+    mark: str | None = None
+
+    def build(self) -> Tokenizer:
+        """Returns the tokenizer, for which a process reads the file once."""
+        return _built(self)
+
+
+@cache
+def _built(choice: TokenizerChoice) -> Tokenizer:
+    return build_tokenizer(choice.name, choice.mark, key="--tokenizer", mark_key="--end-of-text")
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Documents as ids, one after the other, each with its end of text."""
+
+    ids: TokenIds
+    lengths: NDArray[np.int64]  # each document's, its end of text counted
+    hashes: NDArray[np.uint64]  # each text's, which decide what is for validation
+    empty: int  # documents without text, which are left out
+
+    @classmethod
+    def read(cls, path: Path) -> Chunk:
+        """Reads a file that `encode_piece` wrote. Raises DataError where it has been damaged since."""
+        try:
+            with np.load(path) as found:
+                return cls(found["ids"], found["lengths"], found["hashes"], int(found["empty"]))
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path}: is damaged ({error}); delete it and give the same command again") from None
+
+    @staticmethod
+    def read_hashes(path: Path) -> NDArray[np.uint64]:
+        """Reads the hashes alone."""
+        with np.load(path) as found:
+            return found["hashes"]
+
+
+@dataclass(frozen=True)
+class ChunkCounts:
+    """What a finished chunk holds, without its ids."""
+
+    tokens: int
+    documents: int
+    empty: int
+
+    @classmethod
+    def read(cls, path: Path) -> ChunkCounts | None:
+        """Returns the counts of a chunk that is done, None where there is no whole file."""
+        try:
+            with np.load(path) as found:
+                return cls(int(found["lengths"].sum()), len(found["lengths"]), int(found["empty"]))
+        except (FileNotFoundError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+            return None
+
+
+def encode_piece(piece: InputPiece, choice: TokenizerChoice, path: Path) -> ChunkCounts:
+    """Encodes the documents of `piece` into the file `path`, which is there once it is whole. Raises DataError as the
+    piece does."""
+    tokenizer = choice.build()
+    end = np.array([tokenizer.end_of_text], dtype=ids_dtype(tokenizer.vocab_size))
+    ids, lengths, hashes, empty = [end[:0]], array("q"), array("Q"), 0
+    for texts in _batches(piece.documents()):
+        filled = [text for text in texts if text]
+        empty += len(texts) - len(filled)
+        slices = [_slices(text, choice) for text in filled]
+        encoded = iter(tokenizer.encode_batch([each for document in slices for each in document]))
+        for text, document in zip(filled, slices, strict=True):
+            own = [next(encoded) for _ in document]
+            ids += [*own, end]
+            lengths.append(sum(map(len, own)) + 1)
+            hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        whole = Chunk(np.concatenate(ids), np.array(lengths), np.array(hashes), empty)
+        np.savez(file, ids=whole.ids, lengths=whole.lengths, hashes=whole.hashes, empty=np.array(whole.empty))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return ChunkCounts(sum(lengths), len(lengths), empty)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yields the documents in lists of about a million characters."""
+    batch: list[str] = []
+    characters = 0
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _slices(text: str, choice: TokenizerChoice) -> list[str]:
+    """Cuts a long text at ends of lines, where that does not change its ids."""
+    slices, start = [], 0
+    while len(text) - start > 2 * _BATCH_CHARACTERS and _may_cut(choice):
+        found = _LINE_END.search(text, start + _BATCH_CHARACTERS)
+        if found is None:
+            break
+        slices.append(text[start : found.start()])
+        start = found.start()
+    return [*slices, text[start:]]
+
+
+@cache
+def _may_cut(choice: TokenizerChoice) -> bool:
+    """Tells whether two lines have the same ids apart as together. Some tokenizers begin each text with a space."""
+    first, second = "One line.\n", "And another one\n"
+    together, *apart = choice.build().encode_batch([first + second, first, second])
+    return np.array_equal(together, np.concatenate(apart))
