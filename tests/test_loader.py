@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parallel3d.config.recipe import BatchSizes
-from parallel3d.data.loader import IGNORED, Batch, BatchLoader, batches_ahead
+from parallel3d.data.loader import IGNORED, Batch, BatchLoader, WrongId, batches_ahead
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory
 from parallel3d.errors import ConfigError, DataError
 
@@ -109,23 +109,28 @@ def test_windows_are_as_many_as_fit_with_their_last_label(length: int, seq_len: 
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_a_token_id_beyond_the_vocabulary_is_refused_by_the_rank_that_reads_it(dtype: type) -> None:
-    tokens: NDArray[np.integer] = np.zeros(1000, dtype=dtype)
-    tokens[7 * 20 + 3] = 300  # sample 20, which is in the second step
+def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_read_as_0(dtype: type) -> None:
+    tokens: NDArray[np.integer] = np.ones(1000, dtype=dtype)
+    tokens[7 * 20 + 3], tokens[7 * 20 + 5] = 300, 999  # sample 20, which is in the second step
     whole = replace(loader(tokens, seed=None), vocab=264)
     for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
         for rank in range(dp_size):
             share = replace(whole, dp_rank=rank, dp_size=dp_size, microbatch_size=microbatch_size)
-            share.batch(0)
-            if 20 not in range(12 + 12 // dp_size * rank, 12 + 12 // dp_size * (rank + 1)):
-                share.batch(1)
-                continue
-            with pytest.raises(DataError) as caught:
-                share.batch(1)
-            assert str(caught.value) == (
-                "token id 300 at sample 20: model.vocab = 264 has ids 0 to 263; "
-                "try model.vocab=301 or more, or the data of this model's tokenizer"
-            )
+            assert share.batch(0).wrong_id is None
+            batch = share.batch(1)
+            if 20 in batch.samples:
+                assert batch.wrong_id == WrongId(sample=20, token_id=300, largest_id=999)
+                assert batch.inputs[batch.samples == 20].tolist() == [[1, 1, 1, 0, 1, 0, 1]]
+                assert batch.labels[batch.samples == 20].tolist() == [[1, 1, 0, 1, 0, 1, 1]]
+            else:
+                assert batch.wrong_id is None
+
+
+def test_a_rank_that_needs_no_ids_reads_none() -> None:
+    source = DrawnSamples()
+    batch = replace(loader(), source=source, dp_rank=1, dp_size=2, microbatch_size=3, blank_seq_len=7).batch(2)
+    assert batch.inputs.shape == batch.labels.shape == (2, 3, 7)
+    assert batch.samples.flatten().tolist() == [*range(30, 36)] and source.drawn == []
 
 
 @dataclass
@@ -162,8 +167,8 @@ def test_a_last_label_and_a_negative_id_are_checked_too() -> None:
     for place, bad in ((7, 264), (0, -1)):
         broken = tokens.copy()
         broken[place] = bad
-        with pytest.raises(DataError, match=f"token id {bad} at sample 0: "):
-            replace(loader(broken), vocab=264).batch(0)
+        wrong_id = replace(loader(broken), vocab=264).batch(0).wrong_id
+        assert wrong_id is not None and (wrong_id.sample, wrong_id.token_id) == (0, bad)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 import torch
@@ -12,9 +12,18 @@ from torch import Tensor
 
 from parallel3d.config.recipe import BatchSizes
 from parallel3d.data.windows import WindowSource
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
+
+
+@dataclass(frozen=True, order=True)
+class WrongId:
+    """A token id that the model's vocabulary has not."""
+
+    sample: int
+    token_id: int
+    largest_id: int  # the largest one of the share that it is in
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +33,11 @@ class Batch:
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
     labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is learned
     samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
+    wrong_id: WrongId | None = None  # the first one of the share, in whose place is 0; the trainer ends the run by it
 
     def pinned(self) -> Batch:
         """Returns the batch in pinned memory, from which it is copied to a GPU while the host goes on."""
-        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), self.samples)
+        return replace(self, inputs=self.inputs.pin_memory(), labels=self.labels.pin_memory())
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +46,8 @@ class BatchLoader:
 
     A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
     batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
-    whatever the layout. Labels among `ignored_ids` are not learned. Raises ConfigError where the batch does not divide.
+    whatever the layout. Labels among `ignored_ids` are not learned. A rank that needs no ids has a `blank_seq_len`, the
+    length of its sequences of zeros, and draws nothing. Raises ConfigError where the batch does not divide.
     """
 
     source: WindowSource
@@ -48,6 +59,7 @@ class BatchLoader:
     vocab: int
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     ignored_ids: tuple[int, ...] = ()
+    blank_seq_len: int | None = None  # None: the rank reads ids
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -61,24 +73,26 @@ class BatchLoader:
             )
 
     def batch(self, step: int) -> Batch:
-        """Returns this rank's share of the global batch of `step`, which counts from 0. Raises DataError for an id
-        beyond `vocab`."""
+        """Returns this rank's share of the global batch of `step`, which counts from 0."""
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         share = sizes.at(step) // self.dp_size
         first = sizes.before(step) + self.dp_rank * share
         samples = np.arange(first, first + share, dtype=np.int64)
-        drawn = self.source.draw(samples)  # [share, seq + 1]
+        own = torch.from_numpy(samples).view(-1, self.microbatch_size)
+        if self.blank_seq_len is not None:
+            blank = torch.zeros(*own.shape, self.blank_seq_len, dtype=torch.int64)
+            return Batch(blank, blank, own)
+        drawn, wrong_id = self.source.draw(samples), None  # [share, seq + 1]
         if drawn.max() >= self.vocab or drawn.min() < 0:
-            row, column = np.argwhere((drawn >= self.vocab) | (drawn < 0))[0]
-            raise DataError(
-                f"token id {drawn[row, column]} at sample {first + row}: model.vocab = {self.vocab} has ids 0 to "
-                f"{self.vocab - 1}; try model.vocab={drawn.max() + 1} or more, or the data of this model's tokenizer"
-            )
+            is_wrong = (drawn >= self.vocab) | (drawn < 0)
+            row, column = np.argwhere(is_wrong)[0].tolist()
+            wrong_id = WrongId(first + row, int(drawn[row, column]), int(drawn.max()))
+            drawn = np.where(is_wrong, 0, drawn)
         tokens = torch.from_numpy(drawn.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
         inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
-        return Batch(inputs, labels, torch.from_numpy(samples).view(-1, self.microbatch_size))
+        return Batch(inputs, labels, own, wrong_id)
 
 
 def batches_ahead(loader: BatchLoader, steps: range, device: torch.device) -> Generator[Batch, None, None]:

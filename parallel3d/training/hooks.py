@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.data.loader import IGNORED
+from parallel3d.config.recipe import Recipe
+from parallel3d.data.loader import IGNORED, WrongId
 from parallel3d.errors import DataError, NonFiniteError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.mesh import Axis
@@ -46,6 +48,12 @@ class StepTotals(NamedTuple):
     grad_norm: Tensor
     tokens: Tensor
     votes: Tensor  # how many ranks received SIGTERM; where replicas train apart, on average
+    refusals: Tensor  # below 0 where any rank read an id that the vocabulary has not; a dry run answers 1 and goes on
+
+
+def refusal_of(wrong_id: WrongId | None, like: Tensor) -> Tensor:
+    """The vote of a rank on its share of the batch, a scalar: -1 refuses it."""
+    return torch.full_like(like, 0.0 if wrong_id is None else -1.0)
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -62,12 +70,26 @@ def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None
         )
 
 
+def refuse_wrong_id(own: WrongId | None, vocab: int) -> NoReturn:
+    """Raises the DataError of the first sample of the batch that has an id beyond `vocab`, the same on every rank.
+    Every rank calls it, with what it has found itself."""
+    everyone: list[WrongId | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    found = [wrong for wrong in everyone if wrong is not None]
+    first, largest = min(found), max(wrong.largest_id for wrong in found)
+    tries = f"model.vocab={largest + 1} or more, or " if largest >= vocab else ""
+    raise DataError(
+        f"token id {first.token_id} at sample {first.sample}: model.vocab = {vocab} has ids 0 to {vocab - 1}; "
+        f"try {tries}the data of this model's tokenizer"
+    )
+
+
 class StepHook:
     """A feature that takes part in each training step. The trainer calls all of its hooks, in their order, at each of
     these moments; a hook overrides the methods that it needs. `step` counts from 1."""
 
-    def before_forward(self, step: int, labels: Tensor) -> None:
-        """Prepares the step; called before the forward with this rank's labels."""
+    def before_forward(self, step: int, labels: Tensor, wrong_id: WrongId | None) -> None:
+        """Prepares the step; called before the forward with this rank's labels, and a wrong id among them."""
 
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the totals of the whole run, given those of this rank's replica, without reading a number of them."""
@@ -93,7 +115,7 @@ class EndWhereNotFinite(StepHook):
     def __init__(self, loss: MeanLoss, scaler: LossScaler | None, steps_in_backward: bool) -> None:
         self._loss, self._scaler, self._steps_in_backward = loss, scaler, steps_in_backward
 
-    def before_forward(self, step: int, labels: Tensor) -> None:
+    def before_forward(self, step: int, labels: Tensor, wrong_id: WrongId | None) -> None:
         if self._scaler is not None:
             self._loss.scale = self._scaler.scale
 
@@ -117,17 +139,20 @@ class CountLabelsFirst(StepHook):
     apart). The labels are counted before the backward, because a gradient that is stepped with in the backward cannot
     be corrected after it."""
 
-    def __init__(
-        self, loss: MeanLoss, axes: Mapping[str, Axis], ignored_ids: Sequence[int], local_sgd: LocalSgd | None
-    ) -> None:
-        self._loss, self._ignored_ids, self._local_sgd = loss, ignored_ids, local_sgd
+    def __init__(self, loss: MeanLoss, axes: Mapping[str, Axis], recipe: Recipe, local_sgd: LocalSgd | None) -> None:
+        self._loss, self._local_sgd = loss, local_sgd
+        self._ignored_ids, self._vocab = recipe.data.ignore_token_ids, recipe.model.vocab
         self._axes = {name: axes[name] for name in ("dp_replicate", "dp_shard")}
 
-    def before_forward(self, step: int, labels: Tensor) -> None:
-        counted = all_reduce_over(self._axes, count_labels(labels))
-        has_labels = (counted > 0).double()
-        share = has_labels if self._local_sgd is None else self._local_sgd.mean(has_labels)
-        tokens, with_labels = torch.stack((counted, share)).tolist()  # the host waits for a GPU
+    def before_forward(self, step: int, labels: Tensor, wrong_id: WrongId | None) -> None:
+        own = count_labels(labels)
+        counted, refusals = all_reduce_over(self._axes, torch.stack((own, refusal_of(wrong_id, own)))).unbind()
+        shares = torch.stack(((counted > 0).double(), refusals))
+        if self._local_sgd is not None:
+            shares = self._local_sgd.mean(shares)
+        tokens, with_labels, refusals_read = torch.stack((counted, *shares)).tolist()  # the host waits for a GPU
+        if refusals_read < 0:
+            refuse_wrong_id(wrong_id, self._vocab)
         # Where one replica has no label all of them stop, because the others would wait for it.
         refuse_no_labels(step, round(tokens) if with_labels == 1.0 else 0, self._ignored_ids)
         self._loss.tokens = round(tokens)
@@ -144,11 +169,11 @@ class TrainApart(StepHook):
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the mean loss over all replicas' labels and the root of the mean square of their gradient norms.
         `tokens` is 0 where any replica has nothing to train on."""
-        loss, norm, tokens, votes = totals
-        known = torch.stack((loss * tokens, norm.square(), tokens, votes, (tokens == 0).double()))
-        loss, square, tokens, votes, empty = self._local_sgd.mean(known).unbind()
+        loss, norm, tokens, votes, refusals = totals
+        known = torch.stack((loss * tokens, norm.square(), tokens, votes, refusals, (tokens == 0).double()))
+        loss, square, tokens, votes, refusals, empty = self._local_sgd.mean(known).unbind()
         whole = tokens * self._local_sgd.replicas.size * (self._is_evaluating or empty == 0)
-        return StepTotals(loss / tokens.clamp(min=1.0), square.sqrt(), whole, votes)
+        return StepTotals(loss / tokens.clamp(min=1.0), square.sqrt(), whole, votes, refusals)
 
     def after_step(self, step: int) -> None:
         self._local_sgd.after_step(step)

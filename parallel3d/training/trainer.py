@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.loader import Batch
+from parallel3d.data.loader import Batch, WrongId
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
@@ -75,8 +75,7 @@ class Trainer:
             )
         self.hooks: list[hooks.StepHook] = [hooks.EndWhereNotFinite(self.loss, self.scaler, in_backward)]
         if in_backward:
-            ignored_ids = recipe.data.ignore_token_ids
-            self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, ignored_ids, self.local_sgd))
+            self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
         if self.local_sgd is not None:
             self.hooks.append(hooks.TrainApart(self.local_sgd))
 
@@ -93,7 +92,7 @@ class Trainer:
         clipped. `is_asked_to_stop` is True if this rank received SIGTERM; the flag is summed over the mesh, so all
         ranks stop together. Raises NonFiniteError where the loss or the gradient is not finite (in float16: at any loss
         scale), with nothing changed but where the optimizer steps in the backward, and DataError, with nothing changed,
-        where no rank has a label."""
+        where no rank has a label or any rank a wrong id."""
         step, model = self.step + 1, self.recipe.model
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
@@ -102,13 +101,14 @@ class Trainer:
             keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
             keywords = [{"key": key} for key in keys]
         for hook in self.hooks:
-            hook.before_forward(step, labels)
+            hook.before_forward(step, labels, batch.wrong_id)
         self.update.begin(self.step, rate, observe)
         sizes, schedule = self._sizes(inputs), self.schedule_of(len(inputs))
         loss = self.pipeline.run(inputs, labels, sizes=sizes, recorder=recorder, keywords=keywords, schedule=schedule)
         for data in self.data:
             data.finish_gradients()
-        result = self._result(loss, labels, self.update.complete(), rate=rate, is_asked_to_stop=is_asked_to_stop)
+        square = self.update.complete()
+        result = self._result(loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop)
         hooks.refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
         for hook in self.hooks:
             hook.check(step, result)
@@ -133,13 +133,15 @@ class Trainer:
     def evaluate_all(self, batches: Iterable[Batch]) -> float:
         """Returns the mean cross-entropy over all labels of global batches of any size, of each of which this data rank
         has its share, without training on them; the same on every rank. Where replicas train apart it is the loss of
-        the outer parameters, which are what the run will leave behind. Raises DataError where no batch has a label."""
+        the outer parameters, which are what the run will leave behind. Raises DataError where no batch has a label, or
+        any rank a wrong id."""
         results = []
         with self._evaluating():
             for batch in batches:
                 inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
                 loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
-                results.append(self._result(loss, labels, loss.new_zeros((), dtype=torch.float64)))
+                square = loss.new_zeros((), dtype=torch.float64)
+                results.append(self._result(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
         hooks.refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
         return sum(result.loss * (result.tokens / tokens) for result in results)
@@ -194,32 +196,42 @@ class Trainer:
             data.publish()
 
     def _result(
-        self, loss: Tensor, labels: Tensor, square: Tensor, *, rate: float = 0.0, is_asked_to_stop: bool = False
+        self,
+        loss: Tensor,
+        labels: Tensor,
+        square: Tensor,
+        wrong_id: WrongId | None,
+        *,
+        rate: float = 0.0,
+        is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and vote to stop over the mesh,
-        in one all-reduce an axis, and lets the hooks combine the replicas. The loss is equal on all tp ranks, so each
-        adds its share of it. The labels of a data rank are the same along tp and pp, so the first rank of both axes
-        adds them. All arithmetic is on the device, in float64, and all results are read at once: this is where the host
-        waits for a GPU, once a step."""
+        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and votes to stop and to refuse
+        the batch over the mesh, in one all-reduce an axis, and lets the hooks combine the replicas. The loss is equal
+        on all tp ranks, so each adds its share of it. The labels of a data rank are the same along tp, and the ranks
+        between the ends of a pipeline need none, so the first rank of both axes adds them. All arithmetic is on the
+        device, in float64, and all results are read at once: this is where the host waits for a GPU, once a step.
+        Raises DataError, on all ranks, where any has a wrong id."""
         tp, pp = self.axes["tp"], self.axes["pp"]
         real = hooks.count_labels(labels) * (tp.rank == 0 and pp.rank == 0)
         vote = torch.full_like(real, float(is_asked_to_stop))
-        parts = torch.stack((loss.double() / tp.size, square, real, vote))
-        nominal_loss, total_square, tokens, votes = all_reduce_over(self.axes, parts).unbind()
+        parts = torch.stack((loss.double() / tp.size, square, real, vote, hooks.refusal_of(wrong_id, real)))
+        nominal_loss, total_square, tokens, votes, refusals = all_reduce_over(self.axes, parts).unbind()
         # The nominal number is a tensor, because torch multiplies a Python number by the divisor's reciprocal.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
         norm = total_square.sqrt() * factor
-        totals = StepTotals(nominal_loss * factor, norm, tokens, votes)
+        totals = StepTotals(nominal_loss * factor, norm, tokens, votes, refusals)
         for hook in self.hooks:
             totals = hook.combine(totals)
         read = torch.stack((*totals, factor, norm)).tolist()
+        if read[4] < 0:
+            hooks.refuse_wrong_id(wrong_id, self.recipe.model.vocab)
         result = StepResult(
             loss=read[0],
             grad_norm=read[1],
             tokens=round(read[2]),
             is_asked_to_stop=read[3] > 0,
-            factor=read[4],
-            own_norm=read[5],
+            factor=read[5],
+            own_norm=read[6],
             lr=rate,
             loss_scale=None if self.scaler is None else self.loss.scale,
         )

@@ -28,6 +28,7 @@ from parallel3d.parallelize import ModelClass
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, known_peak
 from parallel3d.reporting.progress import open_progress
 from parallel3d.reporting.sinks import SinkRun, Sinks
+from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
@@ -161,7 +162,18 @@ def training_loader(recipe: Recipe, source: WindowSource, rank: int) -> BatchLoa
         vocab=recipe.model.vocab,
         sizes=recipe.batch_sizes,
         ignored_ids=recipe.data.ignore_token_ids,
+        blank_seq_len=None if reads_ids(recipe, place.pp) else train.seq_len,
     )
+
+
+def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
+    """Tells whether a rank reads token ids: the first stage takes the inputs, and the last one the labels. Before an
+    optimizer steps in the backward, every rank counts the labels."""
+    parallel = recipe.parallel
+    stages = build_schedule(
+        parallel.schedule, pp=parallel.pp, microbatches=recipe.microbatches, virtual_stages=parallel.virtual_stages
+    ).placement
+    return pp_rank in (stages[0], stages[-1]) or recipe.optimizer.step_in_backward
 
 
 def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
