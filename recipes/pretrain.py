@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""
         parser.error(f"{unknown[0]}: no such option{meant}")
     if options.recipe is None:
-        parser.error(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or the path of a YAML file")
+        parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
     options.command, options.load = "train", _load
     return options
 

@@ -237,7 +237,7 @@ def test_help_and_a_wrong_key_do_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no RECIPE is given; try one of quickstart"),
+        ([], "no RECIPE is given; try quickstart, another that --help lists"),
         (
             ["quickstart", "--steps", "0"],
             "--steps: '0' must be a whole number from 1 on; see parallel3d-check-layout --help",

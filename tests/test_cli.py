@@ -22,7 +22,7 @@ from parallel3d.recipes import find_recipe, pretrain
 Said = pytest.CaptureFixture[str]
 
 BAD_INPUTS = [
-    ("", "no RECIPE is given; try one of quickstart"),
+    ("", "no RECIPE is given; try quickstart, another that --help lists"),
     ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
     ("quickstart --train.steps=3", "--train.steps=3: no such option; write train.steps=3 to set a key"),
     ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),

@@ -178,6 +178,7 @@ def test_the_work_is_in_proportion_to_the_actions(name: ScheduleName, virtual_st
     assert lines_an_action(16, 64) < 1.1 * few
 
 
+@pytest.mark.long
 def test_half_a_million_actions() -> None:
     schedule = build_schedule("interleaved_1f1b", pp=64, microbatches=1024, virtual_stages=4, check=False)
     simulated = simulate(schedule, ActionTimes.uniform(256))

@@ -97,7 +97,7 @@ def compare(name: str, sp: bool, chunked: bool, mode: str) -> None:
         (1, "llama", False, False, "exact"),
         (1, "gpt", False, True, "fast"),
         (2, "llama", True, True, "fast"),
-        (2, "gpt", False, False, "exact"),
+        pytest.param(2, "gpt", False, False, "exact", marks=pytest.mark.long),
     ],
 )
 def test_a_whole_model_compiles_to_one_graph(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -148,6 +149,7 @@ def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Cu
         return train(make_trainer(make_recipe(model, parallel)), 2)
 
 
+@pytest.mark.long
 def test_warmed_stages_train_bitwise_as_cold_ones(world: Callable) -> None:
     world(8).run(compare, recipes()["eight"])
 

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], Recipe, Recipe]:
     """Returns what records a run on every rank, the run of one process and that of the layout."""
     if options.recipe is None:
-        raise ConfigError(f"no RECIPE is given; try one of {', '.join(shipped_recipes())}, or --model module:function")
+        raise ConfigError("no RECIPE is given; try quickstart, another that --help lists, or --model module:function")
     if options.vocab:
         raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())

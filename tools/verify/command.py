@@ -93,11 +93,16 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
-    """What the planner makes of a recipe; of the hardware only CPU or GPU matters here. Raises ConfigError for what the
-    memory model does not know."""
+    """Returns what the planner makes of a recipe. Raises ConfigError as `question_of_recipe` does."""
+    return question_of_recipe(recipe).planned_run(recipe.parallel)
+
+
+def question_of_recipe(recipe: Recipe) -> Question:
+    """Returns the question that a recipe's layout answers; of the hardware only CPU or GPU matters here. Raises
+    ConfigError for what the memory model does not know."""
     for setting, known, instead in unmodeled_settings(recipe):
         raise ConfigError(f"{setting}: {known}; try {instead}")
-    question = Question(
+    return Question(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
         gpus=recipe.parallel.world_size,
@@ -106,7 +111,6 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
         precision=recipe.train.precision,
         training=optimizer_memory(recipe),
     )
-    return question.planned_run(recipe.parallel)
 
 
 def _page(found: Verified) -> Iterator[str]:
