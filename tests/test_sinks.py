@@ -64,14 +64,13 @@ def curves_of_the_file(folder: Path) -> Curves:
 
 
 def read_tensorboard(folder: Path) -> Curves:
-    """Returns what TensorBoard's own reader has in the end."""
+    """Returns what TensorBoard's own reader has in the end, each step once and in order."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = events.EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
-    return {
-        tag: {event.step: event.value for event in sorted(reader.Scalars(tag), key=lambda event: event.step)}
-        for tag in reader.Tags()["scalars"]
-    }
+    curves = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+    assert all([event.step for event in curve] == sorted({event.step for event in curve}) for curve in curves.values())
+    return {tag: {event.step: event.value for event in curve} for tag, curve in curves.items()}
 
 
 def read_mlflow(folder: Path) -> Curves:

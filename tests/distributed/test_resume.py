@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from parallel3d.checkpoint.files import load_tensors
@@ -19,7 +20,7 @@ from parallel3d.checkpoint.reader import INDEX, IndexReader
 from parallel3d.checkpoint.store import list_checkpoints, sha256_of, write_checksums
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_model, load_trainer, save_trainer
 from parallel3d.training.worker import resume_from
 from tests.distributed.training_cases import (
     DEEP,
@@ -31,6 +32,7 @@ from tests.distributed.training_cases import (
     has_weights,
     local_weights,
     losses,
+    make_loader,
     make_recipe,
     make_trainer,
     train,
@@ -91,6 +93,29 @@ def test_resuming_in_the_same_layout_is_bitwise(
     path = tmp_path / "step_00000003"
     uninterrupted = world(4).run(straight_through, model, parallel, path)[0]
     assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
+
+
+def loss_of_the_saved_model(model: ModelConfig, parallel: ParallelConfig, path: Path) -> float:
+    """Returns the loss on a batch that nobody has trained on, of a checkpoint loaded without the optimizer's states."""
+    recipe = make_recipe(model, parallel)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
+    trainer = make_trainer(recipe, initialize=False)
+    load_model(trainer, path)
+    assert trainer.step == HALF
+    return trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(HALF))
+
+
+def test_a_saved_model_has_the_same_loss_in_every_layout(world: Callable, saved_by_four: tuple[Path, Curve]) -> None:
+    path, curve = saved_by_four
+    (alone,) = world(1).run(loss_of_the_saved_model, DEEP_TIED, ParallelConfig(), path)
+    assert alone == pytest.approx(curve[HALF][0], rel=1e-6)  # the loss of the next step, before it was trained
+    for parallel in (
+        TP2_PP2,
+        ParallelConfig(dp_shard=4),
+        ParallelConfig(pp=2, dp_shard=2, schedule="zb_v", virtual_stages=2),
+    ):
+        each = world(4).run(loss_of_the_saved_model, DEEP_TIED, parallel, path)
+        assert each == pytest.approx([alone] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
