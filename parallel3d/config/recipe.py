@@ -310,7 +310,7 @@ class SourceConfig:
 
     @property
     def label(self) -> str:
-        return self.name or PurePath(self.path).name
+        return self.name or PurePath(self.path).name or self.path
 
 
 @dataclass(frozen=True, kw_only=True)
