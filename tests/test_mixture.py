@@ -282,12 +282,10 @@ def test_a_run_of_two_texts_is_checked_loaded_and_tells_its_passes(tmp_path: Pat
 
 def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path) -> None:
     fine, short = text_source(tmp_path / "web", "w" * 90_000), text_source(tmp_path / "code", "c" * 3000)
-    with pytest.raises(
-        ConfigError, match=r"^data.sources\[1\]: train.seq_len = 2000: .*code has 151 for validation; try"
-    ):
+    with pytest.raises(ConfigError, match=r"2001 tokens, and data.sources\[1\].path = .*code has 151 for validation"):
         check_data(DataConfig(source="text", sources=(fine, short)), seq_len=2000, vocab=264)
     gone = DataConfig(source="text", sources=(SourceConfig(path=str(tmp_path / "gone")),))
-    with pytest.raises(ConfigError, match=r"^data.sources\[0\]: data.path = .*gone: no such file or folder"):
+    with pytest.raises(ConfigError, match=r"^data.sources\[0\].path = .*gone: no such file or folder"):
         check_data(gone, seq_len=8, vocab=264)
 
 

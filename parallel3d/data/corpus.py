@@ -105,7 +105,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
             _check_corpus(corpus, seq_len=seq_len, vocab=vocab, samples_text=samples_text and not index)
         except ConfigError as error:
             if data.sources:
-                raise ConfigError(f"data.sources[{index}]: {error}") from None
+                raise ConfigError(str(error).replace("data.path", f"data.sources[{index}].path")) from error
             raise
     if data.source == "tokens":
         _refuse_other_tokenizers(data)
