@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from parallel3d.mesh import build_mesh as build_mesh
     from parallel3d.pipeline.runtime import PipelineRuntime as PipelineRuntime
     from parallel3d.schedules.schedule import Schedule as Schedule
+    from parallel3d.training.callbacks import Callback as Callback
     from parallel3d.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _HOMES = {
     "mesh": ("build_mesh",),
     "pipeline.runtime": ("PipelineRuntime",),
     "schedules.schedule": ("Schedule",),
+    "training.callbacks": ("Callback",),
     "training.trainer": ("Trainer",),
 }
 _HOME_OF = {name: f"parallel3d.{module}" for module, names in _HOMES.items() for name in names}

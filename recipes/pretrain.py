@@ -25,6 +25,7 @@ from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
 from parallel3d.models import shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
+from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
@@ -35,6 +36,7 @@ examples:
   parallel3d-train quickstart
   parallel3d-train quickstart train.steps=50 optimizer.lr=1e-3
   parallel3d-train my.yaml checkpoint.resume=auto
+  parallel3d-train range-test my.yaml optimizer.lr=0.1    the loss at each learning rate up to 0.1
   torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
 
 on the folder of a run, each with its own --help:
@@ -89,12 +91,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message")
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    is_range_test = arguments[:1] == ["range-test"]
+    options, unknown = parser.parse_known_intermixed_args(arguments[is_range_test:])
     if unknown:
         meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""
         parser.error(f"{unknown[0]}: no such option{meant}")
     if options.recipe is None:
         parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
+    if is_range_test:
+        options.overrides = [*range_test_settings(options.recipe), *options.overrides]
     options.command, options.load = "train", _load
     return options
 
@@ -176,11 +181,15 @@ def _prepare(job: Job) -> None:
     """Checks the data and the compiler and makes the folder of a new run: one process for all, before they meet."""
     recipe = job.recipe
     from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
+    from parallel3d.data.evaluation import evaluation_windows
+    from parallel3d.training.callbacks import callback_classes
 
     if recipe.train.compile:
         check_compiler()
+    callback_classes(recipe)
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
+    evaluation_windows(recipe.data, train.seq_len)
     for line in (*warnings_for(recipe), *prepare_run_dir(recipe)) if job.trains else ():
         print(f"warning: {line}", file=sys.stderr, flush=True)
 

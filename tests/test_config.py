@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.load import load_recipe, to_yaml
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, RopeScaling, TrainConfig
+from parallel3d.config.recipe import (
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    RopeScaling,
+    TrainConfig,
+)
 from parallel3d.config.rules import validate, warnings_for
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
@@ -132,6 +139,8 @@ def test_shape_cards_have_the_published_number_of_parameters(load: Load, name: s
 
 
 UNREADABLE = [
+    ("data.evaluation=[{name: a, path: b, size: 3}]", "data.evaluation[0].size = 3 (command line): unknown key; known"),
+    ("train.callbacks=a:B", "train.callbacks = a:B (command line): must be a list of text"),
     ("parallel.ttp=2", "parallel.ttp (command line): unknown key; did you mean parallel.tp?"),
     ("parallel.dp=2", "parallel.dp (command line): unknown key; the data ranks are parallel.dp_shard"),
     (
@@ -358,6 +367,41 @@ BROKEN = [
         "optimizer.min_lr_ratio = 0.0: the rate of a range test rises from that share",
         "optimizer.min_lr_ratio=1e-6",
     ),
+    (
+        ["data.evaluation=[{name: wiki, path: w.txt}]", "train.eval_every=null"],
+        "data.evaluation: has sets, and train.eval_every = null evaluates none of them; try train.eval_every=100",
+        "train.eval_every=100",
+    ),
+    (
+        ["data.evaluation=[{name: validation, path: w.txt}]", "train.eval_every=9"],
+        "data.evaluation[0].name = validation: is the name of the part of the run's own data; try validation-1",
+        "data.evaluation=[{name: validation-1, path: w.txt}]",
+    ),
+    (
+        ["data.evaluation=[{name: a, path: w.txt}, {name: a, path: v.txt, sequences: 0}]", "train.eval_every=9"],
+        "data.evaluation[1].sequences = 0: must be at least 1; try 1",
+        "data.evaluation=[{name: a, path: w.txt}, {name: a-2, path: v.txt, sequences: 1}]",
+    ),
+    (
+        ["data.evaluation=[{name: a b, path: w.txt}]", "train.eval_every=9"],
+        "data.evaluation[0].name = a b: must be of letters, digits, -, _ and ., because keys of metrics.jsonl",
+        "data.evaluation=[{name: wiki, path: w.txt}]",
+    ),
+    (
+        ["train.early_stop_patience=3", "train.early_stop_set=wiki", "train.eval_every=9"],
+        "train.early_stop_set = wiki: is the name of no set of data.evaluation; try null",
+        "train.early_stop_set=null",
+    ),
+    (
+        ["train.early_stop_patience=3", "train.eval_every=null"],
+        "train.early_stop_patience = 3: counts evaluations, and train.eval_every = null; try train.eval_every=100",
+        "train.eval_every=100",
+    ),
+    (
+        ["train.early_stop_min_delta=0.1", "train.eval_every=9"],
+        "train.early_stop_min_delta = 0.1: means nothing without early stopping; try train.early_stop_patience=3",
+        "train.early_stop_patience=3",
+    ),
     (["train.label_smoothing=1"], "must be at least 0 and below 1; try 0.1", "train.label_smoothing=0.1"),
     (["train.z_loss=-1"], "must be at least 0 and finite; try 1e-4", "train.z_loss=1e-4"),
     (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
@@ -460,6 +504,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 )
 def test_precision_and_masks_are_checked(load: Load, override: str, message: str) -> None:
     assert message in refused(load, override)
+
+
+def test_evaluation_sets_and_callbacks_survive_being_written(load: Load) -> None:
+    sets = "data.evaluation=[{name: wiki, path: w.txt}, {name: code, path: c, sequences: 4}]"
+    recipe = load(sets, "train.callbacks=[a:B, c.d:E]", "train.eval_every=9")
+    assert recipe.data.evaluation == (
+        EvaluationConfig(name="wiki", path="w.txt"),
+        EvaluationConfig(name="code", path="c", sequences=4),
+    )
+    assert recipe.train.callbacks == ("a:B", "c.d:E")
+    assert load(text=to_yaml(recipe)) == recipe
 
 
 def test_masks_and_a_warm_up_survive_being_written(load: Load) -> None:

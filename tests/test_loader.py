@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parallel3d.config.recipe import BatchSizes
-from parallel3d.data.loader import IGNORED, Batch, BatchLoader, WrongId, batches_ahead
+from parallel3d.data.loader import IGNORED, Batch, BatchLoader, EvaluationSet, WrongId, batches_ahead
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory
 from parallel3d.errors import ConfigError, DataError
 
@@ -260,3 +260,24 @@ def test_a_gpus_batch_is_pinned_by_the_thread_that_trains(monkeypatch: pytest.Mo
 
 def test_a_run_that_is_done_makes_no_batch() -> None:
     assert list(ahead(Asked(broken=4), range(4, 4))) == []
+
+
+@settings(deadline=None)
+@given(divisions, st.integers(1, 142))
+def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(division: Division, sequences: int) -> None:
+    whole = whole_loader(division, None)
+    shares = [
+        batch
+        for rank in range(division.dp_size)
+        for batch in EvaluationSet.of("wiki", division.of(whole, rank), whole.source, sequences).batches
+    ]
+    assert all(share.labels.shape[0] <= division.microbatches for share in shares)
+    learned = [share.labels[share.labels != IGNORED] for share in shares]
+    assert sorted(torch.cat(learned).tolist()) == list(range(1, sequences * 7 + 1))
+    padded = sum(share.labels.shape[:2].numel() for share in shares) - sequences
+    assert padded < division.dp_size * division.microbatch_size * len(shares) / division.dp_size
+
+
+def test_an_evaluation_set_without_a_number_is_whole() -> None:
+    whole = loader(seed=None)
+    assert EvaluationSet.of("wiki", whole, whole.source, None).loader.stop == 142 == whole.source.windows

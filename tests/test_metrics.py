@@ -51,7 +51,9 @@ def test_a_line_says_what_a_person_asks() -> None:
     assert (
         describe(LINE, 300) == "step 20/300  loss 3.1235  grad 0.812  lr 1.00e-03  8,192 tok/s  mem 412 MiB  eta 1:10"
     )
-    assert "loss 3.1235  val 3.2000  grad" in describe(replace(LINE, val_loss=3.2), 300)
+    assert "loss 3.1235  val 3.2000 (ppl 24.53)  grad" in describe(replace(LINE, val_loss=3.2), 300)
+    sets = describe(replace(LINE, val_loss=3.2, set_losses={"wiki": 2.0, "code": 1000.0}), 300)
+    assert "val 3.2000 (ppl 24.53)  wiki 2.0000 (ppl 7.389)  code 1000.0000 (ppl inf)  grad" in sets
     in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
     assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300)
     assert "mfu 41.3%" in describe(replace(LINE, mfu=0.4127), 300)

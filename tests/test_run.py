@@ -29,8 +29,8 @@ SMALL = [
 ]
 METRICS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", "loss_scale",
-    "skipped_steps",
+    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", "val_perplexity",
+    "loss_scale", "skipped_steps",
 }  # fmt: skip
 
 
@@ -50,7 +50,9 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "RuntimeWarning" not in done.stderr  # a worker that runs the main module once more
     assert done.stdout.startswith("--- sample after step 10\ndef ")
-    assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr)
+    assert re.search(
+        r"step 10/10  loss \d\.\d{4}  val \d\.\d{4} \(ppl \d+\.?\d*\)  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr
+    )
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert all(set(line) == METRICS for line in lines)

@@ -116,8 +116,8 @@ class Key:
             elif get_origin(choice) is tuple:
                 of, is_open = get_args(choice)[0], ... in get_args(choice)
                 names = get_args(of) if get_origin(of) is Literal else ()
-                numbers = "whole numbers" if of is int else "numbers"
-                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else numbers
+                plain = {int: "whole numbers", str: "text"}.get(of, "numbers")
+                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else plain
                 words.append(f"a list of {many if is_open else f'{len(get_args(choice))} numbers'}")
             else:
                 words.append(_WORDS[choice])

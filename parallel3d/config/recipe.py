@@ -194,6 +194,11 @@ class TrainConfig:
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
+    # The evaluations without a lower loss after which the run ends; None: it goes on to its last step.
+    early_stop_patience: int | None = None
+    early_stop_min_delta: float = within("at least 0 and finite", 0.0)  # by how much a loss must be lower to count
+    early_stop_set: str | None = None  # the name in data.evaluation; None: the part kept for validation
+    callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
     sample_tokens: int = within("at least 0", 0)  # tokens generated after the last step; 0: none
     sample_prompt: str = "def "
     sample_top_k: int = 1  # the likeliest tokens, of which one is drawn; 1: greedy
@@ -324,6 +329,15 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """A named set of sequences on which the run is evaluated, beside the part of its own data kept for validation."""
+
+    name: str
+    path: str  # as `data.path`, read as `data.source` says; the standard library's source stands for text here
+    sequences: int | None = None  # the first ones of the set; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
 
@@ -338,6 +352,7 @@ class DataConfig:
     # that is kept for validation. A folder of tokens has a part of its own for that.
     validation_fraction: float = within("above 0 and below 1", 0.05)
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
+    evaluation: tuple[EvaluationConfig, ...] = ()  # further sets to evaluate on, after each train.eval_every steps
     sources: tuple[SourceConfig, ...] = ()  # several corpora of the kind `source`, in the place of `path`
     stages: tuple[WeightsConfig, ...] = ()  # weights of `sources` that follow the first ones
 

@@ -8,6 +8,7 @@ this file what an optimizer reads, which layouts can step in the backward, and w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -117,6 +118,12 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)
     yield from rate_errors(recipe, end, last)
+    yield from evaluation_errors(recipe)
+    for key in ("early_stop_min_delta", "early_stop_set"):
+        if train.early_stop_patience is None and getattr(train, key) not in (None, 0.0):
+            yield f"<train.{key}>: means nothing without early stopping; try train.early_stop_patience=3 beside it"
+    if train.early_stop_patience is not None and train.eval_every is None:
+        yield "<train.early_stop_patience>: counts evaluations, and <train.eval_every>; try train.eval_every=100"
     yield from at_most(recipe, "logging.timeline", "train.steps", train.steps)
     yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
     if train.sample_top_k == 1:
@@ -156,6 +163,24 @@ def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:
             yield f"<optimizer.{key}>: <optimizer.schedule> has no use for it; try {tries}"
     if config.schedule == "range_test" and config.min_lr_ratio == 0:
         yield "<optimizer.min_lr_ratio>: the rate of a range test rises from that share of its last; try 1e-6"
+
+
+def evaluation_errors(recipe: Recipe) -> Iterator[str]:
+    """One line, for a `rule` to yield, for each evaluation set that would not be evaluated or not be told apart, and
+    for early stopping by a set that there is not."""
+    train, names = recipe.train, [each.name for each in recipe.data.evaluation]
+    for index, name in enumerate(names):
+        key = f"data.evaluation[{index}].name = {name}"
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield f"{key}: must be of letters, digits, -, _ and ., because keys of metrics.jsonl have it; try wiki"
+        elif name in ("validation", *names[:index]):
+            words = "the part of the run's own data" if name == "validation" else "another set"
+            yield f"{key}: is the name of {words}; try {name}-{index + 1}"
+    if names and train.eval_every is None:
+        yield "data.evaluation: has sets, and <train.eval_every> evaluates none of them; try train.eval_every=100"
+    if train.early_stop_set is not None and train.early_stop_set not in names:
+        tries = names[0] if names else "null, the part kept for validation"
+        yield f"<train.early_stop_set>: is the name of no set of data.evaluation; try {tries}"
 
 
 @rule

@@ -46,16 +46,8 @@ def load_corpus(config: DataConfig) -> Corpus:
         files = open_token_files(config)
         return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files))
     tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
-
-    def stream(documents: Iterable[Document]) -> TokensInMemory:
-        pieces: list[TokenIds] = []
-        for document in documents:
-            ids = ids_of(document, tokenizer)
-            pieces += [ids, np.full(1, tokenizer.end_of_text, dtype=ids.dtype)]
-        return TokensInMemory(np.concatenate(pieces))
-
     train, validation = split_documents(find_documents(config), config.validation_fraction)
-    return Corpus(stream(train), stream(validation), lambda: tokenizer)
+    return Corpus(stream_of(train, tokenizer), stream_of(validation, tokenizer), lambda: tokenizer)
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
@@ -83,6 +75,15 @@ def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
         return build_tokenizer(own.kind)
     path = os.path.join(os.path.expanduser(config.path or ""), own.file)
     return build_tokenizer(path, config.end_of_text or own.end_of_text, key=f"data.path = {config.path}, {own.file}")
+
+
+def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMemory:
+    """Reads and tokenizes the documents, each followed by the end of text."""
+    pieces: list[TokenIds] = []
+    for document in documents:
+        ids = ids_of(document, tokenizer)
+        pieces += [ids, np.full(1, tokenizer.end_of_text, dtype=ids.dtype)]
+    return TokensInMemory(np.concatenate(pieces))
 
 
 def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -46,8 +46,9 @@ class BatchLoader:
 
     A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
     batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
-    whatever the layout. Labels among `ignored_ids` are not learned. A rank that needs no ids has a `blank_seq_len`, the
-    length of its sequences of zeros, and draws nothing. Raises ConfigError where the batch does not divide.
+    whatever the layout. Labels among `ignored_ids` are not learned, nor are those of the samples from `stop` on. A rank
+    that needs no ids has a `blank_seq_len`, the length of its sequences of zeros, and draws nothing. Raises ConfigError
+    where the batch does not divide.
     """
 
     source: WindowSource
@@ -60,6 +61,7 @@ class BatchLoader:
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     ignored_ids: tuple[int, ...] = ()
     blank_seq_len: int | None = None  # None: the rank reads ids
+    stop: int | None = None  # samples that there are, where a last batch is to be filled up; None: there is no end
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -82,7 +84,8 @@ class BatchLoader:
         if self.blank_seq_len is not None:
             blank = torch.zeros(*own.shape, self.blank_seq_len, dtype=torch.int64)
             return Batch(blank, blank, own)
-        drawn, wrong_id = self.source.draw(samples), None  # [share, seq + 1]
+        is_left_out = samples >= (np.inf if self.stop is None else self.stop)
+        drawn, wrong_id = self.source.draw(np.where(is_left_out, 0, samples)), None  # [share, seq + 1]
         if drawn.max() >= self.vocab or drawn.min() < 0:
             is_wrong = (drawn >= self.vocab) | (drawn < 0)
             row, column = np.argwhere(is_wrong)[0].tolist()
@@ -92,7 +95,32 @@ class BatchLoader:
         inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
+        if self.stop is not None:
+            labels[torch.from_numpy(is_left_out).view(-1, self.microbatch_size)] = IGNORED
         return Batch(inputs, labels, own, wrong_id)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationSet:
+    """Some sequences on which a run is evaluated, as this data rank's shares of equally large global batches."""
+
+    name: str
+    loader: BatchLoader
+    steps: int = 1  # batches
+
+    @classmethod
+    def of(cls, name: str, like: BatchLoader, source: WindowSource, sequences: int | None) -> EvaluationSet:
+        """Returns the first `sequences` of `source` (None: all) in batches for the layout of `like` that are no larger
+        than its own. Sequences that only fill up the last batch have no labels."""
+        wanted = source.windows if sequences is None else sequences
+        steps, unit = -(-wanted // like.global_batch_size), like.dp_size * like.microbatch_size
+        size = -(-wanted // (steps * unit)) * unit
+        return cls(name, replace(like, source=source, global_batch_size=size, sizes=None, stop=wanted), steps)
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        """This data rank's batches, made one by one."""
+        return (self.loader.batch(step) for step in range(self.steps))
 
 
 def batches_ahead(loader: BatchLoader, steps: range, device: torch.device) -> Generator[Batch, None, None]:

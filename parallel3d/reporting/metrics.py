@@ -7,9 +7,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,25 @@ class StepMetrics:
     mfu: float | None  # the share of the device's dense peak that was used; None where the peak is not known
     peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
     peak_reserved_bytes: int | None = None  # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
-    val_loss: float | None = None
+    val_loss: float | None = None  # of the part of the run's own data that is kept for validation
+    set_losses: Mapping[str, float] = field(default_factory=dict)  # of the other evaluation sets, by their names
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
     skipped_steps: int = 0  # steps since the start of the run whose gradients overflowed
+
+    @property
+    def scalars(self) -> dict[str, float | None]:
+        """The numbers of the line by their keys, each evaluation with its perplexity. A number that is not finite, such
+        as a skipped step's norm, is None, because JSON has no infinity."""
+        own = {name: value for name, value in vars(self).items() if name != "set_losses"}
+        own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
+        for name, loss in self.set_losses.items():
+            own |= {f"val_loss/{name}": loss, f"val_perplexity/{name}": perplexity(loss)}
+        return {key: value if value is not None and math.isfinite(value) else None for key, value in own.items()}
+
+
+def perplexity(loss: float) -> float:
+    """Returns e to the power of a mean loss; infinity where no float is that large."""
+    return math.exp(loss) if loss < 700.0 else math.inf
 
 
 class MetricsFile:
@@ -49,16 +65,13 @@ class MetricsFile:
         *whole, _cut_off = path.read_text().split("\n") if path.exists() else [""]  # a crash may cut off the last line
         kept = [line for line in whole if json.loads(line)["step"] <= resumed_step]
         path.write_text("".join(f"{line}\n" for line in kept))
+        self.history: list[dict[str, float | None]] = [json.loads(line) for line in kept]  # as the run resumes
 
     def write(self, metrics: StepMetrics) -> None:
-        # A number that is not finite, such as a skipped step's norm, is null, because JSON has no infinity.
-        line = {
-            name: None if value is None or not math.isfinite(value) else value for name, value in vars(metrics).items()
-        }
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(metrics.scalars) + "\n")
         if self._also is not None:
-            self._also(line)
+            self._also(metrics.scalars)
 
 
 class Stopwatch:

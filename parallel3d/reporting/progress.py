@@ -7,7 +7,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TextIO
 
-from parallel3d.reporting.metrics import StepMetrics
+from parallel3d.reporting.metrics import StepMetrics, perplexity
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -39,8 +39,10 @@ def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
 def describe(metrics: StepMetrics, steps: int) -> str:
     """Returns the line of a step: `step 20/300  loss 3.1234  grad 0.812  lr 1.0e-03  8,192 tok/s  mem 412 MiB`."""
     parts = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
-    if metrics.val_loss is not None:
-        parts.append(f"val {metrics.val_loss:.4f}")
+    own = {} if metrics.val_loss is None else {"val": metrics.val_loss}
+    parts += [
+        f"{name} {loss:.4f} (ppl {perplexity(loss):.4g})" for name, loss in (own | {**metrics.set_losses}).items()
+    ]
     parts += [
         f"grad {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",

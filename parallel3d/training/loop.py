@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.store import checkpoint_path, keep_newest
-from parallel3d.data.loader import BatchLoader, batches_ahead
+from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.errors import PreemptedError
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
+from parallel3d.training.callbacks import VALIDATION, Callbacks
 from parallel3d.training.hooks import StepResult
 from parallel3d.training.state import save_trainer
 from parallel3d.training.timeline import traced_step
@@ -24,55 +27,97 @@ from parallel3d.training.trainer import Trainer
 
 def fit(
     trainer: Trainer,
-    loaders: tuple[BatchLoader, BatchLoader],
+    loaders: tuple[BatchLoader, Sequence[EvaluationSet]],
     checkpoints: Path,
     metrics_file: MetricsFile | None,
     progress: ProgressDisplay,
     stop: StopRequest,
     *,
+    callbacks: Callbacks,
     peak_flops: float | None = None,
 ) -> None:
-    """Trains from the trainer's step to the recipe's last. Every rank calls it; one rank has `metrics_file`. `loaders`
-    give this data rank's batches for training and for validation. `peak_flops` of one device is what MFU is the share
-    of. Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which any rank had a
-    `stop`."""
-    recipe, (training, validation), watch, waiting = trainer.recipe, loaders, Stopwatch(), Stopwatch()
+    """Trains from the trainer's step to the recipe's last, or until a callback asks to stop. Every rank calls it; one
+    rank has `metrics_file`. `loaders` give this data rank's batches for training and for each evaluation. `peak_flops`
+    of one device is what MFU is the share of. Raises NonFiniteError, SaveError and DataError, and PreemptedError after
+    the step in which any rank had a `stop`."""
+    recipe, (training, evaluations), watch, waiting = trainer.recipe, loaders, Stopwatch(), Stopwatch()
     reported_tokens = trainer.tokens
     ahead = batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)
     folder = checkpoints.parent / "profile"
     profiler = ProfilerWindow(recipe.logging, folder, rank=dist.get_rank(), device=trainer.device)
-    with closing(ahead) as batches, profiler:
+    with closing(ahead) as batches, profiler, garbage_collected(recipe.train.gc_every) as collect:
         for step in range(trainer.step + 1, recipe.train.steps + 1):
-            last = step == recipe.train.steps
-            report, val_loss = None, None
+            report, losses = None, None
             with profiler.step(step), watch.timing():
                 with waiting.timing():
                     batch = next(batches)
                 if step == recipe.logging.timeline:
                     result, report = traced_step(trainer, batch, checkpoints.parent)
                 else:
-                    result = trainer.train_step(batch, is_asked_to_stop=stop.is_made)
+                    is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop
+                    result = trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
+                collect(step)
+            is_preempted = result.is_asked_to_stop and _is_any(stop.is_made, trainer.device)
+            last = step == recipe.train.steps or (result.is_asked_to_stop and not is_preempted)
             progress.step_done(step)
+            callbacks.tell("step_done", step, result)
             for note in (report, profiler.end_after(step)):
                 if note is not None:
                     progress.say(str(note))
             if _due(recipe.train.eval_every, step, last):
-                val_loss = trainer.evaluate(validation.batch(0))
-            if val_loss is not None or _due(recipe.logging.every, step, last) or step == 1:
-                line = measure(trainer, result, watch, waiting, trainer.tokens - reported_tokens, val_loss, peak_flops)
+                losses = {each.name: trainer.evaluate_all(each.batches) for each in evaluations}
+                callbacks.tell("evaluated", step, losses)
+            if losses is not None or _due(recipe.logging.every, step, last) or step == 1:
+                line = measure(trainer, result, watch, waiting, trainer.tokens - reported_tokens, losses, peak_flops)
                 reported_tokens = trainer.tokens
                 progress.measured(line)
                 if metrics_file is not None:
                     metrics_file.write(line)
+                callbacks.tell("measured", step, line)
             path = checkpoint_path(checkpoints, step)
-            if result.is_asked_to_stop or _due(recipe.checkpoint.every, step, last):
+            if is_preempted or _due(recipe.checkpoint.every, step, last):
                 save_trainer(trainer, path)
                 if dist.get_rank() == 0:
                     keep_newest(checkpoints, recipe.checkpoint.keep)
-            if result.is_asked_to_stop and not last:
+                callbacks.tell("saved", step, path)
+            if is_preempted and not last:
                 raise PreemptedError(
                     f"stopped by SIGTERM after step {step}, saved: {path}; checkpoint.resume=auto goes on"
                 )
+            if last and step < recipe.train.steps:
+                progress.say(f"stopped after step {step}: {callbacks.stop_reason}")
+                break
+
+
+@contextmanager
+def garbage_collected(every: int | None) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call after each step. It collects Python's garbage after each `every` steps, and Python
+    itself does not, so that all ranks pause in the same steps, not each in another. None: Python collects as always."""
+    if every is None:
+        yield lambda step: None
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    gc.freeze()  # what a run is made of stays to its end, and is not looked through again
+
+    def collect(step: int) -> None:
+        if step % every == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _is_any(flag: bool, device: torch.device) -> bool:
+    """Returns whether the flag is set on any rank; every rank calls it."""
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes)
+    return votes.item() > 0
 
 
 def measure(
@@ -81,12 +126,13 @@ def measure(
     watch: Stopwatch,
     waiting: Stopwatch,
     tokens: int,
-    val_loss: float | None,
+    losses: Mapping[str, float] | None,
     peak: float | None,
 ) -> StepMetrics:
     """Returns the metrics of a step; every rank calls it. `tokens` counts those of the steps that `watch` has timed,
-    and `waiting` has timed what they waited for batches; `peak` is the FLOP/s of one device."""
-    recipe = trainer.recipe
+    and `waiting` has timed what they waited for batches; `losses` are those of the evaluation sets by their names, and
+    `peak` is the FLOP/s of one device."""
+    recipe, sets = trainer.recipe, dict(losses or {})
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
     worst = torch.tensor(
@@ -109,7 +155,8 @@ def measure(
         mfu=None if peak is None else per_device * metrics.flops_per_token(recipe.model, recipe.train.seq_len) / peak,
         peak_memory_bytes=round(peak_bytes),
         peak_reserved_bytes=round(reserved_bytes) or None,
-        val_loss=val_loss,
+        val_loss=sets.pop(VALIDATION, None),
+        set_losses=sets,
         loss_scale=result.loss_scale,
         skipped_steps=trainer.skipped_steps,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,9 @@ from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
-from parallel3d.reporting.metrics import gpu_bytes
+from parallel3d.reporting.metrics import gpu_bytes, perplexity
 from parallel3d.torch_private import limit_waits
+from parallel3d.training.callbacks import VALIDATION
 from parallel3d.training.generation import generate
 from parallel3d.training.state import load_model
 from parallel3d.training.trainer import Trainer
@@ -40,13 +40,16 @@ def _saved_model(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
 
 
 def evaluate_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool) -> None:
-    """Prints the loss on the validation text on rank 0; every rank calls it."""
+    """Prints the loss of each evaluation set on rank 0, first that of the validation text; every rank calls it."""
     with _saved_model(recipe, rendezvous, model_class) as trainer:
-        _, validation = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
-        loss = trainer.evaluate(validation.batch(0))
-    perplexity = math.exp(loss)
-    answer = {"step": trainer.step, "tokens": trainer.tokens, "loss": loss, "perplexity": perplexity}
-    text = f"step {trainer.step}  loss {loss:.4f}  perplexity {perplexity:.2f}"
+        _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
+        losses = {each.name: trainer.evaluate_all(each.batches) for each in evaluations}
+    answer: dict[str, object] = {"step": trainer.step, "tokens": trainer.tokens}
+    text = f"step {trainer.step}"
+    for name, loss in losses.items():
+        of, named = ("", "") if name == VALIDATION else (f"/{name}", f"{name} ")
+        answer |= {f"loss{of}": loss, f"perplexity{of}": perplexity(loss)}
+        text += f"  {named}loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
     _print(recipe, rendezvous, text, answer if as_json else None)
 
 

@@ -15,7 +15,8 @@ from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import Corpus, load_corpora
-from parallel3d.data.loader import BatchLoader
+from parallel3d.data.evaluation import evaluation_windows
+from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import DamagedCheckpointError
@@ -30,6 +31,7 @@ from parallel3d.reporting.progress import open_progress
 from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits
+from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
@@ -37,18 +39,27 @@ from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 
 
-def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, peak_of: PeakOf) -> None:
+def run_worker(
+    recipe: Recipe,
+    rendezvous: Rendezvous,
+    model_class: ModelClass,
+    peak_of: PeakOf,
+    callbacks: Sequence[Callback] = (),
+) -> None:
     """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. `peak_of` knows
-    the GPUs. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the group is closed."""
+    the GPUs. `callbacks` of rank 0 watch the run beside those of the recipe. Raises the errors of `parallel3d.errors`;
+    `process_group` says on which ways out the group is closed."""
     assert recipe.run_dir is not None
     train = recipe.train
     with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         refuse(attention_errors(recipe, device_of(device)))
+        speaks = rendezvous.rank == 0
+        watchers = [*callbacks, *build_callbacks(recipe)] if speaks else []
         mesh = build_mesh(recipe.parallel, device.type)
         limit_waits(train.start_timeout_s)
         corpora = load_corpora(recipe.data)
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
-        run_dir, speaks = Path(recipe.run_dir), rendezvous.rank == 0
+        run_dir = Path(recipe.run_dir)
         checkpoints = run_dir / "checkpoints"
         saved = find_checkpoints(recipe.checkpoint.resume, checkpoints)
         trainer = Trainer(
@@ -80,7 +91,12 @@ def run_worker(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, 
                 progress.say(line)
             if trainer.step >= train.steps:
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
-            fit(trainer, loaders, checkpoints, metrics, progress, stop, peak_flops=peak_flops)
+            view = None
+            if metrics is not None:
+                view = RunView(recipe, run_dir, progress.say, metrics.history, trainer.step)
+            told = Callbacks(watchers, view)
+            with told.watching():
+                fit(trainer, loaders, checkpoints, metrics, progress, stop, callbacks=told, peak_flops=peak_flops)
             for line in passes_over_sources(recipe, corpora, trainer.step):
                 progress.say(line)
         if train.sample_tokens:
@@ -142,11 +158,17 @@ def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int) -
     return lines
 
 
-def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple[BatchLoader, BatchLoader]:
-    """Returns the loaders for training and for validation of the data rank that `rank` belongs to."""
+def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple[BatchLoader, list[EvaluationSet]]:
+    """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs to."""
     loader = training_loader(recipe, training_windows(recipe, [corpus.train for corpus in corpora]), rank)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
-    return loader, replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
+    own = replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
+    sources = evaluation_windows(recipe.data, recipe.train.seq_len)
+    others = [
+        EvaluationSet.of(chosen.name, loader, source, chosen.sequences)
+        for chosen, source in zip(recipe.data.evaluation, sources, strict=True)
+    ]
+    return loader, [EvaluationSet(VALIDATION, own), *others]
 
 
 def training_loader(recipe: Recipe, source: WindowSource, rank: int) -> BatchLoader:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.data.loader import IGNORED, Batch
+from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
+from parallel3d.data.loader import IGNORED, Batch, EvaluationSet
+from parallel3d.data.windows import ShuffledWindows, WindowSource
 from parallel3d.errors import DataError
 from parallel3d.tools.bench import plain_llama
 from tests.distributed.training_cases import (
@@ -29,6 +31,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     plain_curve,
+    plain_stack,
     train,
     whole_batch,
 )
@@ -91,6 +94,46 @@ def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(worl
         assert_follows(curve, expected)
         assert evaluated == pytest.approx(losses(curve), rel=1e-6)
         assert tokens == STEPS * sum(REAL)
+
+
+def evaluate_sets(cases: list[tuple[ParallelConfig, LocalSgdConfig]]) -> list[float]:
+    """Returns the loss of the corpus's first 11 sequences in each layout."""
+    found = []
+    for parallel, local_sgd in cases:
+        recipe = replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd)
+        like = make_loader(recipe, dist.get_rank())
+        chosen = EvaluationSet.of("first", like, in_order(recipe), 11)
+        found.append(make_trainer(recipe).evaluate_all(chosen.batches))
+    return found
+
+
+def in_order(recipe: Recipe) -> WindowSource:
+    source = make_loader(recipe, 0).source
+    assert isinstance(source, ShuffledWindows)
+    return replace(source, seed=None)
+
+
+SETS: dict[int, list[tuple[ParallelConfig, LocalSgdConfig]]] = {
+    1: [(ParallelConfig(microbatch_size=4), LocalSgdConfig()), (ParallelConfig(), LocalSgdConfig())],
+    2: [
+        (ParallelConfig(dp_shard=2, microbatch_size=2), LocalSgdConfig()),  # 8 and 3: no sequence for the second rank
+        (ParallelConfig(dp_replicate=2, microbatch_size=2), LocalSgdConfig(sync_every=5)),  # nor for the second replica
+        (ParallelConfig(pp=2), LocalSgdConfig()),
+        (ParallelConfig(tp=2, microbatch_size=4), LocalSgdConfig()),
+    ],
+    8: [(ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2), LocalSgdConfig())],
+}
+
+
+@pytest.mark.parametrize("size", SETS)
+def test_an_evaluation_that_fills_no_batch_is_plain_torchs_in_every_layout(world: Callable, size: int) -> None:
+    recipe = make_recipe(DEEP_TIED, ParallelConfig())
+    drawn = torch.from_numpy(in_order(recipe).draw(np.arange(11)).astype(np.int64))
+    with torch.no_grad():
+        logits = plain_stack(recipe).model(drawn[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).item()
+    for found in world(size).run(evaluate_sets, SETS[size]):
+        assert found == pytest.approx([expected] * len(SETS[size]), rel=1e-6)
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig
+from parallel3d.config.recipe import CheckpointConfig, LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import NonFiniteError
+from parallel3d.launch.signals import StopRequest
+from parallel3d.reporting.progress import ProgressDisplay
+from parallel3d.training.callbacks import Callback, Callbacks, RunView
 from parallel3d.training.generation import generate
+from parallel3d.training.hooks import StepResult
+from parallel3d.training.loop import fit
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
@@ -42,6 +48,33 @@ def test_every_layout_writes_the_same_text(world: Callable) -> None:
         ParallelConfig(pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3),
     ):
         assert world(4).run(generated, parallel) == [alone] * 4
+
+
+class EnoughAtThree(Callback):
+    """Asks to stop after the third step."""
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        if run.step == 3:
+            run.stop("enough")
+
+
+def stopped_by_a_callback(parallel: ParallelConfig, folder: Path) -> tuple[int, list[str], list[str]]:
+    """Returns the step at which a run ends, the checkpoints it leaves and what is said, as this rank has them."""
+    trainer = make_trainer(make_recipe(GROUPED, parallel))
+    trainer.recipe = replace(trainer.recipe, checkpoint=CheckpointConfig(every=15))
+    rank, said = dist.get_rank(), ProgressDisplay()
+    said.say = (lines := []).append  # type: ignore[method-assign]
+    callbacks = Callbacks([EnoughAtThree()], RunView(trainer.recipe, folder, said.say) if rank == 0 else None)
+    loaders = (make_loader(trainer.recipe, rank), ())
+    with callbacks.watching():
+        fit(trainer, loaders, folder, None, said, StopRequest(), callbacks=callbacks)
+    return trainer.step, [path.name for path in folder.iterdir()], lines
+
+
+def test_all_ranks_end_after_the_same_step_where_a_callback_asks(world: Callable, tmp_path: Path) -> None:
+    ended = world(2).run(stopped_by_a_callback, ParallelConfig(dp_shard=2), tmp_path)
+    assert [(step, saved) for step, saved, _ in ended] == [(4, ["step_00000004"])] * 2
+    assert ended[0][2] == ["stopped after step 4: enough"]
 
 
 def diverge(parallel: ParallelConfig) -> str:

@@ -77,11 +77,11 @@ def train(recipe: Recipe) -> tuple[float, float]:
     and the MiB that each rank sent to the other replica."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
-    training, validation = build_loaders(recipe, load_corpora(recipe.data), rank)
+    training, (validation,) = build_loaders(recipe, load_corpora(recipe.data), rank)
     with CollectiveCounter(mesh) as sent:
         for step in range(recipe.train.steps):
             result = trainer.train_step(training.batch(step))
             if rank == 0 and (step + 1) % 50 == 0:
                 print(f"  step {step + 1}: loss {result.loss:.4f}", file=sys.stderr, flush=True)
     sent_bytes = round(sum(sent.bytes.values()))  # the only other rank is the other replica
-    return trainer.evaluate(validation.batch(0)), sent_bytes / 2**20
+    return trainer.evaluate_all(validation.batches), sent_bytes / 2**20

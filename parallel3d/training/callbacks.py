@@ -1,0 +1,160 @@
+"""Callbacks: what a user's own code sees of a run, and the guard through which it is called.
+
+A `StepHook` (`training.hooks`) takes part in the step on every rank, and its errors end the run. A callback only
+watches: it is called on rank 0 alone, where all of its numbers are known, so it has nothing to agree on with other
+ranks and nobody waits in a collective for it. What it raises is told once and the run goes on. It may ask to end the
+run: rank 0 then votes in the sums of the next step, as for SIGTERM, and all ranks end after that step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel3d.config.named_class import named_class
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
+
+if TYPE_CHECKING:  # a wrong recipe is answered without torch
+    from parallel3d.reporting.metrics import StepMetrics
+    from parallel3d.training.hooks import StepResult
+
+VALIDATION = "validation"  # the evaluation set that is kept back from the run's own data
+
+
+@dataclass
+class RunView:
+    """What a callback knows of its run, and the one thing that it can do to it."""
+
+    recipe: Recipe
+    run_dir: Path
+    say: Callable[[str], None]  # shows a line beside the run's own
+    history: Sequence[Mapping[str, float | None]] = ()  # the lines of metrics.jsonl up to the step resumed from
+    step: int = 0  # steps done
+    stop_reason: str | None = field(default=None, init=False)
+
+    def stop(self, reason: str) -> None:
+        """Asks to end the run after its next step, which is then evaluated and saved as a last step is."""
+        self.stop_reason = self.stop_reason or reason
+
+
+class Callback:
+    """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is done."""
+
+    def started(self, run: RunView) -> None:
+        """Is called before the first step, or the first after a resume."""
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        """Is called after each step."""
+
+    def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
+        """Is called after each evaluation, with the loss of each set by its name."""
+
+    def measured(self, run: RunView, metrics: StepMetrics) -> None:
+        """Is called with each line of metrics.jsonl."""
+
+    def saved(self, run: RunView, checkpoint: Path) -> None:
+        """Is called when a checkpoint is whole."""
+
+    def ended(self, run: RunView, error: BaseException | None) -> None:
+        """Is called after the last step; `error` is what has ended the run before it, such as SIGTERM."""
+
+
+class Callbacks:
+    """Calls callbacks in their order, and tells the first exception of each. Without a `run`, which is so on all ranks
+    but the first, nothing is called."""
+
+    def __init__(self, callbacks: Sequence[Callback] = (), run: RunView | None = None) -> None:
+        self._callbacks = () if run is None else tuple(callbacks)
+        self._run = run
+        self._told: set[int] = set()
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        return self._run is not None and self._run.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        return None if self._run is None else self._run.stop_reason
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Tells the callbacks that the run starts and ends, in this context."""
+        step = 0 if self._run is None else self._run.step
+        self.tell("started", step)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.tell("ended", step if self._run is None else self._run.step, error)
+
+    def tell(self, hook: str, step: int, *seen: object) -> None:
+        """Calls the method `hook` of each callback with what it sees after `step`."""
+        for index, callback in enumerate(self._callbacks):
+            assert self._run is not None
+            self._run.step = step
+            try:
+                methodcaller(hook, self._run, *seen)(callback)
+            except (Exception, SystemExit) as error:
+                if index not in self._told:
+                    self._told.add(index)
+                    place = traceback.extract_tb(error.__traceback__)[-1]
+                    name = f"{type(callback).__module__}:{type(callback).__qualname__}"
+                    self._run.say(
+                        f"callback {name} has failed in {hook} after step {step}: {type(error).__name__}: {error} "
+                        f"({place.filename}:{place.lineno}); the run goes on, and further failures are not told"
+                    )
+
+
+class EarlyStopping(Callback):
+    """Ends the run when the loss of an evaluation set has not come down by more than `min_delta` in `patience`
+    evaluations. A resumed run counts those of its history."""
+
+    def __init__(self, of: str, *, patience: int, min_delta: float) -> None:
+        self._of, self._patience, self._min_delta = of, patience, min_delta
+        self._lowest = float("inf")
+        self._waited = 0
+
+    def started(self, run: RunView) -> None:
+        key = "val_loss" if self._of == VALIDATION else f"val_loss/{self._of}"
+        for loss in (line.get(key) for line in run.history):
+            if loss is not None:
+                self._see(run, loss)
+
+    def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
+        self._see(run, losses[self._of])
+
+    def _see(self, run: RunView, loss: float) -> None:
+        self._waited += 1
+        if loss < self._lowest - self._min_delta:
+            self._lowest, self._waited = loss, 0
+        if self._waited >= self._patience:
+            run.stop(f"the loss of {self._of} has not come below {self._lowest:.4f} in {self._waited} evaluations")
+
+
+def callback_classes(recipe: Recipe) -> list[type[Callback]]:
+    """Returns the classes that `train.callbacks` names. Raises ConfigError."""
+    classes = [named_class("train.callbacks", name) for name in recipe.train.callbacks]
+    for name, found in zip(recipe.train.callbacks, classes, strict=True):
+        if not issubclass(found, Callback):
+            raise ConfigError(
+                f"train.callbacks = {name}: must be a subclass of parallel3d.Callback; derive it from that"
+            )
+    return classes
+
+
+def build_callbacks(recipe: Recipe) -> list[Callback]:
+    """Returns the callbacks that a recipe asks for, early stopping first."""
+    train, stopping = recipe.train, []
+    if train.early_stop_patience is not None:
+        of = VALIDATION if train.early_stop_set is None else train.early_stop_set
+        stopping = [EarlyStopping(of, patience=train.early_stop_patience, min_delta=train.early_stop_min_delta)]
+    return [*stopping, *(found() for found in callback_classes(recipe))]

@@ -1,0 +1,103 @@
+"""The learning-rate range test: a short run of a recipe whose rate rises by the same factor in each step, over many
+orders of magnitude, and ends when the loss rises (Smith 2017, arXiv 1506.01186). The run is an ordinary one, in any
+layout and under any launcher: the test is a schedule of the rate and a callback."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel3d.training.callbacks import Callback, RunView
+
+if TYPE_CHECKING:  # --help does not wait for torch
+    from parallel3d.training.hooks import StepResult
+
+RESULT_FILE = "range_test.json"
+_MEMORY = 0.9  # the share of the smoothed loss that a step keeps
+_DIVERGED = 1.3  # times the lowest smoothed loss
+_BELOW_LOWEST = 10.0  # Smith's choice among the rates below that of the lowest loss: an order of magnitude
+_MOST_ROWS = 25
+
+
+def range_test_settings(recipe: str) -> list[str]:
+    """Returns the overrides that make a range test of a recipe. The user's own come after them, so that
+    `train.steps=200 optimizer.lr=0.1` makes a longer one up to a rate of 0.1."""
+    return [
+        "optimizer.schedule=range_test",
+        "optimizer.lr=1.0",
+        "optimizer.min_lr_ratio=1e-6",
+        "optimizer.warmup_steps=0",
+        "optimizer.decay_start=null",
+        "optimizer.decay_shape=null",
+        "optimizer.decay_steps=null",
+        "train.steps=100",
+        "train.batch_warmup_start=null",
+        "train.batch_warmup_increment=null",
+        "train.batch_warmup_steps=null",
+        "train.eval_every=null",
+        "train.early_stop_patience=null",
+        "train.early_stop_min_delta=0",
+        "train.early_stop_set=null",
+        "train.sample_tokens=0",
+        "data.evaluation=[]",
+        "train.callbacks=[parallel3d.recipes.range_test:RateRangeTest]",
+        "checkpoint.every=null",
+        "checkpoint.resume=none",
+        "logging.timeline=null",
+        "logging.sinks=[]",
+        "logging.profile_steps=null",
+        f"run_dir=runs/{Path(recipe).stem}-range-test",
+    ]
+
+
+class RateRangeTest(Callback):
+    """Notes the loss of each rate, ends the run when the loss has risen, and then prints and writes what it found."""
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._losses: list[float] = []
+        self._smoothed: list[float] = []
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        self._rates.append(result.lr)
+        self._losses.append(result.loss)
+        self._smoothed = smoothed(self._losses)
+        if self._smoothed[-1] > _DIVERGED * min(self._smoothed):
+            run.stop(f"the loss has risen at a learning rate of {result.lr:.2e}")
+
+    def ended(self, run: RunView, error: BaseException | None) -> None:
+        if not self._rates:
+            return
+        lowest = min(range(len(self._smoothed)), key=self._smoothed.__getitem__)
+        is_open = lowest == len(self._smoothed) - 1  # the loss has not come to its lowest
+        suggested = None if is_open or lowest == 0 else self._rates[lowest] / _BELOW_LOWEST
+        rows = zip(self._rates, self._losses, self._smoothed, strict=True)
+        found = {
+            "suggested_lr": suggested,
+            "lowest_loss_lr": self._rates[lowest],
+            "steps": [{"lr": rate, "loss": loss, "smoothed_loss": smooth} for rate, loss, smooth in rows],
+        }
+        path = run.run_dir / RESULT_FILE
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print("        lr      loss  smoothed")
+        every = math.ceil(len(self._rates) / _MOST_ROWS)
+        for index in sorted({*range(0, len(self._rates), every), lowest}):
+            mark = "  lowest" if index == lowest else ""
+            print(f"{self._rates[index]:10.2e}{self._losses[index]:10.4f}{self._smoothed[index]:10.4f}{mark}")
+        if suggested is None:
+            tries = "a higher optimizer.lr" if is_open else "a lower optimizer.lr"
+            print(f"no rate is suggested: the loss is lowest at the end of the range; try {tries}")
+        else:
+            print(f"suggested: optimizer.lr={suggested:.1e}, a tenth of the rate of the lowest loss; {path}")
+
+
+def smoothed(losses: Iterable[float]) -> list[float]:
+    """Returns the running mean after each of the losses, corrected for its start."""
+    mean, means = 0.0, []
+    for count, loss in enumerate(losses, 1):
+        mean = _MEMORY * mean + (1.0 - _MEMORY) * loss
+        means.append(mean / (1.0 - _MEMORY**count))
+    return means

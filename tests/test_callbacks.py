@@ -1,0 +1,220 @@
+"""Callbacks: they see a run and change nothing in it, whatever they raise; early stopping; the rate range test."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from parallel3d.config.named_class import named_class
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainConfig,
+)
+from parallel3d.errors import ConfigError
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.models.llama import Llama
+from parallel3d.recipes import pretrain
+from parallel3d.recipes.range_test import RateRangeTest, range_test_settings, smoothed
+from parallel3d.reporting.metrics import StepMetrics
+from parallel3d.training.callbacks import Callback, RunView, callback_classes
+from parallel3d.training.hooks import StepResult
+from parallel3d.training.loop import garbage_collected
+from parallel3d.training.worker import run_worker
+
+MODEL = ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257)
+TRAIN = TrainConfig(steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2)
+
+
+class Witness(Callback):
+    """Notes what it is told, and how a run has ended."""
+
+    told: list[tuple[str, int, object]]
+
+    def __init__(self) -> None:
+        self.told = []
+
+    def started(self, run: RunView) -> None:
+        self.told.append(("started", run.step, len(run.history)))
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        self.told.append(("step", run.step, result.loss))
+
+    def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
+        self.told.append(("evaluated", run.step, tuple(losses)))
+
+    def measured(self, run: RunView, metrics: StepMetrics) -> None:
+        self.told.append(("measured", run.step, metrics.step))
+
+    def saved(self, run: RunView, checkpoint: Path) -> None:
+        self.told.append(("saved", run.step, checkpoint.name))
+
+    def ended(self, run: RunView, error: BaseException | None) -> None:
+        self.told.append(("ended", run.step, error))
+
+
+class Broken(Callback):
+    """Raises whatever happens."""
+
+    def _raise(self, *seen: object) -> None:
+        raise SystemExit("a user's slip")
+
+    started = step_done = evaluated = measured = saved = ended = _raise
+
+
+def run(folder: Path, *callbacks: Callback, resume: str = "none", **train: object) -> list[dict[str, float]]:
+    """Runs a worker in this process; returns the lines of its metrics."""
+    text = folder / "corpus.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 40)
+    recipe = Recipe(
+        model=MODEL,
+        train=replace(TRAIN, **train),  # type: ignore[arg-type]
+        data=DataConfig(
+            source="text",
+            path=str(text),
+            validation_fraction=0.2,
+            evaluation=(EvaluationConfig(name="dickens", path=str(text), sequences=5),),
+        ),
+        checkpoint=CheckpointConfig(every=4, resume=resume),
+        optimizer=OptimizerConfig(lr=1e-2),
+        run_dir=str(folder / "run"),
+    )
+    store = f"file://{folder}/store_{len(list(folder.glob('store_*')))}"
+    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
+    run_worker(recipe, where, Llama, lambda name, precision: None, callbacks)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:
+    return [(line["step"], line["loss"], line["grad_norm"], line["val_loss"]) for line in lines]
+
+
+def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("without", "watched"):
+        (tmp_path / name).mkdir()
+    without = run(tmp_path / "without")
+    capsys.readouterr()
+    witness = Witness()
+    watched = run(tmp_path / "watched", Broken(), witness, gc_every=2)
+    assert numbers(watched) == numbers(without)
+    assert [(what, step) for what, step, _ in witness.told] == [
+        ("started", 0),
+        *[("step", 1), ("measured", 1)],
+        *[("step", 2), ("evaluated", 2), ("measured", 2)],
+        ("step", 3),
+        *[("step", 4), ("evaluated", 4), ("measured", 4), ("saved", 4)],
+        *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
+        ("ended", 5),
+    ]
+    assert witness.told[1][2] == without[0]["loss"] and witness.told[4][2] == ("validation", "dickens")
+    assert witness.told[-1][2] is None
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
+    assert line.startswith(
+        "callback tests.test_callbacks:Broken has failed in started after step 0: SystemExit: a user's"
+    )
+    assert "test_callbacks.py:" in line and line.endswith("the run goes on, and further failures are not told")
+
+
+def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No evaluation is lower by 10 than the first, so after three the next step is the last."""
+    stopping = {
+        "eval_every": 1,
+        "early_stop_patience": 2,
+        "early_stop_min_delta": 10.0,
+        "early_stop_set": "dickens",
+        "steps": 50,
+    }
+    lines = run(tmp_path, **stopping)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["val_loss"] is not None
+    assert lines[-1]["val_perplexity"] == pytest.approx(2.718281828 ** lines[-1]["val_loss"])
+    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(2.718281828 ** lines[-1]["val_loss/dickens"])
+    assert lines[-1]["val_loss/dickens"] != lines[-1]["val_loss"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert "stopped after step 4: the loss of dickens has not come below" in capsys.readouterr().err
+    witness = Witness()
+    assert [line["step"] for line in run(tmp_path, witness, resume="auto", **stopping)] == [1, 2, 3, 4, 5]
+    assert witness.told[0] == ("started", 4, 4)
+
+
+def test_garbage_is_collected_in_the_steps_that_are_named_and_by_python_afterwards() -> None:
+    with mock.patch.object(gc, "collect") as collect, garbage_collected(3) as after_step:
+        assert not gc.isenabled()
+        counts = []
+        for step in range(1, 8):
+            after_step(step)
+            counts.append(collect.call_count)
+    assert counts == [1, 1, 2, 2, 2, 3, 3]  # once at the start
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    with garbage_collected(None):
+        assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("parallel3d.Callback", "must name a class as package.module:Class; try parallel3d:Callback"),
+        ("no_such_module:Watch", "no_such_module cannot be imported (ModuleNotFoundError: No module named"),
+        ("tests.test_callbacks:Nobody", "tests.test_callbacks has no class Nobody; it has"),
+        ("tests.test_callbacks:run", "has no class run"),
+        ("pathlib:Path", "must be a subclass of parallel3d.Callback"),
+    ],
+)
+def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(name: str, message: str) -> None:
+    recipe = Recipe(model=MODEL, train=replace(TRAIN, callbacks=(name,)))
+    with pytest.raises(ConfigError, match=f"train.callbacks = {name}: ") as error:
+        callback_classes(recipe)
+    assert message in str(error.value)
+
+
+def test_a_class_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_watcher.py").write_text("import parallel3d\nclass Watch(parallel3d.Callback): pass\n")
+    monkeypatch.chdir(tmp_path)
+    assert issubclass(named_class("train.callbacks", "my_own_watcher:Watch"), Callback)
+
+
+def test_a_range_test_is_a_recipe_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain.main(["range-test", "quickstart", "optimizer.lr=0.5", "--print-config"])
+    printed = capsys.readouterr().out
+    for line in ("schedule: range_test", "lr: 0.5", "steps: 100", "run_dir: runs/quickstart-range-test", "every: null"):
+        assert line in printed
+    assert "eval_every: null" in printed and "RateRangeTest" in printed
+    assert "train.steps=100" in range_test_settings("quickstart")
+
+
+def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss falls to 2 until the rate is 1e-2, and then doubles in each step."""
+    view = RunView(Recipe(model=MODEL, train=TRAIN), tmp_path, print)
+    watcher = RateRangeTest()
+    losses = [6.0 - step / 5 for step in range(21)] + [4.0, 8.0, 16.0, 32.0]
+    for step, loss in enumerate(losses):
+        watcher.step_done(view, SimpleNamespace(lr=10 ** (-6 + step / 5), loss=loss))  # type: ignore[arg-type]
+        assert (view.stop_reason is not None) == (smoothed(losses)[step] > 1.3 * min(smoothed(losses)[: step + 1]))
+    assert view.stop_reason is not None and "the loss has risen at a learning rate of" in view.stop_reason
+    watcher.ended(view, None)
+    found = json.loads((tmp_path / "range_test.json").read_text())
+    assert found["lowest_loss_lr"] == pytest.approx(1e-2) and found["suggested_lr"] == pytest.approx(1e-3)
+    assert [step["loss"] for step in found["steps"]] == losses
+    assert "suggested: optimizer.lr=1.0e-03, a tenth of the rate of the lowest loss" in capsys.readouterr().out
+    falling = RateRangeTest()
+    for step in range(10):
+        falling.step_done(view, SimpleNamespace(lr=10.0 ** (-6 + step), loss=6.0 - step))  # type: ignore[arg-type]
+    falling.ended(view, None)
+    assert json.loads((tmp_path / "range_test.json").read_text())["suggested_lr"] is None
+    assert "try a higher optimizer.lr" in capsys.readouterr().out
