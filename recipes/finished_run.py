@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from parallel3d.checkpoint.store import find_checkpoints
-from parallel3d.config.load import SECTIONS, load_recipe
+from parallel3d.config.load import KEYS, load_recipe
 from parallel3d.config.recipe import Recipe, SinkName
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, SinkError
@@ -44,7 +44,7 @@ _SAMPLING = {  # options of `generate` -> the key of the recipe that each of the
 # an optimizer without states, and a single run where replicas trained apart.
 _ONLY_READ = ("optimizer", "loss_scale", "local_sgd", "checkpoint", "logging")
 _OVERRIDES = [
-    *(f"{name}.{key.name}={shown(key.default)}" for name in _ONLY_READ for key in fields(SECTIONS[name])),
+    *(f"{name}={shown(key.default)}" for name, key in KEYS.items() if name.split(".")[0] in _ONLY_READ),
     *("optimizer.name=sgd", "optimizer.momentum=0", "checkpoint.resume=auto", "train.sample_tokens=0"),
     *(f"train.batch_warmup_{key}=null" for key in ("start", "increment", "steps")),
 ]

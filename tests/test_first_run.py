@@ -1,0 +1,34 @@
+"""The commands of docs/first-run.md, one after the other as a newcomer types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "first-run.md"
+
+
+@pytest.mark.long
+def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    script = "".join(blocks)
+    assert script.startswith("pip install")  # what runs this has installed it
+    script = script.split("\n", 1)[1]
+    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    run = subprocess.run(
+        ["bash", "-euc", script], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines}
+    assert losses[10] > 6.3  # log 1024 is 6.9
+    assert losses[98] < 5.8 < losses[60] + 0.3
+    assert "goes on from step 60" in run.stdout + run.stderr
+    assert re.search(r"^step 98 +loss 5\.\d+ +perplexity", run.stdout, re.MULTILINE)
+    assert re.search(r"^def ", run.stdout, re.MULTILINE)
