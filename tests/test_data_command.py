@@ -426,7 +426,8 @@ def test_check_shows_three_documents_and_finds_what_is_damaged(tmp_path: Path, c
 def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> None:
     sources = [write_lines(tmp_path / f"{n}.jsonl", texts(30, seed=n)) for n in range(2)]
     first = tokenized(tmp_path / "first", sources[0], "--train-bpe", 280)
-    second = tokenized(tmp_path / "second", sources[1], "--tokenizer", first / "tokenizer.json")
+    told = ("--tokenizer", first / "tokenizer.json", "--end-of-text", SEPARATOR)  # told, and found in the first
+    second = tokenized(tmp_path / "second", sources[1], *told)
     assert run("merge", first, second, "--out", tmp_path / "both") == 0
     for part in ("train", "validation"):
         assert documents(tmp_path / "both", part) == documents(first, part) + documents(second, part)

@@ -153,10 +153,10 @@ def merge(folders: list[Path], out: Path) -> None:
     headers = [TokensJson.read(folder) for folder in folders]
     for folder, header in zip(folders, headers, strict=True):
         for name in ("tokenizer", "vocab_size", "end_of_text"):
-            own, first = getattr(header, name), getattr(headers[0], name)
+            own, first = _told(getattr(header, name)), _told(getattr(headers[0], name))
             if own != first:
                 raise ConfigError(
-                    f"{folder}: {name} is {_told(own)}, and that of {folders[0]} is {_told(first)}; merge folders of "
+                    f"{folder}: {name} is {own}, and that of {folders[0]} is {first}; merge folders of "
                     "one tokenizer, or tokenize one of them again"
                 )
     if out.exists():

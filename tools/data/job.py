@@ -233,9 +233,9 @@ def _workers(count: int) -> Iterator[Executor]:
 
 
 def _start_worker() -> None:
-    """Makes this process a worker: one thread, deaf to Ctrl-C, which the parent answers, and gone with its parent."""
+    """Makes this process a worker: one thread, gone at once with Ctrl-C, which the parent answers, or its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
     assert parent is not None
 
