@@ -8,9 +8,8 @@ if __name__ != "parallel3d.models":  # a bare `import models` would make a secon
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel3d.errors import ConfigError
-
 if TYPE_CHECKING:
+    from parallel3d.config.recipe import ModelConfig
     from parallel3d.parallelize import ModelClass
 
 
@@ -20,11 +19,20 @@ def shape_cards() -> dict[str, Path]:
 
 
 def model_class(architecture: str) -> ModelClass:
-    """Returns the class of a model by its `model.architecture`. It imports torch."""
+    """Returns the class of a model by its `model.architecture`. It imports torch, and the module of a class of the
+    user's. Raises ConfigError where there is no such class."""
+    from parallel3d.models.custom import import_class
     from parallel3d.models.gpt import GPT
     from parallel3d.models.llama import Llama
 
     classes: dict[str, ModelClass] = {"llama": Llama, "gpt": GPT}
-    if architecture not in classes:
-        raise ConfigError(f"model.architecture = {architecture}: must be one of {', '.join(classes)}")
-    return classes[architecture]
+    return classes[architecture] if architecture in classes else import_class(architecture)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raises ConfigError where a class of the user's is not there, or is no model that can be trained; what this
+    project ships is not looked at, and torch not imported for it."""
+    if config.is_custom:
+        from parallel3d.models.custom import check_class
+
+        check_class(config)

@@ -39,6 +39,11 @@ class DecoderParts:
     mlp_bias: bool = False
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a model that has none."""
+
+
 class Block(nn.Module):
     """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed
     from the norm of x and added to x through a dropout, whose key [B] comes with x."""
@@ -79,9 +84,10 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 
-class RecomputedBlock(Block):
-    """A block that keeps x alone for the backward, which computes the block's activations a second time (Chen et al.
-    2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s, gradient reduction) stay outside and run once."""
+class RecomputedBlock(nn.Module):
+    """Mixed into a class of blocks (`recomputed`), it makes a block that keeps x alone for the backward, which computes
+    the block's activations a second time (Chen et al. 2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s,
+    gradient reduction) stay outside and run once."""
 
     @cached_property
     def has_dropout(self) -> bool:
@@ -98,13 +104,22 @@ class RecomputedBlock(Block):
 
     def compute(self, x: Tensor, key: Tensor | None) -> Tensor:
         """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block alone."""
-        return super().forward(x, key)
+        y: Tensor = super().forward(x, key)
+        return y
+
+
+def recomputed(block: type[Block]) -> type[Block]:
+    """Returns the class of blocks that are recomputed in the backward and else are `block`."""
+    return type(f"Recomputed{block.__name__}", (RecomputedBlock, block), {})
 
 
 class Decoder(nn.Module):
     """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage without `head` gives them.
     `key` [B], of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). One block in
     `recompute_every` is recomputed as `recompute` says, the others are not recomputed."""
+
+    block_class: type[Block] = Block  # a model with blocks of another kind names them here
+    Options: type = NoOptions  # the dataclass of what the model reads of `model.options`
 
     def __init__(
         self,
@@ -126,9 +141,10 @@ class Decoder(nn.Module):
         self.rotary, self.ranks_of_sequence = parts.rotary, head.axis.size if sequence_parallel else 1
         self.dropout = residual_dropout(config, "embed", placement)
         self.layers = nn.ModuleDict()
+        blocks = {"full": recomputed(self.block_class)}
         for index in range(config.layers):
             own = recompute if index % recompute_every == 0 else "none"
-            block = RecomputedBlock if own == "full" else Block
+            block = blocks.get(own, self.block_class)
             self.layers[str(index)] = block(config, placement, parts, index, selective=own == "selective")
         self.norm: nn.Module | None = parts.norm()
         self.head: nn.Module | None = head

@@ -42,6 +42,15 @@ class ModelClass(Protocol):
     ) -> nn.Module: ...
 
 
+def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
+    """Returns the weights of one block's matrices, from which MFU is counted. A class of the user's may have a static
+    method `block_weights(config)` that knows them; None where it has none."""
+    if not config.is_custom:
+        return config.block_weights
+    formula = getattr(model_class, "block_weights", None)
+    return None if formula is None else int(formula(config))
+
+
 @dataclass(frozen=True)
 class Parallelized:
     """The stages, parameters and pipeline that this rank owns."""

@@ -1,7 +1,8 @@
 """Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts. `finished_run` has
 the commands on a run that is there already.
 
-Everything that can be refused is refused here, before torch is imported and before any other process starts.
+Everything that can be refused is refused here, before any other process starts, and before torch is imported, but for a
+class of the user's own (`model.architecture: module:Class`), whose module imports torch itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
-from parallel3d.models import shape_cards
+from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
@@ -121,6 +122,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"parallel needs {_product(recipe)} workers, and one machine is given at most {_MOST_LOCAL_WORKERS}; "
             "start them with torchrun on each machine, or shrink the layout"
         )
+    check_model(recipe.model)
     _prepare(job)
     target = f"parallel3d.recipes:{job.function}"
     return launch_local(target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose)
@@ -137,6 +139,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
                 f"WORLD_SIZE = {rendezvous.world_size}: parallel needs {_product(recipe)} workers; "
                 "start that many, or change the layout"
             )
+        check_model(recipe.model)
         if speaks:
             _prepare(job)
     except ConfigError as error:

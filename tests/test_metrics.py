@@ -149,15 +149,16 @@ def test_flops_count_the_head_and_not_the_table() -> None:
     """6 N + 12 L D S, N = 4 matrices of D x D, three of D x F, and the head; norms are not multiplied."""
     model = ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=16, vocab=32)
     blocks = 2 * (4 * 8 * 8 + 3 * 8 * 16)
-    assert flops_per_token(model, seq_len=4) == 6 * (blocks + 32 * 8) + 12 * 2 * 8 * 4
-    assert flops_per_token(replace(model, tied_embeddings=True), seq_len=4) == flops_per_token(model, seq_len=4)
+    assert flops_per_token(model, model.block_weights, seq_len=4) == 6 * (blocks + 32 * 8) + 12 * 2 * 8 * 4
+    tied = replace(model, tied_embeddings=True)
+    assert flops_per_token(tied, tied.block_weights, 4) == flops_per_token(model, model.block_weights, 4)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-xl", "qwen2.5-7b"])
 def test_the_trainer_and_the_planner_count_the_same_operations(name: str) -> None:
     tree = yaml.safe_load(shape_cards()[name].read_text())
     model = ModelConfig(**tree)
-    assert flops_per_token(model, seq_len=2048) == model_flops_per_token(from_config(model), 2048)
+    assert flops_per_token(model, model.block_weights, 2048) == model_flops_per_token(from_config(model), 2048)
 
 
 def recipe(precision: Precision, peak_tflops: float | None = None) -> Recipe:

@@ -8,6 +8,8 @@ field's type and builds the recipe. Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import os
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -18,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel3d.config.ranges import is_within
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
 from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
@@ -78,7 +81,10 @@ _OTHER_NAMES = {
     "run_dir": "output_dir save_dir out_dir dump_folder",
 }
 _ELSEWHERE |= {other: f"did you mean {key}?" for key, others in _OTHER_NAMES.items() for other in others.split()}
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+_WORDS: dict[Any, str] = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"},
+    **{Any: "a value", dict[str, Any]: "keys with values below it"},
+}
 
 
 @dataclass(frozen=True)
@@ -154,19 +160,25 @@ SECTIONS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.se
 KEYS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.section is None}
 
 
+_OPTIONS, _OPTION = "model.options.", Key(Any, MISSING)  # free keys, which the class of model.architecture knows
+
+
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
     """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <- `key=value` overrides.
 
     `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
-    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem."""
+    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem.
+
+    For a class of the user's own the recipe's folder and the current one are added to sys.path, which workers inherit:
+    at its end, so that nothing in them hides an installed module."""
     said = read_settings(path)
     # A section whose keys are all commented out is read as a key without a value.
-    unknown = [each for each in said if each.key not in KEYS and not (each.key in SECTIONS and each.value is None)]
+    unknown = [each for each in said if not _key(each.key) and not (each.key in SECTIONS and each.value is None)]
     refuse([_unknown_key(setting) for setting in unknown])
     asked = [_parse_override(text) for text in overrides]
     settings: dict[str, Setting] = {}
     for setting in _with_card(said, asked, cards):
-        if setting.key in KEYS:
+        if _key(setting.key) is not None:
             settings[setting.key] = setting
         else:  # a section that is null, such as the card's model.rope_scaling
             settings = {key: each for key, each in settings.items() if not key.startswith(f"{setting.key}.")}
@@ -183,7 +195,12 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
         OmegaConf.update(config, section, {})
         OmegaConf.set_readonly(OmegaConf.select(config, section), None)
     refuse(
-        [error for setting in settings.values() for error in _assign(config, setting.key, KEYS[setting.key], setting)]
+        [
+            error
+            for setting in settings.values()
+            if (key := _key(setting.key)) is not None
+            for error in _assign(config, setting.key, key, setting)
+        ]
     )
     errors = []
     for section in sections:
@@ -200,7 +217,27 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
     validate(recipe)
+    if recipe.model.is_custom:
+        sys.path += [folder for folder in (str(path.parent.resolve()), os.getcwd()) if folder not in sys.path]
     return recipe
+
+
+def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
+    """Returns `model.options` as the dataclass of a class of the user's, whose fields say the names, types, ranges
+    (`ranges.within`) and defaults. Raises `ConfigError` with a line for each option that does not fit it."""
+    config, said = OmegaConf.structured(owner), Setting(key="model.options", value=dict(options), origin="recipe")
+    if options and not fields(owner):
+        raise ConfigError(f"{said}: the class has none; drop them, or give it a dataclass Options")
+    refuse([*_fill(config, _keys_of(owner), said)])
+    built: object = OmegaConf.to_object(config)
+    outside = [
+        f"model.options.{leaf.name} = {shown(value)}: must be {words}; try {leaf.metadata['example']}"
+        for leaf in fields(owner)
+        if (words := leaf.metadata.get("range")) and (value := getattr(built, leaf.name)) is not None
+        if not is_within(words, value)
+    ]
+    refuse(outside)
+    return built
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -229,11 +266,18 @@ def _parse_override(text: str) -> Setting:
         raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
     if name in SECTIONS and SECTIONS[name].default is None and value == "null":
         return Setting(key=name, value=None, origin=COMMAND_LINE)
-    if name not in KEYS:
+    key = _key(name)
+    if key is None:
         raise ConfigError(_unknown_key(Setting(key=name, value=value, origin=COMMAND_LINE)))
     # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
-    is_verbatim = str in KEYS[name].choices and not value.startswith(("'", '"')) and value != "null"
+    is_verbatim = str in key.choices and not value.startswith(("'", '"')) and value != "null"
     return Setting(key=name, value=value if is_verbatim else parse_value(value, name), origin=COMMAND_LINE)
+
+
+def _key(name: str) -> Key | None:
+    """Returns a key of the schema, or any key of `model.options`; None for another name."""
+    is_option = name.startswith(_OPTIONS) and name.removeprefix(_OPTIONS).isidentifier()
+    return _OPTION if is_option else KEYS.get(name)
 
 
 def _unknown_key(setting: Setting) -> str:
@@ -311,6 +355,6 @@ def _fill(entry: DictConfig, keys: Mapping[str, Key], setting: Setting) -> Itera
         else:
             near = get_close_matches(name, keys, 1)
             yield f"{own}: unknown key; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(keys)}"
-    for name, key in keys.items():
-        if key.default is MISSING and name not in setting.value:
+    for name in keys:
+        if name not in setting.value and OmegaConf.is_missing(entry, name):
             yield f"{setting.key}.{name} ({setting.origin}): required and not given; set it"

@@ -44,7 +44,8 @@ class ModelConfig:
     """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace the card's."""
 
     name: str | None = None
-    architecture: Literal["llama", "gpt"] = "llama"
+    architecture: str = "llama"  # llama, gpt, or module:Class (docs/add-a-model.md)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # what the class of module:Class reads, by name
     layers: int
     hidden: int
     heads: int
@@ -64,6 +65,11 @@ class ModelConfig:
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
     window: int | None = None  # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
     max_positions: int | None = None  # gpt: rows of the table of learned positions
+
+    @property
+    def is_custom(self) -> bool:
+        """True if the model is a class of the user's, module:Class."""
+        return ":" in self.architecture
 
     @property
     def key_value_heads(self) -> int:

@@ -60,6 +60,8 @@ def leaves_no_rank_empty(vocab: int, tp: int) -> bool:
     return len(shard_rows(vocab, tp - 1, tp)) > 0
 
 
+_MODULE_AND_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
 # The keys that only one architecture has -> why the other has no use for them.
 _KEYS_OF = {
     "llama": {
@@ -94,7 +96,13 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
         tries = str(multiple_from(model.vocab, tp))
         yield f"<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try {tries}"
     defaults = {key.name: key.default for key in fields(ModelConfig)}
-    for architecture, keys in _KEYS_OF.items():
+    if model.architecture not in _KEYS_OF and not _MODULE_AND_CLASS.fullmatch(model.architecture):
+        yield f"<model.architecture>: must be {', '.join(_KEYS_OF)} or module:Class; try my_model:MyModel"
+    elif model.options and not model.is_custom:
+        tries = "model.architecture=my_model:MyModel, or drop them"
+        yield f"<model.options>: are for a class of your own, and not for <model.architecture>; try {tries}"
+    # What a class of the user's reads is seen when it is built (`models.custom`).
+    for architecture, keys in _KEYS_OF.items() if model.architecture in _KEYS_OF else ():
         for key, why in keys.items() if architecture != model.architecture else ():
             if getattr(model, key) != defaults[key]:
                 tries = f"drop it, or try model.architecture={architecture}"

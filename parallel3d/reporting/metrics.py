@@ -93,13 +93,13 @@ class Stopwatch:
         return read
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
     """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
         query_hidden=config.query_hidden,
-        weights_per_block=config.block_weights,
+        weights_per_block=block_weights,
         vocab=config.vocab,
         seq_len=seq_len,
     )

@@ -135,6 +135,9 @@ def measure(
     recipe, sets = trainer.recipe, dict(losses or {})
     seconds, steps = watch.read()
     per_device = tokens / seconds / recipe.parallel.world_size
+    mfu, weights = None, trainer.block_weights
+    if peak is not None and weights is not None:
+        mfu = per_device * metrics.flops_per_token(recipe.model, weights, recipe.train.seq_len) / peak
     worst = torch.tensor(
         (*metrics.peak_memory_bytes(trainer.device), waiting.read()[0] / steps),
         dtype=torch.float64,
@@ -152,7 +155,7 @@ def measure(
         data_wait_s=data_wait_s,
         tokens_per_s=tokens / seconds,
         tokens_per_s_per_device=per_device,
-        mfu=None if peak is None else per_device * metrics.flops_per_token(recipe.model, recipe.train.seq_len) / peak,
+        mfu=mfu,
         peak_memory_bytes=round(peak_bytes),
         peak_reserved_bytes=round(reserved_bytes) or None,
         val_loss=sets.pop(VALIDATION, None),

@@ -15,7 +15,7 @@ from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
-from parallel3d.parallelize import ModelClass, parallelize
+from parallel3d.parallelize import ModelClass, block_weights_of, parallelize
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
@@ -60,6 +60,7 @@ class Trainer:
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
         self.parameters, self.parameter_count, self.tied = parts.parameters, parts.parameter_count, parts.tied
+        self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.defer_head(stage.module for stage in parts.stages)
         in_backward = recipe.optimizer.step_in_backward
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh, each=in_backward)

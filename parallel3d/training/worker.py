@@ -86,6 +86,8 @@ def run_worker(
                 f"microbatch{'es' * (recipe.microbatches > 1)} a step"
             )
             peak_flops, why_unknown = known_peak(recipe, device, peak_of)
+            if peak_flops is not None and trainer.block_weights is None:
+                why_unknown = [f"no MFU: {recipe.model.architecture} has no static method block_weights(config)"]
             passes = passes_over_sources(recipe, corpora, train.steps)
             for line in (*passes, *on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
                 progress.say(line)

@@ -12,7 +12,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.launch.failure import print_error
-from parallel3d.models import shape_cards
+from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
 from parallel3d.tools.check_layout.shrink import VOCAB, shrink
@@ -86,6 +86,7 @@ def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRe
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
+    check_model(recipe.model)
     alone = replace(
         recipe,
         parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),

@@ -34,3 +34,5 @@ class TrainingRecord:
     steps: list[StepRecord] = field(default_factory=list)
     split: dict[str, int | None] = field(default_factory=dict)  # parameter -> the dim split over tp; None: replicated
     tied: list[str] = field(default_factory=list)  # parameters that the model uses twice
+    parameter_count: int = 0  # as the trainer counts them
+    curve: list[tuple[float, float]] = field(default_factory=list)  # loss and gradient norm of every step

@@ -32,9 +32,10 @@ from parallel3d.training.worker import training_loader
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
 
-def record_recipe(recipe: Recipe) -> TrainingRecord:
+def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone. Batches are of random ids: the
-    run's own data is not read."""
+    run's own data is not read. Tensors are kept of the first `whole_steps` steps, of the others the loss and the norm
+    (None: of all)."""
     mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     record = TrainingRecord(recipe.parallel)
@@ -67,7 +68,13 @@ def record_recipe(recipe: Recipe) -> TrainingRecord:
         result = trainer.train_step(loader.batch(step), observe=keep)
         return result.loss, result.grad_norm, collect(gradients)
 
-    record_steps(record, [stage.module for stage in trainer.stages], tensors, train_step, train.steps)
+    whole_steps = train.steps if whole_steps is None else whole_steps
+    record_steps(record, [stage.module for stage in trainer.stages], tensors, train_step, whole_steps)
+    record.curve = [(step.loss, step.grad_norm) for step in record.steps]
+    for step in range(whole_steps, train.steps):
+        result = trainer.train_step(loader.batch(step))
+        record.curve.append((result.loss, result.grad_norm))
+    record.parameter_count = trainer.parameter_count
     return record
 
 
@@ -90,16 +97,18 @@ def record_steps(
         if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
             outputs[name].append(output.detach().clone())
 
-    hidden = {module for model in models for module in inside_compiled(model)}
+    hidden, hooks = {module for model in models for module in inside_compiled(model)}, []
     for model in models:
         for name, module in model.named_modules():
             if name and module not in hidden and any(True for _ in module.parameters()):
-                module.register_forward_hook(partial(keep, plain_name(name)))
+                hooks.append(module.register_forward_hook(partial(keep, plain_name(name))))
     for step in range(steps):
         outputs.clear()
         loss, grad_norm, gradients = train_step(step)
         alike = {name: torch.cat(parts) for name, parts in outputs.items() if len({part.shape for part in parts}) == 1}
         record.steps.append(StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors())))
+    for hook in hooks:
+        hook.remove()
 
 
 def plain_name(name: str) -> str:

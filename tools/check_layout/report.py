@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison
 
 _MOST_NAMES = 4
@@ -35,10 +36,9 @@ def as_json(comparison: LayoutComparison) -> str:
 
 def as_text(comparison: LayoutComparison) -> str:
     """Returns a row for each step, then the first difference and its usual causes."""
-    sizes = comparison.parallel.axes.items()
-    axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one process"
+    layout, steps = layout_name(comparison.parallel), len(comparison.rows)
     lines = [
-        f"{axes} against one process, {len(comparison.rows)} steps in float32; differences are relative",
+        f"{layout} against one process, {steps} steps in float32; differences are relative",
         "",
         "step        loss  differs by        norm  differs by  gradients    weights",
     ]
@@ -48,10 +48,16 @@ def as_text(comparison: LayoutComparison) -> str:
             f"{row.step:>4}  {row.loss[0]:>10.6f}  {worst['loss']:>10.1e}  {row.grad_norm[0]:>10.6f}  "
             f"{worst['gradient norm']:>10.1e}  {worst['gradient']:>9.1e}  {worst['parameter']:>9.1e}"
         )
-    return "\n".join([*lines, "", *_told(comparison.first)])
+    return "\n".join([*lines, "", *told(comparison.first)])
 
 
-def _told(first: Difference | None) -> Iterator[str]:
+def layout_name(parallel: ParallelConfig) -> str:
+    """Returns the axes of a layout as a product: `pp 2 x tp 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1) or "one process"
+
+
+def told(first: Difference | None) -> Iterator[str]:
+    """Yields the lines of a first difference and its usual causes, or the one that says that there is none."""
     if first is None:
         yield "the same model: every output, loss, gradient, norm and weight agrees"
         return

@@ -8,6 +8,7 @@ from typing import Literal
 
 from parallel3d.config.flops import block_weights
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.errors import ConfigError
 
 FeedForward = Literal["swiglu", "gelu", "relu2"]
 Positions = Literal["rope", "learned", "alibi", "none"]
@@ -78,7 +79,14 @@ class StageSlice:
 
 
 def from_config(config: ModelConfig) -> ModelShape:
-    """Returns the shape of a recipe's `model` section."""
+    """Returns the shape of a recipe's `model` section. Raises ConfigError for a class of the user's, whose bytes and
+    seconds nobody here knows."""
+    if config.is_custom:
+        raise ConfigError(
+            f"model.architecture = {config.architecture}: the planner knows the memory and the time of llama and gpt, "
+            "and not those of a class of your own; train a few steps, which print both, or plan with "
+            "model.architecture=llama and its numbers for a rough idea"
+        )
     is_gpt = config.architecture == "gpt"
     return ModelShape(
         name=config.name or config.architecture,

@@ -1,0 +1,206 @@
+"""A class of the user's own as `model.architecture`: how it is found, what is refused before any worker starts, and in
+which words. `tests/distributed/test_custom_model.py` trains it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import parallel3d
+from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.models import check_model, model_class, shape_cards
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.recipes import pretrain
+
+PAGE = Path(__file__).parents[1] / "docs" / "add-a-model.md"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the files of the page, which is the current one; imports are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    for text, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "palm.yaml").write_text(re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if not name.startswith(("parallel3d", "torch")):
+            del sys.modules[name]
+
+
+def load(*overrides: str, path: str = "palm.yaml") -> Recipe:
+    return load_recipe(Path(path), overrides, cards=shape_cards())
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_model(load(*overrides).model)
+    return str(error.value)
+
+
+def test_options_are_read_from_the_file_and_the_command_line_and_written_again(folder: Path) -> None:
+    recipe = load("model.options.scale=1e-1", "model.options.activation=swiglu")
+    assert recipe.model.options == {"activation": "swiglu", "biases": True, "scale": 0.1}
+    (folder / "again.yaml").write_text(to_yaml(recipe))
+    assert load(path="again.yaml") == recipe
+    check_model(recipe.model)
+
+
+def test_a_module_is_found_beside_the_recipe_and_hides_nothing_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (folder / "yaml.py").write_text("raise ValueError('hidden')")
+    recipe = load(path=str(folder / "palm.yaml"))
+    assert sys.path[-2:] == [str(folder), str(elsewhere)]
+    assert model_class(recipe.model.architecture).__module__ == "palm"  # type: ignore[attr-defined]
+
+
+def test_to_print_a_recipe_imports_neither_torch_nor_the_users_module(folder: Path) -> None:
+    (folder / "palm.py").write_text("raise ValueError('imported')")
+    program = (
+        "import sys; from parallel3d.recipes.pretrain import main; main(['palm.yaml', '--print-config']); "
+        "sys.exit(bool({'torch', 'palm'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(parallel3d.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "architecture: palm:Palm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said", "tries"),
+    [
+        (
+            "model.architecture=palms",
+            "model.architecture = palms: must be llama, gpt or module:Class",
+            "my_model:MyModel",
+        ),
+        ("model.architecture=palms:Palm", "there is no module palms; it is looked for on PYTHONPATH", "PYTHONPATH="),
+        ("model.architecture=palm:Plam", "Plam is not there in palm (", "try palm:Palm"),
+        ("model.architecture=palm:PalmOptions", "PalmOptions is no torch.nn.Module in palm (", "try palm:Palm"),
+        ("model.architecture=json:Palm", "Palm is not there in json (", "try json:MyModel"),
+        ("model.architecture=llama", "model.options = {'activation': 'gelu_tanh', 'biases': True}: are for", "or drop"),
+        ("model.options.scales=1", "model.options.scales = 1 (recipe): unknown key", "mean scale?"),
+        ("model.options.biases=3", "model.options.biases = 3 (recipe): must be true or false", ""),
+        ("model.options.activation=relu", "must be one of swiglu, gelu_tanh", ""),
+        ("model.options.scale=2.0", "model.options.scale = 2.0: must be above 0 and at most 1", "try 0.5"),
+        ("model.options.a.b=2", "model.options.a.b (command line): unknown key", ""),
+        ("model.qk_norm=true", "model.qk_norm = true: palm:Palm does not read it when it is built", "drop it"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(override: str, said: str, tries: str) -> None:
+    message = refused(override)
+    assert said in message and tries in message and "\n" not in message
+
+
+CLASSES = """
+from torch import nn
+import torch
+from parallel3d.models.decoder import Decoder
+from palm import Palm
+
+class Bare(nn.Module):
+    Options = Palm.Options
+
+    def __init__(self, config, **settings):
+        super().__init__()
+
+class Partless(Decoder):
+    pass
+
+class Undeclared(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.layers["0"].gain = nn.Parameter(torch.ones(3, device="meta"))
+
+class Outside(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.gain = nn.Linear(3, 3, device="meta")
+
+class Buffered(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.layers["0"].register_buffer("table", torch.ones(3))
+
+class Misnamed(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.layers["last"] = self.layers.pop("3")
+
+class Broken(Palm):
+    def parts(self, config, placement):
+        return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Bare", "has no module embed, where stages are cut; derive it from parallel3d.models.decoder.Decoder"),
+        ("Partless", "has no method parts, which says what a Decoder is made of; try models/llama.py's"),
+        ("Undeclared", "its parameter layers.0.gain is none of a ParallelModule's"),
+        (
+            "Outside",
+            "its parameter gain.weight belongs to no stage; put it into a block, or into embed or norm or head",
+        ),
+        ("Buffered", "its buffer layers.0.table would be empty where the model is built on the meta device"),
+        ("Misnamed", "its layers are ['0', '1', '2', 'last']; make them an nn.ModuleDict of model.layers = 4 blocks"),
+    ],
+)
+def test_a_class_that_lacks_something_is_refused_before_any_worker_starts(folder: Path, name: str, said: str) -> None:
+    (folder / "classes.py").write_text(CLASSES)
+    message = refused(f"model.architecture=classes:{name}")
+    assert message.startswith(f"model.architecture = classes:{name}: ") and said in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "last"),
+    [
+        (CLASSES, "building it fails", "ZeroDivisionError: division by zero"),
+        ("import numpyy", "importing classes fails", "No module named 'numpyy'"),
+        ("def f(:", "importing classes fails", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('no')", "importing classes fails", "SystemExit: no"),
+    ],
+)
+def test_an_error_of_the_users_code_is_shown_with_its_traceback(folder: Path, text: str, said: str, last: str) -> None:
+    (folder / "classes.py").write_text(text)
+    message = refused("model.architecture=classes:Broken")
+    first, *trace = message.splitlines()
+    assert first == f"model.architecture = classes:Broken: {said}:"
+    assert last in trace[-1] and any(f'File "{folder}/classes.py"' in line for line in trace)
+    assert not any("models/custom.py" in line or "importlib" in line for line in trace)
+
+
+def test_the_command_refuses_before_it_makes_the_runs_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(["palm.yaml", "model.options.scales=1"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: model.options.scales = 1 (recipe): unknown key; did you mean scale?"
+    )
+    assert not (folder / "runs").exists()
+
+
+def test_the_planner_gives_no_number_for_a_class_that_it_does_not_know() -> None:
+    with pytest.raises(
+        ConfigError, match=r"palm:Palm: the planner knows the memory and the time of llama and gpt, and not"
+    ):
+        from_config(load().model)
+
+
+def test_recipes_with_and_without_options_have_a_hash() -> None:
+    model = load().model
+    assert hash(model) == hash(replace(model, options={})) and model != replace(model, options={})
