@@ -17,7 +17,8 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools import clock as clock_module
-from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench import __main__ as bench
+from parallel3d.tools.bench import data_loading
 from parallel3d.tools.bench import layers as layers_bench
 from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement, device_of_rank, run_cases, run_ranks
@@ -55,6 +56,16 @@ def rounds_of(*cpu_pairs: tuple[float, float]) -> list[Round]:
 def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(p.shape, generator=generator) for name, p in PlainLlama(config).named_parameters()}
+
+
+def test_batches_are_loaded_beside_those_of_torchs_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark compares the first batch of both, in which windows cross the borders of shards this small."""
+    monkeypatch.setattr(data_loading, "SHARD_TOKENS", 3 * data_loading.SEQ_LEN)
+    threads = torch.get_num_threads()
+    peer, bar = data_loading.bench_data_loading(Options(rounds=1, steps=1, case="torch"))
+    torch.set_num_threads(threads)
+    assert (peer.case, bar.case, bar.peer, bar.bar) == ("torch DataLoader", "50 million tokens/s", 0.02, 1.0)
+    assert peer.ours == bar.ours > 0
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -96,7 +107,7 @@ def test_json_output_is_one_object_and_nothing_else(
 
 def test_help_does_not_import_torch() -> None:
     program = (
-        "import sys\nfrom parallel3d.tools.bench.command import main\n"
+        "import sys\nfrom parallel3d.tools.bench.__main__ import main\n"
         "try: main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0

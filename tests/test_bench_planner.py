@@ -14,7 +14,7 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase, read_cases
 from parallel3d.planner.published.score import Prediction, predict_case, prediction, score
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.bench import command as bench
+from parallel3d.tools.bench import __main__ as bench
 from parallel3d.tools.bench.peers import calculon as calculon_peer
 from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis, why_not
 from parallel3d.tools.bench.planner import (

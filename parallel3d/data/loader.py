@@ -91,8 +91,10 @@ class BatchLoader:
             row, column = np.argwhere(is_wrong)[0].tolist()
             wrong_id = WrongId(first + row, int(drawn[row, column]), int(drawn.max()))
             drawn = np.where(is_wrong, 0, drawn)
-        tokens = torch.from_numpy(drawn.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
-        inputs, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        inputs, labels = (
+            torch.from_numpy(ids.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
+            for ids in (drawn[:, :-1], drawn[:, 1:])
+        )
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         if self.stop is not None:
