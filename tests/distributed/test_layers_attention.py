@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention, lengths_of_documents, same_document
 from parallel3d.layers.parameter import Placement
-from parallel3d.layers.positions import RotaryEmbedding, positions_in_documents
+from parallel3d.layers.positions import RotaryEmbedding, magnitude_of, positions_in_documents, stretched
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
 B, S, T, D, H, K = 2, 8, 12, 16, 8, 4
@@ -25,7 +25,8 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
     frequencies = rotary.theta ** (-torch.arange(0, K, 2) / K)
     magnitude = 1.0
     if rotary.scaling is not None:
-        frequencies, magnitude = rotary.scaling.scale(frequencies, rotary.theta), rotary.scaling.magnitude
+        frequencies = stretched(frequencies, rotary.theta, rotary.scaling)
+        magnitude = magnitude_of(rotary.scaling)
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
     cos, sin = ((f(angles) * magnitude).to(x.dtype) for f in (torch.cos, torch.sin))
     a, b = x.chunk(2, dim=-1)
