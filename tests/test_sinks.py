@@ -45,10 +45,15 @@ def metrics_of(step: int, loss: float) -> StepMetrics:
 
 
 def write(folder: Path, name: SinkName, resumed_step: int, losses: dict[int, float]) -> None:
-    """Writes the metrics of some steps as a run does that goes on from `resumed_step`."""
+    """Writes the metrics of some steps as a run does that goes on from `resumed_step`. The sink gets the loss of a
+    named set as well."""
     told: list[str] = []
     with Sinks([name], SinkRun.of(RECIPE, folder, resumed_step), told.append) as fed:
-        file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, also=fed.log)
+
+        def with_a_set(line: dict[str, Any]) -> None:
+            fed.log(line | {"val_loss/books": line["loss"]})
+
+        file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, also=with_a_set)
         for step, loss in losses.items():
             file.write(metrics_of(step, loss))
     assert told == []
@@ -86,9 +91,9 @@ def read_mlflow(folder: Path) -> Curves:
     }
 
 
-READERS: dict[SinkName, tuple[str, Callable[[Path], Curves], Callable[[float], float]]] = {
-    "tensorboard": ("tensorboard", read_tensorboard, lambda value: float(np.float32(value))),  # it keeps float32
-    "mlflow": ("mlflow", read_mlflow, float),
+READERS: dict[SinkName, tuple[str, Callable[[Path], Curves], Callable[[float], float], str]] = {
+    "tensorboard": ("tensorboard", read_tensorboard, lambda x: float(np.float32(x)), "val_loss/books"),  # in float32
+    "mlflow": ("mlflow", read_mlflow, float, "val_loss.books"),
 }
 
 
@@ -96,12 +101,13 @@ READERS: dict[SinkName, tuple[str, Callable[[Path], Curves], Callable[[float], f
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # MLflow's, about its store of files
 def test_its_own_reader_reads_what_metrics_jsonl_holds_also_after_a_crash(name: SinkName, tmp_path: Path) -> None:
     """Steps 3 and 4 were lost in a crash after the checkpoint of step 2, and are trained again, with other losses."""
-    library, read, rounded = READERS[name]
+    library, read, rounded, books = READERS[name]
     pytest.importorskip(library, reason="an optional library")
     write(tmp_path, name, 0, {1: 6.0, 2: 5.1, 3: 4.2, 4: 3.3})
     write(tmp_path, name, 2, {3: 4.25, 4: 3.35, 5: 2.4})
     expected = curves_of_the_file(tmp_path)
     assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35, 5: 2.4}
+    expected[books] = expected["loss"]
     assert read(tmp_path) == {n: {s: rounded(v) for s, v in curve.items()} for n, curve in expected.items()}
 
 

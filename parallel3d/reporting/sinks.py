@@ -21,7 +21,8 @@ from parallel3d.config.recipe import Recipe, SinkName
 
 Line = Mapping[str, Any]  # one line of metrics.jsonl: a number, or None where there is none, by its name
 _MOST_LINES_WAITING = 1000  # a sink that is as far behind as this hangs
-_LAST_WAIT_S = 60.0  # for what is still on its way when the run is done; a run that has failed waits a tenth of it
+_LAST_WAIT_S = 60.0  # for what is still on its way when the run is done
+_WAIT_OF_A_FAILED_RUN_S = 1.0  # ... when it has failed, and its launcher waits for no more than the causes
 _MOST_PARAMS_AT_ONCE = 100  # MLflow takes no more in one request
 
 
@@ -132,7 +133,9 @@ class MLflow:
 
     def log(self, line: Line) -> None:
         now_ms = time.time_ns() // 1_000_000
-        metrics = [self._metric(name, value, now_ms, line["step"]) for name, value in _numbers(line).items()]
+        metrics = [  # in its store of files val_loss cannot be both a file and the folder of val_loss/books
+            self._metric(name.replace("/", "."), value, now_ms, line["step"]) for name, value in _numbers(line).items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, succeeded: bool) -> None:
@@ -160,8 +163,8 @@ class Sinks(AbstractContextManager["Sinks"]):
         self._tell_of_the_lost()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Ends all sinks. A run that has failed waits for them only shortly, since its peers wait for it."""
-        deadline = time.monotonic() + _LAST_WAIT_S * (1.0 if error is None else 0.1)
+        """Ends all sinks."""
+        deadline = time.monotonic() + (_LAST_WAIT_S if error is None else _WAIT_OF_A_FAILED_RUN_S)
         for feeder in self._feeders:
             feeder.offer(error is None)
         for feeder in self._feeders:
