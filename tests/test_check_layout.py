@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -266,3 +267,47 @@ def test_what_is_wrong_is_said_with_what_would_do(
     monkeypatch.chdir(Path(__file__).parents[1])
     assert check_layout.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_command_checks_the_model_of_its_page(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"```python\n(# (\S+)\n.*?)```", (Path(__file__).parents[1] / "docs" / "check-layout.md").read_text(), re.DOTALL
+    )
+    for text, name in blocks:
+        (tmp_path / name).write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "parallel3d.tools.check_layout",
+        "--model",
+        "my_model:build",
+        "parallel.tp=2",
+    ]
+    run = subprocess.run([*command, "--layers", "3", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    content = json.loads(run.stdout)
+    assert content["same"] is True and len(content["steps"]) == 3
+
+
+def test_the_command_exits_with_1_where_a_model_differs(tmp_path: Path) -> None:
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    command = [
+        sys.executable,
+        "-m",
+        "parallel3d.tools.check_layout",
+        "--model",
+        "forgetful:build",
+        "parallel.dp_shard=2",
+    ]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 1, run.stderr
+    assert "differs first in step 1: gradient of 0.weight" in run.stdout
+    assert "the dp_shard ranks' gradients are not averaged: their mean is right" in run.stdout
+
+
+FORGETFUL = """
+from torch import nn
+
+def build(mesh, hidden=8, vocab=20):
+    return nn.Sequential(nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab))
+"""
