@@ -181,6 +181,7 @@ def test_what_is_no_data_set_of_megatrons_is_refused(tmp_path: Path) -> None:
             open_tokens(prefix, 0.05)
 
 
+@pytest.mark.filterwarnings("ignore")  # theirs, of numpy
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 def test_megatrons_own_builder_writes_the_same_bytes_and_reads_ours(tmp_path: Path, dtype: str) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
