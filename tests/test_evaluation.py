@@ -1,0 +1,65 @@
+"""The sets of `data.evaluation`: all of a text or of files of ids, in order, and what is told where they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel3d.config.recipe import DataConfig, EvaluationConfig
+from parallel3d.data.evaluation import evaluation_windows
+from parallel3d.data.token_files import FolderWriter, ShardTokenizer
+from parallel3d.errors import ConfigError
+
+
+def config(of: Path, sequences: int | None = None, **data: object) -> DataConfig:
+    chosen = EvaluationConfig(name="wiki", path=str(of), sequences=sequences)
+    return DataConfig(evaluation=(chosen,), **data)  # type: ignore[arg-type]
+
+
+def write_tokens(folder: Path, tokenizer: ShardTokenizer) -> Path:
+    """Writes a folder whose parts are 0 to 9 and 10 to 14, each a document with its end 256."""
+    with FolderWriter(folder, vocab_size=257, end_of_text=256, tokenizer=tokenizer) as writer:
+        writer.add("train", np.arange(10, dtype=np.uint16))
+        writer.add("validation", np.arange(10, 15, dtype=np.uint16))
+    return folder
+
+
+def test_a_text_is_read_whole_and_in_order_whatever_the_run_trains_on(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "cdef"), ("a.txt", "ab"), ("other.md", "zzz")):
+        (tmp_path / name).write_text(text)
+    (windows,) = evaluation_windows(config(tmp_path, source="stdlib"), 3)
+    assert windows.windows == 2  # 8 tokens: a b END c d e f END
+    assert windows.draw(np.arange(2)).tolist() == [[97, 98, 256, 99], [99, 100, 101, 102]]
+
+
+def test_files_of_ids_are_read_with_both_of_their_parts(tmp_path: Path) -> None:
+    own = write_tokens(tmp_path / "own", ShardTokenizer(kind="bytes"))
+    chosen = write_tokens(tmp_path / "chosen", ShardTokenizer(kind="bytes"))
+    (windows,) = evaluation_windows(config(chosen, source="tokens", path=str(own)), 4)
+    assert windows.draw(np.arange(4)).tolist() == [
+        [0, 1, 2, 3, 4],
+        [4, 5, 6, 7, 8],
+        [8, 9, 256, 10, 11],
+        [11, 12, 13, 14, 256],
+    ]
+    other = write_tokens(tmp_path / "other", ShardTokenizer(kind="json", file="tokenizer.json", sha256="0" * 64))
+    with pytest.raises(
+        ConfigError, match=r"data.evaluation\[0\].path = .*other: its ids are of another tokenizer than"
+    ):
+        evaluation_windows(config(other, source="tokens", path=str(own)), 4)
+
+
+def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "w.txt"
+    with pytest.raises(ConfigError, match=rf"data.evaluation\[0\].path = {path}: no such file or folder"):
+        evaluation_windows(config(path), 4)
+    path.write_text("abcdefgh")  # its end is the ninth token
+    assert evaluation_windows(config(path, sequences=2), 4)[0].windows == 2
+    with pytest.raises(ConfigError, match=r"data.evaluation\[0\].sequences = 3: .* has 2 sequences .*; try 2, or null"):
+        evaluation_windows(config(path, sequences=3), 4)
+    with pytest.raises(ConfigError, match=r"train.seq_len = 9: .* and data.evaluation\[0\].path = .* has 9; try train"):
+        evaluation_windows(config(path), 9)
+    assert evaluation_windows(replace(config(path), evaluation=()), 9) == []
