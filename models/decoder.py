@@ -22,7 +22,7 @@ from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.parameter import Placement, normal
-from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.layers.vocabulary import VocabParallelHead
 
 
@@ -30,7 +30,8 @@ from parallel3d.layers.vocabulary import VocabParallelHead
 class DecoderParts:
     """What a decoder is made of, beside its head and the sizes that its config gives."""
 
-    embed: nn.Module  # ids [B, S] -> [B, S, D] (or [B, S / n, D])
+    # ids [B, S] -> [B, S, D] (or [B, S / n, D]). Without `rotary` it takes positions [B, S], too.
+    embed: nn.Module
     token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
     norm: Callable[[], nn.Module]  # makes one of the norms: two in each block, one after the last block
     attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
@@ -46,7 +47,8 @@ class NoOptions:
 
 class Block(nn.Module):
     """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed
-    from the norm of x and added to x through a dropout, whose key [B] comes with x."""
+    from the norm of x and added to x through a dropout, whose key [B] comes with x, as do the documents that attention
+    stays within, where sequences are packed."""
 
     def __init__(
         self, config: ModelConfig, placement: Placement, parts: DecoderParts, index: int, *, selective: bool
@@ -79,8 +81,8 @@ class Block(nn.Module):
         )
         self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", placement)
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), key=key), key)
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), documents=documents, key=key), key)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 
@@ -94,17 +96,17 @@ class RecomputedBlock(nn.Module):
         """True if some dropout of the block is not of probability 0."""
         return any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.compute(x, key)
+            return self.compute(x, key, documents)
         # A dropout that is given its key draws no random numbers, so no generator's state has to be restored.
         draws = key is None and self.has_dropout
-        y: Tensor = checkpoint(self.compute, x, key, use_reentrant=False, preserve_rng_state=draws)
+        y: Tensor = checkpoint(self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=draws)
         return y
 
-    def compute(self, x: Tensor, key: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, key: Tensor | None, documents: PackedDocuments | None) -> Tensor:
         """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block alone."""
-        y: Tensor = super().forward(x, key)
+        y: Tensor = super().forward(x, key, documents)
         return y
 
 
@@ -115,8 +117,9 @@ def recomputed(block: type[Block]) -> type[Block]:
 
 class Decoder(nn.Module):
     """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage without `head` gives them.
-    `key` [B], of the microbatch's dropout, goes to every stage (`layers.dropout.dropout_key`). One block in
-    `recompute_every` is recomputed as `recompute` says, the others are not recomputed."""
+    `key` [B], of the microbatch's dropout (`layers.dropout.dropout_key`), and `documents`, which attention is to stay
+    within, go to every stage. One block in `recompute_every` is recomputed as `recompute` says, the others are not
+    recomputed."""
 
     block_class: type[Block] = Block  # a model with blocks of another kind names them here
     Options: type = NoOptions  # the dataclass of what the model reads of `model.options`
@@ -153,13 +156,14 @@ class Decoder(nn.Module):
         """Returns the parts that make this model what it is. Every model has its own."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         if self.embed is not None:
-            x = self.dropout(self.embed(x), key)
+            positions = () if self.rotary is not None or documents is None else (documents.positions,)
+            x = self.dropout(self.embed(x, *positions), key)
         if self.rotary is not None:  # before the blocks, so that a compiled one does not make the table in every call
             self.rotary.make_table(x.shape[1] * self.ranks_of_sequence, x)
         for block in self.layers.values():
-            x = block(x, key)
+            x = block(x, key, documents)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

@@ -43,7 +43,8 @@ class GPT(Decoder):
 
 
 class TokensAndPositions(nn.Module):
-    """ids [B, S] -> [B, S, D] (or [B, S / n, D]): the sum of a token's and its position's embedding."""
+    """ids [B, S], positions [B, S] (None: 0, 1, ...) -> [B, S, D] (or [B, S / n, D]): the sum of a token's and its
+    position's embedding."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
@@ -52,6 +53,6 @@ class TokensAndPositions(nn.Module):
         self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, tp=placement, init=init)
         self.positions = LearnedPositions(config.max_positions, config.hidden, tp=placement, init=init)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.positions(self.tokens(ids))
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        y: Tensor = self.positions(self.tokens(ids), positions)
         return y

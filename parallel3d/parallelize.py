@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
+from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import Pointwise, initial_part, set_fused_gradients
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.mesh import Axis
@@ -95,6 +97,11 @@ def parallelize(
         )
 
     reference = whole()
+    if recipe.data.documents == "mask" and "documents" not in signature(reference.forward).parameters:
+        raise ConfigError(
+            f"data.documents = mask: the forward of model.architecture = {model.architecture} takes no documents; "
+            "try data.documents=join, or documents=None among its arguments, which attention is to stay within"
+        )
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)
     aliases = tied_names(reference)
@@ -111,6 +118,8 @@ def parallelize(
         if recipe.train.compile:
             # A compiled block has tp's collectives and both of its backward's halves in one graph.
             is_whole = tp.size == 1 and not schedule.splits and parallel.recompute != "selective"
+            # Each batch's documents have other lengths, which would be another graph.
+            is_whole = is_whole and recipe.data.documents == "join"
             compile_blocks(module) if is_whole else compile_pieces(module)
         if device.type == "cuda":
             align_logits(module)

@@ -30,6 +30,7 @@ from parallel3d.layers import fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.fused_attention import attend_in_window, kernel_of, own_mask, refuse_large_scores
 from parallel3d.layers.parameter import Placement, initial_weights
+from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
 from parallel3d.recipes import peak_flops
@@ -79,6 +80,7 @@ TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
     (replace(BF16, has_documents=True), H100_CUDNN, "varlen", set()),
     (replace(BF16, has_documents=True, has_window=True), B200, "varlen", set()),
     (replace(BF16, has_documents=True), OLD_TORCH, "flash", {PIECES}),
+    (replace(FP32, has_documents=True, is_grouped=True), CPU, "cpu", {PIECES}),
     (replace(BF16, has_window=True, is_grouped=True), OLD_TORCH, "efficient", {PIECES, REPEATED}),
     (replace(BF16, has_window=True, is_grouped=True), MI300X, "efficient", {PIECES, REPEATED}),
     (replace(BF16, has_window=True, head_dim=100), A100, "math", {PIECES, WRITTEN}),
@@ -171,7 +173,7 @@ def test_what_a_gpu_would_write_out_for_a_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout needs the probabilities .* try no dropout in attention"):
         refuse(torch.bfloat16, dropout=True)
     refuse(torch.float32, mask=True, masks=5)  # 6 bytes a query and key: 7.5 GiB
-    with pytest.raises(ValueError, match=r"a mask has S.2 numbers and would take 9.0 GiB.* try a window, or `lengths`"):
+    with pytest.raises(ValueError, match=r"a mask has S.2 numbers and would take 9.0 GiB.* a window, or `documents`"):
         refuse(torch.float32, mask=True, masks=6)
     refuse(torch.bfloat16, dropout=True, device="cpu")
 
@@ -183,6 +185,14 @@ def layer_of(kv_heads: int, dtype: torch.dtype, **options: object) -> ParallelAt
     layer = ParallelAttention(D, H, kv_heads, options=AttentionOptions(head_dim=K, **options))  # type: ignore[arg-type]
     initial_weights(layer, seed=1)
     return layer.to(dtype)
+
+
+def packed(*lengths: int) -> PackedDocuments:
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return PackedDocuments.numbered(numbers.view(B, S))
+
+
+PACKED = packed(30, 7, 1, 36)
 
 
 def results(layer: ParallelAttention, **arguments: object) -> list[Tensor]:
@@ -209,12 +219,12 @@ def test_a_layer_computes_the_same_as_on_every_gpu(
     device: AttentionDevice, options: dict[str, object], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_attention, "_LEAST_BLOCK", 8)
-    for kv_heads, lengths in product((6, 2), (None, [30, 7, 1, 36])):
+    for kv_heads, documents in product((6, 2), (None, PACKED)):
         layer = layer_of(kv_heads, torch.float32, recompute=recompute, **options)
-        expected = results(layer, lengths=lengths)
+        expected = results(layer, documents=documents)
         with monkeypatch.context() as patch:
             as_on(device, patch)
-            torch.testing.assert_close(results(layer, lengths=lengths), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(results(layer, documents=documents), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_no_call_in_float32_has_unequal_heads_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +238,7 @@ def test_no_call_in_float32_has_unequal_heads_on_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     monkeypatch.setattr(fused_attention, "_LEAST_BLOCK", 16)
     mask = torch.ones(1, 1, S, S, dtype=torch.bool)
-    arguments = ({}, {"lengths": [37, 37]}, {"mask": mask})
+    arguments = ({}, {"documents": packed(S, S)}, {"mask": mask})
     for window, each in product((None, 5), arguments):
         layer = layer_of(2, torch.float32, window=window)
         results(layer, **each)
@@ -285,14 +295,14 @@ def test_varlen_is_asked_for_the_documents_and_the_window_that_a_cpu_computes(
 ) -> None:
     calls: list[Callable] = []
     monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **b: calls.append(flash_varlen) or flash_varlen(*a, **b))
-    for kv_heads, window, lengths in product((6, 2), (None, 1, 5), (None, [30, 7, 1, 36])):
-        if window is None and lengths is None:
+    for kv_heads, window, documents in product((6, 2), (None, 1, 5), (None, PACKED)):
+        if window is None and documents is None:
             continue
         layer = layer_of(kv_heads, torch.bfloat16, window=window, causal=causal, scale=0.3)
-        expected = results(layer, lengths=lengths)
+        expected = results(layer, documents=documents)
         with monkeypatch.context() as patch:
             as_on(H100_CUDNN, patch)
-            found = results(layer, lengths=lengths)
+            found = results(layer, documents=documents)
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     assert len(calls) == 10
 
@@ -300,12 +310,12 @@ def test_varlen_is_asked_for_the_documents_and_the_window_that_a_cpu_computes(
 def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls torch's own function, forward and backward, on tensors without memory."""
     as_on(H100, monkeypatch)
-    with FakeTensorMode():
-        for lengths in (None, [30, 7, 1, 36]):
+    with FakeTensorMode() as mode:
+        for documents in (None, PACKED.moved(mode.from_tensor)):
             options = AttentionOptions(head_dim=K, window=5)
             layer = ParallelAttention(D, H, 2, tp=Placement(dtype=torch.bfloat16), options=options)
             x = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
-            y = layer(x, lengths=lengths)
+            y = layer(x, documents=documents)
             (gradient,) = torch.autograd.grad(y.sum(), x)
             assert y.shape == gradient.shape == x.shape and y.dtype == torch.bfloat16
 
@@ -328,7 +338,7 @@ def test_a_run_on_a_gpu_says_its_kernel_and_what_float32_costs(monkeypatch: pyte
     assert attention == f"attention: {repeated}; its memory grows with the sequence"
     assert "products at 66.9 TFLOP/s at the most, in bf16 at 989.4; try" in cost
     (attention,) = on_this_gpu(recipe_of(window=1024), gpu, peak_flops)
-    assert attention == "attention: FlashAttention-2 with a window; its memory grows with the sequence"
+    assert attention == "attention: FlashAttention-2 for windows and documents; its memory grows with the sequence"
     (attention,) = on_this_gpu(recipe_of(attention_dropout=0.1), gpu, peak_flops)
     assert attention.endswith(
         "for dropout, keys and values repeated for each query head; its memory grows with the square of the sequence"

@@ -404,6 +404,11 @@ BROKEN = [
     ),
     (["train.label_smoothing=1"], "must be at least 0 and below 1; try 0.1", "train.label_smoothing=0.1"),
     (["train.z_loss=-1"], "must be at least 0 and finite; try 1e-4", "train.z_loss=1e-4"),
+    (
+        ["data.documents=mask", "model.attention_dropout=0.1"],
+        "data.documents = mask: computes each document by itself, for which model.attention_dropout = 0.1 has no",
+        "model.attention_dropout=0",
+    ),
     (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
     (["train.sample_top_k=265"], "must be at most model.vocab = 264", "train.sample_top_k=1"),
     (["checkpoint.keep=0"], "checkpoint.keep = 0: must be at least 1; try 1", "checkpoint.keep=1"),

@@ -67,8 +67,8 @@ WAITS = [
 COPIES = [
     Allowed(
         "training/trainer.py Trainer._on_device",
-        "inputs, labels, and the keys of dropout",
-        lambda recipe: 3 if recipe.model.dropout else 2,
+        "inputs, labels, the keys of dropout, and of each microbatch's documents the starts and the positions",
+        lambda recipe: 2 + (recipe.model.dropout > 0) + 2 * recipe.microbatches * (recipe.data.documents == "mask"),
     ),
 ]
 MIXED = {  # operators that read a CPU tensor beside one of the device, by place, and the reason

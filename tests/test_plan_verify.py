@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.command import Verified, verify
 from parallel3d.tools.verify.dry_run import Chunks
@@ -171,6 +171,15 @@ LAYOUTS = {
 }
 
 
+DOCUMENTS = {
+    "in one call": (LLAMA, ParallelConfig(dp_shard=8, tp=2, sequence_parallel=True), "bf16", 2, 0),
+    "learned positions": (GPT, ParallelConfig(pp=2, dp_shard=8, recompute="full", microbatch_size=2), "bf16", 2, 0),
+    "one after the other": (LLAMA, ParallelConfig(dp_shard=8, microbatch_size=2), "fp32", 2, 0),
+    "one after the other, again": (LLAMA, ParallelConfig(pp=2, dp_shard=8, recompute="selective"), "fp32", 2, 1),
+    "one after the other, split": (GPT, ParallelConfig(pp=2, dp_shard=8, schedule="zb_h1"), "fp32", 4, 1),
+}
+
+
 def _recipe(model: ModelConfig, parallel: ParallelConfig, precision: str, microbatches: int) -> Recipe:
     train = TrainConfig(
         steps=1,
@@ -193,6 +202,13 @@ def test_the_memory_model_errs_on_the_safe_side_of_a_dry_run(case: str) -> None:
     found = verify(_recipe(model, parallel, precision, microbatches), rank)
     assert_safe(found)
     assert found.parameters == found.dry.parameter_count
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_documents_that_attention_stays_within_are_priced(case: str) -> None:
+    model, parallel, precision, microbatches, pipeline_rank = DOCUMENTS[case]
+    recipe = replace(_recipe(model, parallel, precision, microbatches), data=DataConfig(documents="mask"))
+    assert_safe(verify(recipe, pipeline_rank * (parallel.world_size // parallel.pp)))
 
 
 SMALL = ModelConfig(layers=2, hidden=512, heads=4, kv_heads=4, ffn_hidden=1408, vocab=512)

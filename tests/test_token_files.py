@@ -215,6 +215,18 @@ def test_a_run_on_tokens_that_could_not_train_is_refused_before_it_starts(tmp_pa
     assert "does not say what its ids mean, which a sample of text needs" in refusal(data, samples_text=True)
 
 
+def test_documents_end_by_the_id_that_the_files_or_their_tokenizer_name(tmp_path: Path) -> None:
+    data = DataConfig(source="tokens", path=str(write_folder(tmp_path)))
+    assert load_corpus(data).document_end is None
+    assert load_corpus(replace(data, documents="mask")).document_end == END
+    assert load_corpus(DataConfig(documents="mask")).document_end == 256
+    megatron = replace(data, path=str(write_megatron(tmp_path / "theirs", DOCUMENTS)), documents="mask")
+    assert refusal(megatron) == (
+        f"data.documents = mask: data.path = {megatron.path} does not say which id ends a document; "
+        "try data.tokenizer=tokenizer.json, the path of their tokenizer, or data.documents=join"
+    )
+
+
 def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
     with FolderWriter(tmp_path, vocab_size=257, end_of_text=256, tokenizer=BYTES) as writer:
         for part in ("train", "validation"):

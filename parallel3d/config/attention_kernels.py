@@ -40,7 +40,7 @@ _WORDS: dict[KernelName, str] = {
     "flash": "FlashAttention-2",
     "cudnn": "cuDNN's fused kernel",
     "efficient": "the memory-efficient kernel",
-    "varlen": "FlashAttention-2 with a window",
+    "varlen": "FlashAttention-2 for windows and documents",
     "math": "written-out scores, as no fused kernel takes it",
     "scores": "written-out probabilities, for dropout",
 }
@@ -100,7 +100,7 @@ class AttentionKernel:
     @property
     def words(self) -> str:
         """Words for a person: the kernel, and how its memory grows."""
-        pieces = ", block by block of the window" if self.in_pieces else ""
+        pieces = ", a call for each document or block of a window" if self.in_pieces else ""
         repeated = ", keys and values repeated for each query head" if self.repeats_heads else ""
         grows = "the square of the sequence" if self.score_bytes else "the sequence"
         return f"{_WORDS[self.name]}{pieces}{repeated}; its memory grows with {grows}"
@@ -121,7 +121,7 @@ class AttentionKernel:
         """What to try for attention in a layer, beside a smaller one."""
         if self.name == "scores":
             return "no dropout in attention (that of its output costs a byte a number)"
-        return "float32 or float16, and heads of a multiple of 8" if self.score_bytes else "a window, or `lengths`"
+        return "float32 or float16, and heads of a multiple of 8" if self.score_bytes else "a window, or `documents`"
 
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
@@ -138,7 +138,7 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
             backward_bytes=wide,
         )
     if device.type != "cuda":
-        return AttentionKernel("cpu")
+        return AttentionKernel("cpu", in_pieces=call.has_documents and not call.has_mask)
     is_cut = call.has_documents or call.has_window
     if is_cut and not call.has_mask and _has_varlen(call, device):
         return AttentionKernel("varlen")
@@ -189,7 +189,8 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
         is_bf16=train.precision in ("bf16", "bf16_pure"),
         head_dim=model.head_size,
         is_grouped=max(model.key_value_heads // tp, 1) != model.heads // tp,
-        has_window=model.window is not None and model.window < train.seq_len,
+        has_window=model.has_window(train.seq_len),
+        has_documents=recipe.data.documents == "mask",
         has_dropout=model.attention_dropout > 0,
     )
     return attention_kernel(call, device)
@@ -200,7 +201,8 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     kernel, model, train, parallel = kernel_of_recipe(recipe, device), recipe.model, recipe.train, recipe.parallel
     size = {"heads": model.heads // parallel.tp, "queries": train.seq_len, "keys": train.seq_len}
     each = kernel.quadratic_bytes(batch=1, **size)  # the bytes of one sequence
-    if device.type != "cuda" or kernel.in_pieces or each * parallel.microbatch_size <= MOST_SCORE_BYTES:
+    is_small = kernel.in_pieces and model.has_window(train.seq_len)  # a document may be as long as its sequence
+    if device.type != "cuda" or is_small or each * parallel.microbatch_size <= MOST_SCORE_BYTES:
         return []
     if kernel.name == "scores":
         value, tries = f"model.attention_dropout = {model.attention_dropout}", "model.attention_dropout=0"

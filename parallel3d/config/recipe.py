@@ -85,6 +85,10 @@ class ModelConfig:
         """The features of all queries, which need not be `hidden`."""
         return self.heads * self.head_size
 
+    def has_window(self, seq_len: int) -> bool:
+        """Returns whether the window hides any key in sequences of this length."""
+        return self.window is not None and self.window < seq_len
+
     @property
     def block_weights(self) -> int:
         """The weights of one block's matrices."""
@@ -354,6 +358,8 @@ class DataConfig:
     pattern: str = "*.txt"
     tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
     end_of_text: str | None = None  # the token of a tokenizer.json that ends a document; None: found by its name
+    # join: a token sees all before it in its sequence. mask: its own document alone, whose positions begin at 0.
+    documents: Literal["join", "mask"] = "join"
     # The share of the files (of the bytes, where there is a single file; of the documents, where they are Megatron's)
     # that is kept for validation. A folder of tokens has a part of its own for that.
     validation_fraction: float = within("above 0 and below 1", 0.05)

@@ -111,6 +111,9 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     if optimizer.stochastic_rounding and train.precision != "bf16_pure":
         words = "keeps its weights in float32, where there is nothing to round"
         yield f"<optimizer.stochastic_rounding>: <train.precision> {words}; try train.precision=bf16_pure"
+    if data.documents == "mask" and recipe.model.attention_dropout:
+        words = "computes each document by itself, for which <model.attention_dropout> has no kernel"
+        yield f"<data.documents>: {words}; try model.attention_dropout=0, or data.documents=join"
     for token in data.ignore_token_ids:
         if not 0 <= token < vocab:
             yield f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try ids from 0 to {vocab - 1}"

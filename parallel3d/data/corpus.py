@@ -27,6 +27,7 @@ class Corpus:
     train: TokenStream
     validation: TokenStream
     make_tokenizer: Callable[[], Tokenizer]  # files of ids are trained on where their tokenizer's library is missing
+    document_end: int | None  # the id that ends a document, where attention is to stay within documents
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -44,10 +45,11 @@ def load_corpus(config: DataConfig) -> Corpus:
     DataError as `find_documents` and `open_tokens` do."""
     if config.source == "tokens":
         files = open_token_files(config)
-        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files))
+        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files), document_end(config, files))
     tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
     train, validation = split_documents(find_documents(config), config.validation_fraction)
-    return Corpus(stream_of(train, tokenizer), stream_of(validation, tokenizer), lambda: tokenizer)
+    end = tokenizer.end_of_text if config.documents == "mask" else None
+    return Corpus(stream_of(train, tokenizer), stream_of(validation, tokenizer), lambda: tokenizer, end)
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
@@ -84,6 +86,22 @@ def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMe
         ids = ids_of(document, tokenizer)
         pieces += [ids, np.full(1, tokenizer.end_of_text, dtype=ids.dtype)]
     return TokensInMemory(np.concatenate(pieces))
+
+
+def document_end(config: DataConfig, files: TokenFiles) -> int | None:
+    """Returns the id that ends a document of `files`, or None where documents are joined. Raises ConfigError where
+    attention is to stay within documents and nothing says which id that is."""
+    if config.documents == "join":
+        return None
+    if files.header is not None and files.header.end_of_text is not None:
+        return files.header.end_of_text
+    if files.header is None and config.tokenizer != "bytes":
+        return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
+    would_do = "" if files.header is not None else "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
+    raise ConfigError(
+        f"data.documents = mask: data.path = {config.path} does not say which id ends a document; "
+        f"try {would_do}data.documents=join"
+    )
 
 
 def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
@@ -139,6 +157,7 @@ def _check_corpus(data: DataConfig, *, seq_len: int, vocab: int, samples_text: b
             )
         if samples_text:
             _refuse_small_vocabulary(tokenizer_of(data, files), f"the tokenizer of data.path = {data.path}", vocab)
+        document_end(data, files)
         tokens_of = len(files.train), len(files.validation)
     else:
         tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)

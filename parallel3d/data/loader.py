@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from parallel3d.config.recipe import BatchSizes
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import ConfigError
+from parallel3d.layers.positions import PackedDocuments
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
+Documents = Sequence[PackedDocuments] | None  # of each microbatch; None: a token sees all before it in its sequence
 
 
 @dataclass(frozen=True, order=True)
@@ -34,10 +36,12 @@ class Batch:
     labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is learned
     samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
     wrong_id: WrongId | None = None  # the first one of the share, in whose place is 0; the trainer ends the run by it
+    documents: Documents = None  # with data.documents = mask alone
 
     def pinned(self) -> Batch:
         """Returns the batch in pinned memory, from which it is copied to a GPU while the host goes on."""
-        return replace(self, inputs=self.inputs.pin_memory(), labels=self.labels.pin_memory())
+        documents = self.documents and [each.moved(Tensor.pin_memory) for each in self.documents]
+        return replace(self, inputs=self.inputs.pin_memory(), labels=self.labels.pin_memory(), documents=documents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +66,7 @@ class BatchLoader:
     ignored_ids: tuple[int, ...] = ()
     blank_seq_len: int | None = None  # None: the rank reads ids
     stop: int | None = None  # samples that there are, where a last batch is to be filled up; None: there is no end
+    document_end: int | None = None  # the id that ends a document, if batches are to tell documents apart
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -99,7 +104,13 @@ class BatchLoader:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         if self.stop is not None:
             labels[torch.from_numpy(is_left_out).view(-1, self.microbatch_size)] = IGNORED
-        return Batch(inputs, labels, own, wrong_id)
+        return Batch(inputs, labels, own, wrong_id, documents_ended_by(self.document_end, inputs))
+
+
+def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
+    """Returns the documents that microbatches of ids [microbatches, batch, seq] are packed of, each ended by
+    `end_of_text`; None where there is no such id."""
+    return None if end_of_text is None else [PackedDocuments.ended_by(end_of_text, each) for each in ids]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
     attention              q e H K, k and v 2 e G K, its output (the next product's input) e H K                t / n
                            its softmax, unless recomputed (selective): w H                                      t / n
     by a kernel of GPUs that takes no grouped heads: k and v 2 e H K, unless recomputed                         t / n
+    in pieces (documents), unless recomputed: the pieces' outputs e H K                                         t / n
     with its own dropout   instead of the softmax's w: q, k, v 3 e H K; of each score the softmax w, the mask 1
                            and the dropped e: (w + 1 + e) H S                                                   t / n
                            and the causal mask, S^2 once (selective: q, k, v and output as without dropout)
@@ -77,7 +78,8 @@ class BlockActivations:
         if recompute == "none" and kernel.kept_bytes:
             inputs = 3 * heads * dim * (wide if kernel.name == "math" else e)
         softmax = heads * (kernel.kept_bytes * self.seq or wide) * (recompute == "none")
-        return inputs + e * heads * dim + softmax
+        pieces = e * heads * dim * (kernel.in_pieces and recompute == "none")
+        return inputs + e * heads * dim + pieces + softmax
 
     def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
         """Returns the bytes that the blocks of one stage keep, given by their indices in the whole model. One block in

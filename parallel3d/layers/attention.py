@@ -5,7 +5,7 @@ K head dim, n = tp.
 
 [Note: masks] A mask is bool [B or 1, 1, S, T], True where a query may see a key, and the same for every head, so that
 every tp rank uses the same one; it costs S T bytes a sequence, and twice that again in the kernel's dtype. Nothing else
-of an attention grows with S T on a GPU: a window and packed documents (`lengths`) have kernels of their own or are
+of an attention grows with S T on a GPU: a window and packed documents have kernels of their own or are
 computed in pieces (`config.attention_kernels` is the table, `fused_attention` makes the calls). A CPU computes a window
 by a mask. flex_attention, which would do all of it, has to be compiled and has no backward on a CPU (2.13), so that
 nothing here could compare it with anything; it is not used.
@@ -13,10 +13,8 @@ nothing here could compare it with anything; it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ from parallel3d.layers.fused_attention import (
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, normal, zeros
-from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +120,28 @@ class ParallelAttention(ParallelModule):
         *,
         context: Tensor | None = None,
         mask: Tensor | None = None,
-        lengths: Sequence[int] | None = None,
+        documents: PackedDocuments | None = None,
         positions: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor:
         """Returns the attention's output for x. Keys and values come from `context` [batch, T, context_hidden] (T / tp
         of it under sequence parallelism), or from x without one. `mask` [batch or 1, 1, S, T], bool, True where a query
         may see a key: holds beside the attention's own causality and window; for packed documents
-        `same_document(ids)`, or instead of a mask their `lengths`, in order and S in sum for each sequence: then
-        each is attended to alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation. `key` [batch]: of
-        dropout. Raises ValueError where lengths do not add up, or come with a mask, a context or dropout."""
+        `same_document(numbers)`, or instead of a mask `documents`: then each is attended to alone, and no S^2 numbers
+        exist. `positions` [batch, S]: of the rotation; without them those of the documents. `key` [batch]: of dropout.
+        Raises ValueError where documents are of other sequences than x, or come with a mask, a context or dropout."""
         dropping = self.dropout is not None and self.training
-        if lengths is not None:
+        if documents is not None:
             if mask is not None or context is not None or dropping:
                 raise ValueError(
-                    "ParallelAttention: lengths go with no mask, context or dropout; try a mask of same_document"
+                    "ParallelAttention: documents go with no mask, context or dropout; try a mask of same_document"
                 )
-            batch, seq = x_BSD.shape[0], x_BSD.shape[1] * (self.axis.size if self.sequence_parallel else 1)
-            ends = set(accumulate(lengths))
-            if not {seq * (i + 1) for i in range(batch)} <= ends or max(ends) != seq * batch:
+            shape = x_BSD.shape[0], x_BSD.shape[1] * (self.axis.size if self.sequence_parallel else 1)
+            if documents.positions.shape != shape:
                 raise ValueError(
-                    f"ParallelAttention: lengths of {sum(lengths)} tokens in all, and there are {batch} sequences "
-                    f"of {seq}; a document must end with its sequence"
+                    f"ParallelAttention: documents of {list(documents.positions.shape)} tokens, and x has {list(shape)}"
                 )
+            positions = documents.positions if positions is None else positions
         if context is None:
             q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         else:
@@ -158,14 +155,20 @@ class ParallelAttention(ParallelModule):
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             keep_generator = self.dropout is not None and key is None
             y = checkpoint(
-                self._attend, q, k, v, mask, lengths, key, use_reentrant=False, preserve_rng_state=keep_generator
+                self._attend, q, k, v, mask, documents, key, use_reentrant=False, preserve_rng_state=keep_generator
             )
         else:
-            y = self._attend(q, k, v, mask, lengths, key)
+            y = self._attend(q, k, v, mask, documents, key)
         return self.o(y.flatten(-2))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Sequence[int] | None, key: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        documents: PackedDocuments | None,
+        key: Tensor | None,
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, T, G / n, K]
         causal, scale, window = self.options.causal, self.options.scale, self.options.window
         dropout, queries, keys = self.dropout if self.training else None, q.shape[1], k.shape[1]
@@ -174,13 +177,13 @@ class ParallelAttention(ParallelModule):
         is_shifted = queries != keys and (causal or window is not None)  # which no kernel of torch knows
         has_mask = mask is not None or is_shifted
         kernel = kernel_of(
-            q, k, mask=has_mask, window=window is not None, documents=lengths is not None, dropout=dropout is not None
+            q, k, mask=has_mask, window=window is not None, documents=documents is not None, dropout=dropout is not None
         )
         if kernel.name == "varlen":
-            return attend_by_varlen(q, k, v, lengths, causal=causal, window=window, scale=scale)
-        if lengths is not None:  # each document by itself
-            documents = (part.flatten(0, 1).unsqueeze(0).split(list(lengths), dim=1) for part in (q, k, v))
-            parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*documents, strict=True)]
+            return attend_by_varlen(q, k, v, documents, causal=causal, window=window, scale=scale)
+        if documents is not None:  # each by itself
+            each = (part.flatten(0, 1).unsqueeze(0).split(documents.lengths, dim=1) for part in (q, k, v))
+            parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*each, strict=True)]
             return torch.cat(parts, dim=1).view(*q.shape[:3], -1)
         repeats = kernel.repeats_heads
         if kernel.in_pieces and window is not None:
@@ -206,16 +209,6 @@ class ParallelAttention(ParallelModule):
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Makes the mask of packed sequences: document ids [B, S] -> [B, 1, S, S], True within a document. Make it once a
-    batch, not once a layer. Causality is the attention's own and need not be in it."""
+    """Makes the mask of packed sequences: numbers of documents [B, S] -> [B, 1, S, S], True within a document. Make it
+    once a batch, not once a layer. Causality is the attention's own and need not be in it."""
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
-
-
-def lengths_of_documents(documents: Tensor) -> list[int]:
-    """Returns the lengths, in order, of documents whose ids [B, S] are equal and adjacent, for `lengths` of
-    `ParallelAttention`. Call it once a batch, since it waits for a GPU. A document ends with its sequence."""
-    batch, seq = documents.shape
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    places = starts.flatten().nonzero().flatten().tolist()
-    return [end - start for start, end in pairwise([*places, batch * seq])]

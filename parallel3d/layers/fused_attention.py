@@ -5,9 +5,6 @@ heads, K head dim; all heads are those of one tp rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,6 +16,7 @@ from parallel3d.config.attention_kernels import (
     AttentionKernel,
     attention_kernel,
 )
+from parallel3d.layers.positions import PackedDocuments
 
 _TORCH = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
 _LEAST_BLOCK = 1024  # queries of a window's block: smaller ones are many launches
@@ -97,22 +95,21 @@ def attend_by_varlen(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    lengths: Sequence[int] | None,
+    documents: PackedDocuments | None,
     *,
     causal: bool,
     window: int | None,
     scale: float | None,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] by CUDA's kernel for sequences of different lengths, which skips what a
-    window hides: of documents of these `lengths`, in order over the batch, or of whole sequences where it is None. The
-    lengths are copied to the GPU, 4 bytes a document; nothing is copied for whole sequences."""
+    window hides: of `documents`, or of whole sequences where it is None. Nothing is copied to the GPU."""
     from torch.nn.attention.varlen import varlen_attn  # which imports the compiler
 
     (batch, seq, heads, _), device = q_BSHK.shape, q_BSHK.device
-    if lengths is None:
+    if documents is None:
         starts, longest = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq, seq
     else:
-        starts, longest = torch.tensor([0, *accumulate(lengths)], device=device, dtype=torch.int32), max(lengths)
+        starts, longest = documents.starts, max(documents.lengths)
     # The kernel counts the keys before and after a query, and ours the query too. -1 is all of them.
     side = -1 if window is None else window - 1
     y = varlen_attn(

@@ -5,6 +5,8 @@ that stretch their frequencies to longer contexts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,12 +48,38 @@ class LearnedPositions(ParallelModule):
         return x + F.embedding(positions[:, first : first + own], weight.to(wide_dtype(weight))).to(x.dtype)
 
 
-def positions_in_documents(documents: Tensor) -> Tensor:
-    """Returns each token's place in its own document, int64 [batch, seq]. Document ids [batch, seq] are equal and
-    adjacent within a document."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return place - (place * starts).cummax(dim=1).values
+@dataclass(frozen=True, eq=False)
+class PackedDocuments:
+    """The documents that the sequences [batch, seq] of a microbatch are packed of. A document ends with its sequence at
+    the latest. Make them once a batch where the ids are, on the host: their lengths must not be asked of a GPU."""
+
+    lengths: tuple[int, ...]  # tokens of each document, in order over the batch
+    starts: Tensor  # int32 [documents + 1]: the first of its batch * seq tokens for each document, and their number
+    positions: Tensor  # int64 [batch, seq]: each token's place in its own document
+
+    @classmethod
+    def starting(cls, is_start: Tensor) -> PackedDocuments:
+        """Returns the documents that start where `is_start` [batch, seq] is True, and at each sequence's start."""
+        is_start = is_start.clone()
+        is_start[:, 0] = True
+        place = torch.arange(is_start.shape[1], device=is_start.device).expand(is_start.shape)
+        starts = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=is_start.numel()).int()
+        positions = place - (place * is_start).cummax(dim=1).values
+        return cls(tuple(starts.diff().tolist()), starts, positions)
+
+    @classmethod
+    def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
+        """Returns the documents of ids [batch, seq] of which each ends with `end_of_text`, which belongs to it."""
+        return cls.starting(F.pad(ids[:, :-1] == end_of_text, (1, 0)))
+
+    @classmethod
+    def numbered(cls, documents: Tensor) -> PackedDocuments:
+        """Returns the documents whose numbers [batch, seq] are equal and adjacent within a document."""
+        return cls.starting(F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedDocuments:
+        """Returns the documents with each tensor where `move` puts it, such as on a GPU."""
+        return PackedDocuments(self.lengths, move(self.starts), move(self.positions))
 
 
 def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
@@ -109,9 +137,7 @@ class RotaryEmbedding(nn.Module):
         cos, sin = self.make_table(x.shape[1], x)
         if len(cos) > x.shape[1]:
             cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
-        if positions is not None:
-            cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
-        return self.pointwise(x, cos, sin)
+        return self.pointwise(x, cos, sin, positions)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on its device; sin is
@@ -134,28 +160,30 @@ class RotaryEmbedding(nn.Module):
 
 
 class _Turn(Function):
-    """x cos + (x with its halves swapped) sin, for x narrower than the table. Its backward turns back, by -sin, and
-    rounds the gradient once: autograd's own would round each of the two products."""
+    """x cos + (x with its halves swapped) sin, for x narrower than the table, or positions. Its backward turns back, by
+    -sin. Autograd's own would round each of the two products, and keep each token's row of the table in every block."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions)
+        return turn(x, cos, sin, positions)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return turn(grad, cos, sin, -1.0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, positions = ctx.saved_tensors
+        return turn(grad, cos, sin, positions, -1.0), None, None, None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float = 1.0) -> Tensor:
     """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign).to(x.dtype)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x turned by angles, with a gradient that is turned back."""
-    if x.dtype == cos.dtype:
-        return turn(x, cos, sin)
-    y: Tensor = _Turn.apply(x, cos, sin)
+def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    """Returns x turned by the angles of its positions, with a gradient that is turned back."""
+    if x.dtype == cos.dtype and positions is None:
+        return turn(x, cos, sin, None)
+    y: Tensor = _Turn.apply(x, cos, sin, positions)
     return y

@@ -156,19 +156,27 @@ class PipelineRuntime:
         *,
         microbatches: int | None = None,
         sizes: Sizes | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Returns the sum of losses as `run` does, without training. `microbatches` is needed where `inputs` is None
         and their number is not that of training."""
-        execution = self._prepare(self._forwards(inputs, microbatches), inputs, labels, sizes, self.loss_fn)
+        schedule = self._forwards(inputs, microbatches)
+        execution = self._prepare(schedule, inputs, labels, sizes, self.loss_fn, keywords)
         execution.run()
         return self._loss(execution)
 
     @torch.no_grad()
     def forward(
-        self, inputs: Microbatches | None, *, microbatches: int | None = None, sizes: Sizes | None = None
+        self,
+        inputs: Microbatches | None,
+        *,
+        microbatches: int | None = None,
+        sizes: Sizes | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         """Returns the last stage's output for each microbatch on its rank, and an empty list elsewhere."""
-        execution = self._prepare(self._forwards(inputs, microbatches), inputs, None, sizes, loss_fn=None)
+        schedule = self._forwards(inputs, microbatches)
+        execution = self._prepare(schedule, inputs, None, sizes, loss_fn=None, keywords=keywords)
         execution.run()
         return execution.outputs
 

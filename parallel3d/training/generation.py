@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import TrainConfig
+from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import Tokenizer
 from parallel3d.layers.collectives import start_gather
 from parallel3d.training.trainer import Trainer
@@ -19,12 +20,14 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     seq_len, tp, pp = train.seq_len, trainer.axes["tp"], trainer.axes["pp"]
     ids = [int(i) for i in tokenizer.encode(train.sample_prompt)][-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
+    end_of_text = tokenizer.end_of_text if trainer.recipe.data.documents == "mask" else None
     generator = torch.Generator().manual_seed(train.seed if train.sample_seed is None else train.sample_seed)
     for _ in range(train.sample_tokens):
         window = ids[-seq_len:]
         # Every window is padded to the length of training, because causal attention does not look ahead.
         padded = window + window[-1:] * (seq_len - len(window))
-        outputs = trainer.logits(torch.tensor(padded).view(1, 1, seq_len))
+        batch = torch.tensor(padded).view(1, 1, seq_len)
+        outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # this rank has the last stage, and chooses the token
             logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()  # [vocab / tp] -> [vocab]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.loader import Batch, WrongId
+from parallel3d.data.loader import Batch, Documents, WrongId
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
@@ -97,10 +98,10 @@ class Trainer:
         step, model = self.step + 1, self.recipe.model
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
-        keywords = None
+        keywords = self._documents(batch.documents)
         if model.dropout or model.attention_dropout:
             keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
-            keywords = [{"key": key} for key in keys]
+            keywords = [{**each, "key": key} for each, key in zip(keywords or [{}] * len(keys), keys, strict=True)]
         for hook in self.hooks:
             hook.before_forward(step, labels, batch.wrong_id)
         self.update.begin(self.step, rate, observe)
@@ -140,18 +141,20 @@ class Trainer:
         with self._evaluating():
             for batch in batches:
                 inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
-                loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs))
+                keywords = self._documents(batch.documents)
+                loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs), keywords=keywords)
                 square = loss.new_zeros((), dtype=torch.float64)
                 results.append(self._result(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
         hooks.refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
         return sum(result.loss * (result.tokens / tokens) for result in results)
 
-    def logits(self, ids: Tensor) -> list[Tensor]:
+    def logits(self, ids: Tensor, documents: Documents = None) -> list[Tensor]:
         """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch,
-        seq] on the ranks of the last stage, and an empty list elsewhere."""
+        seq], packed of `documents`, on the ranks of the last stage, and an empty list elsewhere."""
         with self._evaluating():
-            outputs = self.pipeline.forward(self._on_device(ids), sizes=self._sizes(ids))
+            keywords = self._documents(documents)
+            outputs = self.pipeline.forward(self._on_device(ids), sizes=self._sizes(ids), keywords=keywords)
             return [self.loss.logits(output) for output in outputs]
 
     def schedule_of(self, microbatches: int) -> Schedule:
@@ -166,6 +169,10 @@ class Trainer:
     def _on_device(self, x: Tensor) -> Tensor:
         """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
         return x.to(self.device, non_blocking=True)
+
+    def _documents(self, documents: Documents) -> list[dict[str, Any]] | None:
+        """What every stage's forward of each microbatch is told of its documents; None where they are joined."""
+        return None if documents is None else [{"documents": each.moved(self._on_device)} for each in documents]
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""

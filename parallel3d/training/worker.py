@@ -162,7 +162,8 @@ def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int) -
 
 def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple[BatchLoader, list[EvaluationSet]]:
     """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs to."""
-    loader = training_loader(recipe, training_windows(recipe, [corpus.train for corpus in corpora]), rank)
+    train, end = training_windows(recipe, [corpus.train for corpus in corpora]), corpora[0].document_end
+    loader = training_loader(recipe, train, rank, end)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
     own = replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
     sources = evaluation_windows(recipe.data, recipe.train.seq_len)
@@ -173,8 +174,9 @@ def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple
     return loader, [EvaluationSet(VALIDATION, own), *others]
 
 
-def training_loader(recipe: Recipe, source: WindowSource, rank: int) -> BatchLoader:
-    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs to."""
+def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_end: int | None) -> BatchLoader:
+    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs to. `document_end`
+    is the id that ends a document, if batches are to tell documents apart."""
     parallel, train = recipe.parallel, recipe.train
     place = parallel.coordinates(rank)
     return BatchLoader(
@@ -187,17 +189,20 @@ def training_loader(recipe: Recipe, source: WindowSource, rank: int) -> BatchLoa
         sizes=recipe.batch_sizes,
         ignored_ids=recipe.data.ignore_token_ids,
         blank_seq_len=None if reads_ids(recipe, place.pp) else train.seq_len,
+        document_end=document_end,
     )
 
 
 def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
     """Tells whether a rank reads token ids: the first stage takes the inputs, and the last one the labels. Before an
-    optimizer steps in the backward, every rank counts the labels."""
+    optimizer steps in the backward, every rank counts the labels; and every stage's attention stays within documents,
+    where it is to, whose borders are among the ids."""
     parallel = recipe.parallel
     stages = build_schedule(
         parallel.schedule, pp=parallel.pp, microbatches=recipe.microbatches, virtual_stages=parallel.virtual_stages
     ).placement
-    return pp_rank in (stages[0], stages[-1]) or recipe.optimizer.step_in_backward
+    is_end = pp_rank in (stages[0], stages[-1])
+    return is_end or recipe.optimizer.step_in_backward or recipe.data.documents == "mask"
 
 
 def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:

@@ -122,8 +122,8 @@ FAULTS = {
         "    def __init__(self, config, placement, *rest, selective):\n"
         "        super().__init__(config, placement, *rest, selective=selective)\n"
         "        self.again = Block(config, placement, *rest, selective=selective).mlp\n"
-        "    def forward(self, x, key=None):\n"
-        "        return super().forward(x, key) + self.again(x)\n",
+        "    def forward(self, x, key=None, documents=None):\n"
+        "        return super().forward(x, key, documents) + self.again(x)\n",
         {"tp": 2},
         r"block_weights\(config\) is 45,056, and the matrices of a block have 77,824 weights",
     ),

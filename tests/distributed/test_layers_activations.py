@@ -18,7 +18,7 @@ from parallel3d.layers.activations import BlockActivations
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import set_fused_gradients
-from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 
@@ -35,21 +35,26 @@ MODELS = {
 }
 
 
-def kept_bytes(model: nn.Module, x: Tensor) -> int:
-    """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary table and key."""
+PACKED = PackedDocuments.numbered(torch.arange(B * S).view(B, S) // 9)
+
+
+def kept_bytes(model: nn.Module, x: Tensor, documents: PackedDocuments | None) -> int:
+    """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary table, places in
+    documents and key."""
     key = dropout_key(0, 0, torch.arange(B))
 
     def blocks(x: Tensor) -> Tensor:
         assert isinstance(model.layers, nn.ModuleDict)
         for block in model.layers.values():
-            x = block(x, key)
+            x = block(x, key, documents)
         return x
 
     blocks(x)  # makes the table
     tables = [part._table for part in model.modules() if isinstance(part, RotaryEmbedding)]
     with torch.no_grad():
         others = [local_tensor(p) for p in model.parameters()] + [t for table in tables if table for t in table]
-    known = {tensor.untyped_storage().data_ptr() for tensor in [*others, key]}
+    places = [] if documents is None else [documents.positions]
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*others, key, *places]}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def compare(config: ModelConfig, every: int) -> None:
+def compare(config: ModelConfig, every: int, documents: PackedDocuments | None = None) -> None:
     tp = tp_mesh()
     for recompute, sp, (dtype, fused) in product(
         ("none", "selective", "full"), (False, True), ((torch.float32, False), (torch.bfloat16, True))
@@ -106,12 +111,13 @@ def compare(config: ModelConfig, every: int) -> None:
                     item_bytes=dtype.itemsize,
                     head_dim=config.head_size,
                     is_grouped=config.key_value_heads != config.heads,
+                    has_documents=documents is not None,
                     has_dropout=config.attention_dropout > 0,
                 ),
                 AttentionDevice("cpu"),
             ),
         ).bytes_of_blocks(range(config.layers), recompute, every=every)  # type: ignore[arg-type]
-        kept = kept_bytes(model, x)
+        kept = kept_bytes(model, x, documents)
         assert kept == expected, f"{kept}, not {expected}: {recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"
 
 
@@ -120,6 +126,11 @@ def compare(config: ModelConfig, every: int) -> None:
 )
 def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:
     world(size).run(compare, MODELS[model], 1)
+
+
+@pytest.mark.parametrize("model", ["grouped", "gpt"])
+def test_documents_attended_to_one_by_one_are_kept_twice(world: Callable, model: str) -> None:
+    world(2).run(compare, MODELS[model], 1, PACKED)
 
 
 def test_every_nth_block_recomputed_keeps_its_input_alone(world: Callable) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import RopeScaling
-from parallel3d.layers.attention import AttentionOptions, ParallelAttention, lengths_of_documents, same_document
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention, same_document
 from parallel3d.layers.parameter import Placement
-from parallel3d.layers.positions import RotaryEmbedding, magnitude_of, positions_in_documents, stretched
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding, magnitude_of, stretched
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
 B, S, T, D, H, K = 2, 8, 12, 16, 8, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 6, 6, 6, 6, 6]])
+PACKED = PackedDocuments.numbered(DOCUMENTS)
 
 
 def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
     packed, cross = options.pop("packed", False), options.get("context_hidden") is not None
     alone = options.pop("alone", False)  # each document, without a mask
     causal, window = options.get("causal", True), options.get("window")
-    positions = positions_in_documents(DOCUMENTS) if packed else torch.arange(S).expand(B, S)
+    positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
     def build(placement: Placement) -> nn.Module:
         return ParallelAttention(
@@ -65,9 +66,9 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
         y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(x.dtype) @ v
         return F.linear(y.transpose(1, 2).flatten(-2), w["o.weight"], w.get("o.bias"))
 
-    arguments: dict[str, Any] = {"positions": positions} if packed else {}
+    arguments: dict[str, Any] = {}
     if packed:
-        arguments |= {"lengths": lengths_of_documents(DOCUMENTS)} if alone else {"mask": same_document(DOCUMENTS)}
+        arguments = {"documents": PACKED} if alone else {"positions": positions, "mask": same_document(DOCUMENTS)}
     shapes = ((B, S, D), (B, T, options["context_hidden"])) if cross else ((B, S, D),)
     return Case(name=name, build=build, reference=reference, shapes=shapes, arguments=arguments)
 
@@ -109,11 +110,11 @@ def check_compiled() -> None:
 def refuse() -> None:
     tp = tp_mesh()
     layer, x = ParallelAttention(16, 8, 8, tp=tp), torch.zeros(2, 8, 16)
-    for lengths in ([8, 9], [5, 6, 5], [8]):
-        with pytest.raises(ValueError, match="a document must end with its sequence"):
-            layer(x, lengths=lengths)
-    with pytest.raises(ValueError, match="lengths go with no mask"):
-        layer(x, lengths=[8, 8], mask=torch.ones(8, 8, dtype=torch.bool))
+    for shape in ((2, 9), (1, 8)):
+        with pytest.raises(ValueError, match=r"documents of \[., .\] tokens, and x has \[2, 8\]"):
+            layer(x, documents=PackedDocuments.numbered(torch.zeros(shape)))
+    with pytest.raises(ValueError, match="documents go with no mask"):
+        layer(x, documents=PACKED, mask=torch.ones(8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):
         ParallelAttention(24, 6, 6, tp=tp)
     with pytest.raises(ValueError, match="heads = 12, kv_heads = 6, tp = 4.* one the other"):

@@ -53,7 +53,7 @@ def meet_wrong_ids(recipe: Recipe) -> tuple[list[int], list[str]]:
     """Trains a step, and returns the samples that this rank drew for it, and what its next steps and an evaluation
     are refused with. Those change no parameter."""
     trainer, source = make_trainer(recipe), PlantedIds()
-    loader = training_loader(recipe, source, dist.get_rank())
+    loader = training_loader(recipe, source, dist.get_rank(), None)
     trainer.train_step(loader.batch(0))
     drawn, before = list(source.drawn), local_weights(trainer)
     words = []

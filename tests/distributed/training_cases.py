@@ -38,6 +38,7 @@ from parallel3d.training.worker import training_loader
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
+END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
 # A first block, one in the middle and a last one: more of them only take longer. DEEP is for pipelines of more stages.
 GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
@@ -83,7 +84,8 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     modules = [import_module(source.path) for source in recipe.data.sources] or [textwrap]
     texts = [inspect.getsource(module).encode("ascii", "replace") for module in modules]
     streams = [TokensInMemory(np.frombuffer(text, dtype=np.uint8)) for text in texts]
-    return training_loader(recipe, training_windows(recipe, streams), rank)
+    document_end = END_OF_TEXT if recipe.data.documents == "mask" else None
+    return training_loader(recipe, training_windows(recipe, streams), rank, document_end)
 
 
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallel3d.config.recipe import (
+    DataConfig,
     LocalSgdConfig,
     ModelConfig,
     OptimizerConfig,
@@ -23,6 +24,7 @@ GPT = ModelConfig(
 DROPPED = replace(LLAMA, dropout=0.1, attention_dropout=0.1)
 QWEN = replace(LLAMA, qkv_bias=True, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True)
+MASK = DataConfig(documents="mask")
 
 
 def recipe(
@@ -81,6 +83,7 @@ LAYOUTS: dict[str, Recipe] = {
     ),
     "biases, norms of heads": recipe(QWEN),
     "window": recipe(replace(LLAMA, window=8)),
+    "documents": replace(recipe(microbatches=2), data=MASK),
     "tied": recipe(TIED),
     "gpt": recipe(GPT),
     "dropout": recipe(DROPPED, microbatches=2),
@@ -125,6 +128,7 @@ LAYOUTS: dict[str, Recipe] = {
     "pp 2, tied": recipe(TIED, pp=2, microbatches=2),
     "pp 2, zb_v, tied": recipe(replace(TIED, layers=4), pp=2, schedule="zb_v", virtual_stages=2, microbatches=2),
     "pp 2, dropout": recipe(DROPPED, pp=2, microbatches=2),
+    "pp 2, documents one by one": replace(recipe(GPT, pp=2, microbatches=2, train={"precision": "fp32"}), data=MASK),
     "pp 2, FULL_SHARD, tp 2 along the sequence": recipe(pp=2, microbatches=2, **SHARDED_TP),
     "pp 2, zb_h1, SHARD_OPTIMIZER": recipe(
         pp=2, schedule="zb_h1", microbatches=2, dp_shard=2, sharding="SHARD_OPTIMIZER"

@@ -54,8 +54,11 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
     record.tied = sorted(trainer.tied)
     length = train.steps * train.global_batch_size * train.seq_len + 1
     ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
+    document_end = 0 if recipe.data.documents == "mask" else None
+    if document_end is not None:
+        ids[::7] = document_end
     source = ShuffledWindows(TokensInMemory(ids), seq_len=train.seq_len, seed=train.seed)
-    loader = training_loader(recipe, source, dist.get_rank())
+    loader = training_loader(recipe, source, dist.get_rank(), document_end)
 
     def train_step(step: int) -> tuple[float, float, Views]:
         gradients: list[tuple[str, Tensor | None]] = []

@@ -27,6 +27,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.sharding_strategies import usual_bucket_mib
 from parallel3d.data.loader import Batch
 from parallel3d.layers import fused_attention
+from parallel3d.layers.positions import PackedDocuments
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.links import OfflineLinks
@@ -153,7 +154,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
-        trainer.logits(batch.inputs[:1])  # what is made once: the memory that parameters are gathered into
+        # What is made once: the memory that parameters are gathered into.
+        trainer.logits(batch.inputs[:1], batch.documents and batch.documents[:1])
         for parameter in trainer.parameters:
             parameter.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
@@ -188,7 +190,12 @@ def build_dry(recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes:
     )
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
     ids, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:2], dtype=torch.int64)
-    return trainer, Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples)
+    documents = None
+    if recipe.data.documents == "mask":  # whose borders no fake id can say: two in each sequence
+        lengths = (shape[2] // 2, shape[2] - shape[2] // 2) * shape[1]
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        documents = [PackedDocuments(lengths, starts, ids[0])] * shape[0]
+    return trainer, Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples, documents=documents)
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:

@@ -117,6 +117,7 @@ def planned_attention(run: PlannedRun) -> AttentionKernel:
         is_bf16=run.precision.startswith("bf16"),
         head_dim=shape.head_dim,
         is_grouped=max(shape.kv_heads // run.layout.tp, 1) != shape.heads // run.layout.tp,
+        has_documents=run.optimizer.has_documents,
         has_dropout=run.optimizer.has_attention_dropout,
     )
     of = AttentionDevice("cpu" if run.on_cpu else "cuda", capability=_CAPABILITIES.get(device.family, (8, 0)))

@@ -148,10 +148,11 @@ class RankState:
 
     @property
     def throughout(self) -> float:
-        """The batch's ids and labels, and the angles of rotary positions, during a step."""
+        """The batch's ids, labels and places in documents, and the angles of rotary positions, during a step."""
         is_rotary = self.run.shape.positions == "rope" and self._blocks > 0
         angles = 2.0 * self.item * self.run.seq_len * self.run.shape.head_dim * is_rotary
-        return 16.0 * self.run.tokens * self.layout.microbatches + angles
+        ids = 16.0 + 8.0 * self.run.optimizer.has_documents
+        return ids * self.run.tokens * self.layout.microbatches + angles
 
     @property
     def step_bytes(self) -> float:

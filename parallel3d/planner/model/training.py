@@ -11,7 +11,8 @@ from parallel3d.optimizers.step_bytes import MuonCosts, narrow_step_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """What a recipe's optimizer, dropout and loss add to a rank's memory; by default AdamW beside float32 masters."""
+    """What a recipe's optimizer, dropout, documents and loss add to a rank's memory; by default AdamW beside float32
+    masters."""
 
     state_bytes: float = 8.0  # bytes of a parameter's optimizer states
     step_bytes: float = 0.0  # bytes that a step makes for each number of the parameter that it is at
@@ -20,6 +21,7 @@ class OptimizerMemory:
     stochastic_rounding_states: int | None = None  # 16-bit states that a step rounds stochastically; None: it does not
     has_dropout: bool = False  # dropout between the layers
     has_attention_dropout: bool = False
+    has_documents: bool = False  # attention stays within documents
     steps_in_backward: bool = False  # each parameter is stepped when its gradient is complete, which then goes
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
 
@@ -52,6 +54,7 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
         stochastic_rounding_states=states * has_narrow_states if rounds else None,
         has_dropout=recipe.model.dropout > 0,
         has_attention_dropout=recipe.model.attention_dropout > 0,
+        has_documents=recipe.data.documents == "mask",
         steps_in_backward=optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
@@ -59,15 +62,15 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields the settings that would change the memory and are not counted, with what is counted and a remedy."""
-    optimizer, train, window = recipe.optimizer, recipe.train, recipe.model.window
+    optimizer, train = recipe.optimizer, recipe.train
     every = recipe.local_sgd.sync_every
-    is_cut = window is not None and window < train.seq_len and train.precision == "fp32" and train.device != "cpu"
+    is_cut = recipe.model.has_window(train.seq_len) and train.precision == "fp32" and train.device != "cpu"
     rounds_so = optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward)
     other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
     sums = "replicas that sum their gradients in each step"
     for is_set, key, value, known, usual in (
         (rounds_so, "optimizer.stochastic_rounding", "true", f"no such steps with {other}", "false"),
-        (is_cut, "model.window", window, "windows in float32 on CPUs alone", "null"),
+        (is_cut, "model.window", recipe.model.window, "windows in float32 on CPUs alone", "null"),
         (every is not None, "local_sgd.sync_every", every, sums, "null"),
     ):
         if is_set:
@@ -80,6 +83,8 @@ def notes(recipe: Recipe) -> Iterator[str]:
     if recipe.model.attention_dropout:
         where = "in memory alone: its time is taken for a fused kernel's"
         yield f"model.attention_dropout = {recipe.model.attention_dropout} is counted {where}"
+    if recipe.data.documents == "mask":
+        yield "data.documents = mask is counted as documents that fill their windows: shorter ones take less time"
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
         yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
