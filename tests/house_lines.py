@@ -52,8 +52,9 @@ BATCH_PATH = frozenset(
         "parallel3d/training/update.py",
     }
 )
-# After the rooms were made the sums were 4,389, 8,264, 5,689 and 6,071; the CUDA path has come since, with `gpu_check`.
-_BUDGETS = {"path of a batch": 5_500, "rest of the core": 9_000, "planner": 5_950, "tools": 7_800}
+# After the rooms were made the sums were 4,389, 8,264, 5,689 and 6,071. The CUDA path has come since, with `gpu_check`;
+# then token files, mixtures, sinks, callbacks and models of others, with `parallel3d-data` and the conformance test.
+_BUDGETS = {"path of a batch": 5_600, "rest of the core": 12_000, "planner": 6_100, "tools": 9_500}
 
 
 def kinds(text: str) -> Counter[str]:
