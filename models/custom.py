@@ -1,20 +1,16 @@
-"""A model of the user's own, which `model.architecture: module:Class` names: its import, and what is asked of its class
-before any worker starts. To import a module is to run it, so nothing but a recipe names one."""
+"""A model of the user's own, which `model.architecture: module:Class` names: what is asked of its class before any
+worker starts."""
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from parallel3d.config.load import read_options
+from parallel3d.config.named_class import named_class, told_as_theirs
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
@@ -28,26 +24,8 @@ _NOT_THE_CLASS = ("name", "architecture", "options")  # keys that pick the class
 
 
 def import_class(architecture: str) -> ModelClass:
-    """Imports the module of `module:Class` and returns the class. Raises ConfigError where there is no such module or
-    class, and with the traceback of the user's own code where that fails."""
-    said = f"model.architecture = {architecture}"
-    module_name, _, name = architecture.partition(":")
-    with _told_as_theirs(f"{said}: importing {module_name} fails"):
-        try:
-            module = import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # a module that the user's own imports
-            where = "it is looked for on PYTHONPATH, beside the recipe and in the current folder"
-            raise ConfigError(f"{said}: there is no module {error.name}; {where}; try PYTHONPATH=its/folder") from None
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        models = [key for key in own if inspect.isclass(vars(module)[key]) and issubclass(vars(module)[key], nn.Module)]
-        near = get_close_matches(name, models, 1) or models[-1:] or ["MyModel"]
-        fault = "is no torch.nn.Module" if found is not None else "is not there"
-        file = getattr(module, "__file__", None) or "built into Python"
-        raise ConfigError(f"{said}: {name} {fault} in {module_name} ({file}); try {module_name}:{near[0]}")
+    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError as `named_class` does."""
+    found: ModelClass = named_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
     return found
 
 
@@ -60,7 +38,7 @@ def check_class(config: ModelConfig) -> None:
         raise ConfigError(f"{said}: has no method parts, which says what a Decoder is made of; try models/llama.py's")
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     read: set[str] = set()
-    with _told_as_theirs(f"{said}: building it fails"):
+    with told_as_theirs(f"{said}: building it fails"):
         model = model_class(
             _watched(config, read),
             tp=None,
@@ -116,23 +94,3 @@ def _watched(config: ModelConfig, read: set[str]) -> ModelConfig:
     watched = object.__new__(WatchedConfig)
     vars(watched).update(vars(config))
     return watched
-
-
-@contextmanager
-def _told_as_theirs(words: str) -> Iterator[None]:
-    """Turns an error of the user's module into a ConfigError with the part of its traceback that is in their files. An
-    error of this project's that is about the recipe stays as it is."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        trace = error.__traceback__
-        while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-            trace = trace.tb_next
-        told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        raise ConfigError(f"{words}:\n{told}") from error
-
-
-def _is_ours(file: str) -> bool:
-    return file == __file__ or "importlib" in file

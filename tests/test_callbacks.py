@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from parallel3d.config.named_class import named_class
+from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import (
     CheckpointConfig,
     DataConfig,
@@ -24,8 +25,9 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.recipes import pretrain
+from parallel3d.recipes import find_recipe, pretrain
 from parallel3d.recipes.range_test import RateRangeTest, range_test_settings, smoothed
 from parallel3d.reporting.metrics import StepMetrics
 from parallel3d.training.callbacks import Callback, RunView, callback_classes
@@ -168,10 +170,10 @@ def test_garbage_is_collected_in_the_steps_that_are_named_and_by_python_afterwar
     ("name", "message"),
     [
         ("parallel3d.Callback", "must name a class as package.module:Class; try parallel3d:Callback"),
-        ("no_such_module:Watch", "no_such_module cannot be imported (ModuleNotFoundError: No module named"),
-        ("tests.test_callbacks:Nobody", "tests.test_callbacks has no class Nobody; it has"),
-        ("tests.test_callbacks:run", "has no class run"),
-        ("pathlib:Path", "must be a subclass of parallel3d.Callback"),
+        ("no_such_module:Watch", "there is no module no_such_module; it is looked for on PYTHONPATH"),
+        ("tests.test_callbacks:Nobody", "Nobody is not there in tests.test_callbacks ("),
+        ("tests.test_callbacks:run", "run is no parallel3d.Callback in tests.test_callbacks ("),
+        ("pathlib:Path", "Path is no parallel3d.Callback in pathlib ("),
     ],
 )
 def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(name: str, message: str) -> None:
@@ -184,7 +186,10 @@ def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(name: str
 def test_a_class_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_watcher.py").write_text("import parallel3d\nclass Watch(parallel3d.Callback): pass\n")
     monkeypatch.chdir(tmp_path)
-    assert issubclass(named_class("train.callbacks", "my_own_watcher:Watch"), Callback)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    asked = ["train.callbacks=[my_own_watcher:Watch]"]
+    recipe = load_recipe(find_recipe("quickstart"), asked, cards=shape_cards())
+    assert [issubclass(found, Callback) for found in callback_classes(recipe)] == [True]
 
 
 def test_a_range_test_is_a_recipe_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

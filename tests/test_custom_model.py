@@ -92,7 +92,7 @@ def test_to_print_a_recipe_imports_neither_torch_nor_the_users_module(folder: Pa
         ("model.architecture=palms:Palm", "there is no module palms; it is looked for on PYTHONPATH", "PYTHONPATH="),
         ("model.architecture=palm:Plam", "Plam is not there in palm (", "try palm:Palm"),
         ("model.architecture=palm:PalmOptions", "PalmOptions is no torch.nn.Module in palm (", "try palm:Palm"),
-        ("model.architecture=json:Palm", "Palm is not there in json (", "try json:MyModel"),
+        ("model.architecture=json:Palm", "Palm is not there in json (", "try json:MyClass"),
         ("model.architecture=llama", "model.options = {'activation': 'gelu_tanh', 'biases': True}: are for", "or drop"),
         ("model.options.scales=1", "model.options.scales = 1 (recipe): unknown key", "mean scale?"),
         ("model.options.biases=3", "model.options.biases = 3 (recipe): must be true or false", ""),

@@ -217,7 +217,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
     validate(recipe)
-    if recipe.model.is_custom:
+    if recipe.model.is_custom or recipe.train.callbacks:
         sys.path += [folder for folder in (str(path.parent.resolve()), os.getcwd()) if folder not in sys.path]
     return recipe
 
