@@ -289,9 +289,9 @@ def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path)
         check_data(gone, seq_len=8, vocab=264)
 
 
-def token_source(folder: Path, tokenizer: ShardTokenizer | None) -> SourceConfig:
+def token_source(folder: Path, tokenizer: ShardTokenizer | None, end_of_text: int = 256) -> SourceConfig:
     ids = np.arange(100, dtype=np.uint16)
-    with FolderWriter(folder, vocab_size=257, end_of_text=256, tokenizer=tokenizer) as writer:
+    with FolderWriter(folder, vocab_size=257, end_of_text=end_of_text, tokenizer=tokenizer) as writer:
         writer.add("train", ids)
         writer.add("validation", ids[:20])
     return SourceConfig(path=str(folder))
@@ -313,3 +313,10 @@ def test_files_of_ids_are_mixed_where_one_tokenizer_has_made_them(tmp_path: Path
         ConfigError, match=r"^data.sources\[2\].path = .*/d: its ids are from another tokenizer than those"
     ):
         check_data(replace(mixed, sources=(unknown, first, other)), seq_len=8, vocab=264)
+
+
+def test_documents_of_a_mixture_are_told_apart_by_one_id(tmp_path: Path) -> None:
+    first, other = token_source(tmp_path / "a", None), token_source(tmp_path / "b", None, end_of_text=0)
+    check_data(DataConfig(source="tokens", sources=(first, other)), seq_len=8, vocab=264)
+    with pytest.raises(ConfigError, match=r"^data.sources\[1\].path = .*/b: its documents end with id 0, and those of"):
+        check_data(DataConfig(source="tokens", sources=(first, other), documents="mask"), seq_len=8, vocab=264)

@@ -131,8 +131,17 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 
 
 def _refuse_other_tokenizers(data: DataConfig) -> None:
-    """Raises ConfigError where the ids of two sources come from tokenizers that are known not to be the same."""
-    headers = [open_token_files(corpus).header for corpus in data.corpora]
+    """Raises ConfigError where the ids of two sources come from tokenizers that are known not to be the same, or where
+    attention is to stay within documents that end with different ids."""
+    opened = [open_token_files(corpus) for corpus in data.corpora]
+    headers = [files.header for files in opened]
+    ends = [document_end(corpus, files) for corpus, files in zip(data.corpora, opened, strict=True)]
+    for index, end in enumerate(ends):
+        if end != ends[0]:
+            raise ConfigError(
+                f"data.sources[{index}].path = {data.sources[index].path}: its documents end with id {end}, and "
+                f"those of data.sources[0].path = {data.sources[0].path} with {ends[0]}; try data.documents=join"
+            )
     known = [
         (index, (header.tokenizer.kind, header.tokenizer.sha256, header.end_of_text))
         for index, header in enumerate(headers)
