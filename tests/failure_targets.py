@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from parallel3d import recipes
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.launch.local import launch_local
@@ -136,7 +137,7 @@ def run_by_torchrun(recipe: Recipe) -> int:
 def join(arguments: list[str]) -> None:
     """Runs a worker of torchrun: the command `parallel3d-train`, with its faulty rank."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has its launcher's handler, which raises
-    pretrain.work = work
+    recipes.work = work
     if status := pretrain.main(arguments):
         os._exit(status)
 
