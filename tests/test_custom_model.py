@@ -3,6 +3,7 @@ which words. `tests/distributed/test_custom_model.py` trains it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -204,3 +205,16 @@ def test_the_planner_gives_no_number_for_a_class_that_it_does_not_know() -> None
 def test_recipes_with_and_without_options_have_a_hash() -> None:
     model = load().model
     assert hash(model) == hash(replace(model, options={})) and model != replace(model, options={})
+
+
+def test_local_workers_find_the_module_where_the_command_does(folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    settings = ["train.steps=1", "train.eval_every=1", "train.eval_sequences=4", "train.global_batch_size=4"]
+    settings += ["train.sample_tokens=2", "data.source=text", f"data.path={PAGE}", "run_dir=run", "checkpoint.every=1"]
+    command = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(folder / "palm.yaml"), *settings]
+    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "--- sample after step 1" in done.stdout
+    (line,) = (elsewhere / "run/metrics.jsonl").read_text().splitlines()
+    assert 5 < json.loads(line)["val_loss"] < 6.5

@@ -96,7 +96,7 @@ def compare(name: str, sp: bool, chunked: bool, mode: str) -> None:
     [
         (1, "llama", False, False, "exact"),
         (1, "gpt", False, True, "fast"),
-        (2, "llama", True, True, "fast"),
+        pytest.param(2, "llama", True, True, "fast", marks=pytest.mark.long),
         pytest.param(2, "gpt", False, False, "exact", marks=pytest.mark.long),
     ],
 )

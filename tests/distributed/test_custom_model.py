@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -155,16 +153,3 @@ def test_a_checkpoint_of_the_users_model_goes_on_in_another_layout(world: Callab
     )
     for straight, again in world(2).run(resumed, folder, recipe, other):
         assert again == [pytest.approx(step, rel=1e-5) for step in straight]
-
-
-def test_local_workers_find_the_module_where_the_command_does(folder: Path) -> None:
-    elsewhere = folder / "elsewhere"
-    elsewhere.mkdir()
-    settings = ["train.steps=1", "train.eval_every=1", "train.eval_sequences=4", "train.global_batch_size=4"]
-    settings += ["train.sample_tokens=2", "data.source=text", f"data.path={PAGE}", "run_dir=run", "checkpoint.every=1"]
-    command = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(folder / "palm.yaml"), *settings]
-    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "--- sample after step 1" in done.stdout
-    (line,) = (elsewhere / "run/metrics.jsonl").read_text().splitlines()
-    assert 5 < json.loads(line)["val_loss"] < 6.5
