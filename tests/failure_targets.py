@@ -18,6 +18,7 @@ from typing import Any
 from parallel3d import recipes
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.launch.failure import Failure
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.recipes import pretrain
@@ -43,6 +44,9 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
         return step(trainer, *args, **keywords)
 
     Trainer.train_step = faulty_step  # type: ignore[method-assign]
+    if rendezvous.rank == 0:  # a busy machine, where torchrun's SIGTERM is there before a rank has found its words
+        words = Failure.of
+        Failure.of = lambda *details: (time.sleep(0.5), words(*details))[1]  # type: ignore[method-assign]
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), lambda name, precision: None)
 
 

@@ -20,7 +20,6 @@ from parallel3d.errors import RankError
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.run_dir import RunOutcome
-from parallel3d.launch.signals import ignore_sigterm
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -71,7 +70,6 @@ class PeerWatch:
     def settle(self, failure: Failure) -> SettledError:
         """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
         in the place of the error."""
-        ignore_sigterm()
         self._is_closed.set()
         deadline, cause = time.monotonic() + _GRACE_S, None
         # The loss of a peer has a cause, which that peer tells, or which is seen when its process has ended.

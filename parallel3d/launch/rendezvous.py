@@ -148,6 +148,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     except Exception as error:
         if watch is None:
             raise
+        ignore_sigterm()  # which a launcher sends to all as soon as it sees a peer end, and this rank has not told why
         failure = Failure.of(error, rank, coordinates[rank]).with_record(recipe.run_dir)
         raise watch.settle(failure) from error
     _leave(watch)
