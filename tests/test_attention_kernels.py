@@ -307,6 +307,10 @@ def test_varlen_is_asked_for_the_documents_and_the_window_that_a_cpu_computes(
     assert len(calls) == 10
 
 
+HAS_VARLEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+
+
+@pytest.mark.skipif(not HAS_VARLEN, reason="torch before 2.12 has no varlen_attn for grouped heads and windows")
 def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls torch's own function, forward and backward, on tensors without memory."""
     as_on(H100, monkeypatch)
@@ -338,7 +342,11 @@ def test_a_run_on_a_gpu_says_its_kernel_and_what_float32_costs(monkeypatch: pyte
     assert attention == f"attention: {repeated}; its memory grows with the sequence"
     assert "products at 66.9 TFLOP/s at the most, in bf16 at 989.4; try" in cost
     (attention,) = on_this_gpu(recipe_of(window=1024), gpu, peak_flops)
-    assert attention == "attention: FlashAttention-2 for windows and documents; its memory grows with the sequence"
+    assert attention.startswith(
+        "attention: FlashAttention-2 for windows and documents"
+        if HAS_VARLEN
+        else "attention: the memory-efficient kernel, a call for each document or block of a window"
+    )
     (attention,) = on_this_gpu(recipe_of(attention_dropout=0.1), gpu, peak_flops)
     assert attention.endswith(
         "for dropout, keys and values repeated for each query head; its memory grows with the square of the sequence"
