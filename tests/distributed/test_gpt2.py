@@ -40,9 +40,8 @@ def small_recipe(tokens: Path, *layout: str) -> Recipe:
 
 
 def loader(recipe: Recipe, rank: int) -> BatchLoader:
-    return training_loader(
-        recipe, training_windows(recipe, [corpus.train for corpus in load_corpora(recipe.data)]), rank
-    )
+    streams = [corpus.train for corpus in load_corpora(recipe.data)]
+    return training_loader(recipe, training_windows(recipe, streams), rank, document_end=None)
 
 
 def losses(tokens: Path) -> list[float]:
