@@ -1,14 +1,22 @@
-"""What a subcommand of parallel3d-plan gives back, and the one place where subcommands write files."""
+"""What a subcommand of parallel3d-plan or parallel3d-data gives back, how it is printed and how the command ends, and
+the one place where subcommands write files."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.launch.failure import print_error
 
 NOTHING_FITS = 3  # the exit status of a question without an answer
+_INTERRUPTED = 130
+_VERBOSE = ("-v", "--verbose")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +27,30 @@ class Reply:
     page: Callable[[], Iterable[str]]
     tree: Callable[[], object] | None = None
     status: int = 0
+
+    def print(self, *, as_json: bool) -> int:
+        """Prints the page, or the JSON object where there is one and it is asked for. Returns the exit status."""
+        for line in [json.dumps(self.tree())] if as_json and self.tree else self.page():
+            print(line)
+        sys.stdout.flush()
+        return self.status
+
+
+def exit_status(arguments: list[str], run: Callable[[list[str]], int]) -> int:
+    """Runs a command on its arguments but for -v, which shows the traceback of an error beside its line. Returns the
+    exit status."""
+    try:
+        return run([word for word in arguments if word not in _VERBOSE])
+    except Parallel3dError as error:
+        print_error(str(error))
+        if {*_VERBOSE} & {*arguments}:
+            traceback.print_exc()
+        return error.exit_status
+    except BrokenPipeError:  # the reader of a pipe has gone, such as `| head`; nothing is to be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def write_output(option: str, path: Path, text: str) -> None:

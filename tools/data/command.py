@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import parallel3d
-from parallel3d.errors import ConfigError, Parallel3dError
-from parallel3d.launch.failure import print_error
+from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, share, whole
+from parallel3d.tools.reply import Reply, exit_status
 
-if TYPE_CHECKING:
-    from parallel3d.tools.reply import Reply
-
-_INTERRUPTED = 130
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
 _EPILOG = """\
 examples:
@@ -39,25 +32,13 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    verbose = "-v" in words or "--verbose" in words
-    try:
-        options = _parser().parse_args([word for word in words if word not in ("-v", "--verbose")])
-        reply: Reply = options.answer(options)
-        for line in [json.dumps(reply.tree())] if reply.tree and options.json else reply.page():
-            print(line)
-        sys.stdout.flush()
-        return reply.status
-    except Parallel3dError as error:
-        print_error(str(error))
-        if verbose:
-            traceback.print_exc()
-        return error.exit_status
-    except BrokenPipeError:  # the reader of a pipe has gone, such as `| head`; nothing is to be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return exit_status(list(sys.argv[1:] if arguments is None else arguments), _run)
+
+
+def _run(words: list[str]) -> int:
+    options = _parser().parse_args(words)
+    reply: Reply = options.answer(options)
+    return reply.print(as_json=options.json)
 
 
 def _parser() -> Parser:

@@ -8,11 +8,8 @@ its top, and an entry in commands.toml, which holds all options and the texts of
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tomllib
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import parallel3d
-from parallel3d.errors import ConfigError, Parallel3dError
-from parallel3d.launch.failure import print_error
+from parallel3d.errors import ConfigError
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import PARSERS, Parser
-from parallel3d.tools.reply import Reply
+from parallel3d.tools.reply import Reply, exit_status
 
 _DEFAULT = "recommend"
-_INTERRUPTED = 130
 _TABLE = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 
 
@@ -84,23 +79,10 @@ COMMANDS = {name: Command(**entry) for name, entry in _TABLE["commands"].items()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _run(arguments)
-    except Parallel3dError as error:
-        print_error(str(error))
-        if {"-v", "--verbose"} & set(arguments):
-            traceback.print_exc()
-        return error.exit_status
-    except BrokenPipeError:  # the reader of a pipe has gone, such as `| head`; nothing is to be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return exit_status(list(sys.argv[1:] if argv is None else argv), _run)
 
 
-def _run(arguments: list[str]) -> int:
-    words = [word for word in arguments if word not in ("-v", "--verbose")]
+def _run(words: list[str]) -> int:
     name = words[0] if words else ""
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -121,7 +103,4 @@ def _run(arguments: list[str]) -> int:
     asked = command.parser(name).parse_intermixed_args(words[1:])
     module, _, function = command.answer.partition(":")
     reply: Reply = vars(import_module(module))[function](asked)
-    for line in [json.dumps(reply.tree())] if asked.json and reply.tree else reply.page():
-        print(line)
-    sys.stdout.flush()
-    return reply.status
+    return reply.print(as_json=asked.json)
