@@ -13,10 +13,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from parallel3d.config.hugging_face import from_hugging_face
 from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.layers.parameter import initialize
 from parallel3d.models import model_class
-from parallel3d.planner.model.hugging_face import from_hugging_face
 
 B, S = 2, 12
 SMALL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=64, norm_eps=1e-6)

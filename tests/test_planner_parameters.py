@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from parallel3d.config.hugging_face import from_hugging_face
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.stage import block_ranges, cut
-from parallel3d.planner.model.hugging_face import from_hugging_face
 from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config

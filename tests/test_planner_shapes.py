@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.config.hugging_face import from_hugging_face
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.model.hugging_face import from_hugging_face
 from parallel3d.planner.model.named import named_shape, shape_names
 from parallel3d.planner.model.parameters import rank_numel, total_parameters
 from parallel3d.planner.model.planned_run import _cut_by_cost, spread

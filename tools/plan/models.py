@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from parallel3d.config.hugging_face import check_model, from_hugging_face, notes_on, read_config_json
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.planner.model.hugging_face import check_model, from_hugging_face, notes_on, read_config_json
 from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import model_flops_per_token, rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config

@@ -1,4 +1,4 @@
-"""Models from the `config.json` of transformers, as version 4 wrote it and as version 5 does."""
+"""Models from the `config.json` of transformers, as version 4 wrote it and as version 5 does. No torch here."""
 
 from __future__ import annotations
 
