@@ -12,9 +12,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import parallel3d
 from parallel3d import recipes
+from parallel3d.checkpoint.store import find_checkpoints, find_start
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import warnings_for
@@ -193,6 +195,9 @@ def _prepare(job: Job) -> None:
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
     evaluation_windows(recipe.data, train.seq_len)
+    start, resume = recipe.checkpoint.start_from, recipe.checkpoint.resume
+    if start is not None and not find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints"):
+        find_start(start)  # a run that goes on needs its beginning no more
     for line in (*warnings_for(recipe), *prepare_run_dir(recipe)) if job.trains else ():
         print(f"warning: {line}", file=sys.stderr, flush=True)
 

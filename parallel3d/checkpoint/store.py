@@ -69,6 +69,24 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
     return [Path(resume)]
 
 
+def find_start(start_from: str | None) -> list[Path]:
+    """Returns the checkpoints that `checkpoint.start_from` means, in the order to try: the one at the path, or those of
+    a run's folder from the newest. Raises ConfigError where there is none."""
+    if start_from is None:
+        return []
+    path = Path(start_from)
+    if (path / PROGRESS_FILE).is_file():
+        return [path]
+    if found := (list_checkpoints(path / "checkpoints") or list_checkpoints(path))[::-1]:
+        return found
+    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
+    words = "has no whole checkpoint" if is_run else "is no checkpoint" if path.exists() else "there is no such folder"
+    raise ConfigError(
+        f"checkpoint.start_from = {start_from}: {words}; try null, the folder of a run that has saved, or a "
+        ".../step_00000100 folder"
+    )
+
+
 def write_progress(path: Path, progress: SavedProgress) -> None:
     with (path / PROGRESS_FILE).open("w") as file:
         json.dump(asdict(progress), file, indent=1)

@@ -77,6 +77,7 @@ _OTHER_NAMES = {
     "data.path": "data_path dataset dataset_path",
     "checkpoint.every": "save_interval save_steps save_every",
     "checkpoint.resume": "load resume_from_checkpoint",
+    "checkpoint.start_from": "init_from pretrained_checkpoint initial_load_path finetune",
     "logging.every": "log_interval logging_steps log_freq log_every",
     "run_dir": "output_dir save_dir out_dir dump_folder",
 }

@@ -379,6 +379,8 @@ class CheckpointConfig:
     every: int | None = None  # steps; None: no checkpoints
     keep: int = 2  # the newest checkpoints to keep
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
+    # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.
+    start_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
 from parallel3d.config.mixture import mixture_errors
@@ -142,10 +143,26 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield "<data.path>: <data.source> needs a folder with a tokens.json, or Megatron's PREFIX; try data.path=tokens"
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
+    yield from start_errors(recipe)
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
     if recipe.run_dir is not None and not recipe.run_dir.strip():
         yield "run_dir = '': must be a folder; try run_dir=runs/mine"
+
+
+def start_errors(recipe: Recipe) -> Iterator[str]:
+    """One line, for a `rule` to yield, where a run is to begin with weights that it cannot begin with."""
+    start, run_dir = recipe.checkpoint.start_from, recipe.run_dir
+    if start is None:
+        return
+    if not start.strip():
+        yield "checkpoint.start_from = '': must be the path of a checkpoint; try runs/mine, or null"
+    elif recipe.checkpoint.resume not in ("none", "auto"):
+        words = "goes on with a run, and <checkpoint.start_from> begins a new one"
+        yield f"<checkpoint.resume>: {words}; try checkpoint.resume=auto, or checkpoint.start_from=null"
+    elif run_dir is not None and Path(start).resolve().is_relative_to(Path(run_dir).resolve()):
+        words = "lies in <run_dir>, where the new run is to be"
+        yield f"<checkpoint.start_from>: {words}; try run_dir={run_dir}-2"
 
 
 def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:

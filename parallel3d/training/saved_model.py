@@ -35,7 +35,8 @@ def _saved_model(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
             recipe, mesh=mesh, device=device, model_class=model_class, initialize=False, gpu_bytes=gpu_bytes(device)
         )
         limit_waits(recipe.train.start_timeout_s)
-        load_model(trainer, Path(recipe.checkpoint.resume))
+        saved = load_model(trainer, Path(recipe.checkpoint.resume))
+        trainer.step, trainer.tokens = saved.step, saved.tokens
         yield trainer
 
 

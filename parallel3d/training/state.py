@@ -66,18 +66,21 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
 
 
-def load_model(trainer: Trainer, path: Path) -> None:
+def load_model(trainer: Trainer, path: Path) -> SavedProgress:
     """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and the batches of the
-    run that saved it; every rank calls it. Of replicas that train apart it loads the outer parameters. Raises
-    CheckpointError, with nothing changed, where the checkpoint is damaged or of another model."""
+    run that saved it, and returns how far that run was; every rank calls it. Of replicas that train apart it loads the
+    outer parameters. Raises CheckpointError, with nothing changed, where the checkpoint is damaged or of another model.
+    """
     for parameter in trainer.parameters:
         parameter.sync_views()
     tensors = tensors_of(trainer.parameters, trainer.optimizer)
     progress = load_tensors({name: tensor for name, tensor in tensors.items() if name.startswith("model.")}, path)
     _copy_to_twins(trainer)
+    if trainer.local_sgd is not None:
+        trainer.local_sgd.begin()
     for data in trainer.data:
         data.publish()
-    trainer.step, trainer.tokens = progress.step, progress.tokens
+    return progress
 
 
 def _copy_to_twins(trainer: Trainer) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from parallel3d.checkpoint.store import find_checkpoints, sweep
+from parallel3d.checkpoint.store import find_checkpoints, find_start, sweep
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -35,7 +37,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
-from parallel3d.training.state import load_trainer
+from parallel3d.training.state import load_model, load_trainer
 from parallel3d.training.trainer import Trainer
 
 
@@ -62,12 +64,18 @@ def run_worker(
         run_dir = Path(recipe.run_dir)
         checkpoints = run_dir / "checkpoints"
         saved = find_checkpoints(recipe.checkpoint.resume, checkpoints)
+        start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
         trainer = Trainer(
-            recipe, mesh=mesh, device=device, model_class=model_class, initialize=not saved, gpu_bytes=gpu_bytes(device)
+            recipe,
+            mesh=mesh,
+            device=device,
+            model_class=model_class,
+            initialize=not (saved or start),
+            gpu_bytes=gpu_bytes(device),
         )
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
-        resumed = resume_from(trainer, saved)
+        resumed = resume_from(trainer, saved) if saved else start_from(trainer, start)
         if speaks:
             run_dir.mkdir(parents=True, exist_ok=True)
             sweep(checkpoints)
@@ -205,17 +213,40 @@ def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
     return is_end or recipe.optimizer.step_in_backward or recipe.data.documents == "mask"
 
 
+def of_rank_0(paths: list[Path]) -> list[Path]:
+    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they look."""
+    box = [paths]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
 def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     """Loads the first of `checkpoints` that is not damaged. Returns lines for the user: the ones that were passed over,
     and where the run goes on. Raises CheckpointError where all are damaged, or one is of another model."""
-    lines = []
-    for at, path in enumerate(checkpoints):
+    path, lines = first_whole(checkpoints, partial(load_trainer, trainer))
+    begun = trainer.recipe.checkpoint.start_from
+    words = "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
+    return [*lines, f"goes on from step {trainer.step} of {path}{words}"]
+
+
+def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
+    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from` does all of them."""
+    if not checkpoints:
+        return []
+    path, lines = first_whole(checkpoints, partial(load_model, trainer))
+    return [*lines, f"starts from the weights of {path}"]
+
+
+def first_whole(checkpoints: list[Path], load: Callable[[Path], object]) -> tuple[Path, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged. Returns it, and a line for each that was passed over."""
+    lines: list[str] = []
+    for path in checkpoints:
         try:
-            load_trainer(trainer, path)
+            load(path)
         except DamagedCheckpointError as error:
-            if at + 1 == len(checkpoints):
+            if path == checkpoints[-1]:
                 raise
             lines.append(f"passed over: {error}")
         else:
-            return [*lines, f"goes on from step {trainer.step} of {path}"]
-    return lines
+            break
+    return path, lines

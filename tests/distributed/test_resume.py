@@ -100,8 +100,7 @@ def loss_of_the_saved_model(model: ModelConfig, parallel: ParallelConfig, path: 
     recipe = make_recipe(model, parallel)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
-    load_model(trainer, path)
-    assert trainer.step == HALF
+    assert load_model(trainer, path).step == HALF
     return trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(HALF))
 
 

@@ -174,6 +174,11 @@ class LocalSgd:
             for outer in self.parameters:
                 outer.give(0.0)
 
+    def begin(self) -> None:
+        """Begins with the values that were loaded into the parameters, equal on all replicas."""
+        for outer in self.parameters:
+            outer.value.copy_(outer.inner.local.detach())
+
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
         self._on_their_way[fragment] = []

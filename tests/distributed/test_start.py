@@ -1,0 +1,83 @@
+"""`checkpoint.start_from` in layouts: the weights are those that were saved, to the bit, and all else begins anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.training.state import load_model, save_trainer
+from tests.distributed.test_resharding import global_tensors
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    Curve,
+    assert_follows,
+    make_recipe,
+    make_trainer,
+    train,
+)
+
+STEPS = 3
+TOGETHER = LocalSgdConfig()
+APART = LocalSgdConfig(sync_every=2, outer_lr=0.7)
+
+
+def start_recipe(parallel: ParallelConfig, local_sgd: LocalSgdConfig = TOGETHER) -> Recipe:
+    """Returns a recipe of the same model with another seed, batch, length of sequences and optimizer than `saved`'s."""
+    recipe = make_recipe(DEEP_TIED, parallel, seed=5, seq_len=16, global_batch_size=16)
+    return replace(recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd)
+
+
+def save(path: Path, local_sgd: LocalSgdConfig) -> None:
+    """Saves a run of three steps. Replicas that train apart are then one step past their last meeting."""
+    parallel = ParallelConfig(dp_replicate=2, pp=2)
+    trainer = make_trainer(replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd))
+    train(trainer, STEPS)
+    save_trainer(trainer, path)
+
+
+def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
+    """Returns the curve of a run that starts with a checkpoint's weights, and saves them before its first step."""
+    trainer = make_trainer(recipe, initialize=False)
+    assert load_model(trainer, path).step == STEPS
+    assert (trainer.step, trainer.tokens) == (0, 0)
+    if again is not None:
+        save_trainer(trainer, again)
+    return train(trainer, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "layouts"),
+    [
+        (
+            TOGETHER,
+            [
+                (ParallelConfig(tp=2, pp=2, sequence_parallel=True), TOGETHER),
+                (ParallelConfig(dp_replicate=2, tp=2), APART),
+            ],
+        ),
+        (APART, [(ParallelConfig(dp_shard=2, pp=2, schedule="zb_v", virtual_stages=2), TOGETHER)]),
+    ],
+    ids=["together", "apart"],
+)
+def test_every_layout_starts_with_the_saved_model(
+    world: Callable, tmp_path: Path, saved_by: LocalSgdConfig, layouts: list[tuple[ParallelConfig, LocalSgdConfig]]
+) -> None:
+    path = tmp_path / "step_00000003"
+    world(4).run(save, path, saved_by)
+    alone = world(1).run(started, start_recipe(ParallelConfig()), path)[0]
+    model = {name: tensor for name, tensor in global_tensors(path).items() if name.startswith("model.")}
+    assert len(model) == 6 * 9 + 2
+    for number, (parallel, local) in enumerate(layouts):
+        again = tmp_path / f"step_0000010{number}"
+        curve = world(4).run(started, start_recipe(parallel, local), path, again)[0]
+        saved_again = global_tensors(again)
+        assert all(tensor.equal(saved_again[name]) for name, tensor in model.items())
+        if local == APART:
+            assert all(tensor.equal(saved_again[f"replica.1.{name}"]) for name, tensor in model.items())
+            assert curve[0][0] == pytest.approx(alone[0][0], rel=1e-6)
+        else:
+            assert_follows(curve, alone, last=None)

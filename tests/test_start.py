@@ -1,0 +1,109 @@
+"""`checkpoint.start_from` as a user types it: where the weights are found, what is refused, and what a restart does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from parallel3d import recipes
+from parallel3d.checkpoint.store import find_start, list_checkpoints
+from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.recipes.pretrain import main
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=264),
+    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
+    optimizer=OptimizerConfig(lr=0.02),
+    checkpoint=CheckpointConfig(every=2),
+    logging=LoggingConfig(every=1),
+)
+Said = pytest.CaptureFixture[str]
+
+
+def run(recipe: Recipe, folder: Path) -> list[dict[str, float]]:
+    """Runs a recipe in this process, into `folder`, and returns its metrics."""
+    store = f"file://{folder.parent}/store_{len(list(folder.parent.iterdir()))}"
+    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
+    folder.mkdir(exist_ok=True)
+    recipes.work(replace(recipe, run_dir=str(folder)), where)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with checkpoints of steps 2 and 4."""
+    folder: Path = tmp_path_factory.mktemp("start") / "source"
+    run(RECIPE, folder)
+    return folder
+
+
+def test_a_new_run_begins_with_the_weights_and_nothing_else(source: Path, tmp_path: Path, capsys: Said) -> None:
+    first = json.loads((source / "metrics.jsonl").read_text().splitlines()[0])
+    train = replace(RECIPE.train, steps=2, global_batch_size=4, seq_len=8, seed=7)
+    other = replace(
+        RECIPE,
+        train=train,
+        optimizer=OptimizerConfig(name="adafactor"),
+        checkpoint=CheckpointConfig(every=1, resume="auto", start_from=str(source)),
+    )
+    capsys.readouterr()
+    with mock.patch("parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")):
+        lines = run(other, tmp_path / "new")
+    assert [line["step"] for line in lines] == [1, 2] and lines[0]["tokens"] == 4 * 8
+    assert lines[0]["loss"] < 5.4 < 5.5 < first["loss"]  # log 264 is 5.58
+    assert f"starts from the weights of {source}/checkpoints/step_00000004" in capsys.readouterr().err
+    # The same command again goes on, and needs the source no more.
+    gone = replace(other, checkpoint=replace(other.checkpoint, start_from="runs/gone"), train=replace(train, steps=3))
+    lines = run(gone, tmp_path / "new")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    said = capsys.readouterr().err
+    assert "goes on from step 2 of" in said and "does not start again from checkpoint.start_from = runs/gone" in said
+
+
+def test_weights_are_found_at_a_step_in_a_run_and_in_its_checkpoints(source: Path, tmp_path: Path) -> None:
+    newest_first = list_checkpoints(source / "checkpoints")[::-1]
+    assert [path.name for path in newest_first] == ["step_00000004", "step_00000002"]
+    assert find_start(str(source)) == find_start(str(source / "checkpoints")) == newest_first
+    assert find_start(str(newest_first[1])) == newest_first[1:]
+    assert find_start(None) == []
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(source: Path, tmp_path: Path, capsys: Said) -> None:
+    shutil.copytree(source, tmp_path / "copy")
+    damaged = tmp_path / "copy/checkpoints/step_00000004"
+    next(damaged.glob("*.distcp")).write_bytes(b"")
+    start = replace(RECIPE, checkpoint=CheckpointConfig(start_from=str(tmp_path / "copy")))
+    run(start, tmp_path / "new")
+    said = capsys.readouterr().err
+    assert f"passed over: {damaged}" in said and "starts from the weights of" in said and "step_00000002" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ("checkpoint.start_from=runs/none", "checkpoint.start_from = runs/none: there is no such folder; try null"),
+        ("checkpoint.start_from=.", "checkpoint.start_from = .: is no checkpoint; try null"),
+        ("checkpoint.start_from=empty", "checkpoint.start_from = empty: has no whole checkpoint; try null"),
+        ("checkpoint.start_from=''", "checkpoint.start_from = '': must be the path of a checkpoint"),
+        ("checkpoint.start_from=runs/mine run_dir=runs/mine", "lies in run_dir = runs/mine, where the new run is"),
+        (
+            "checkpoint.start_from=runs/a checkpoint.resume=runs/b",
+            "checkpoint.resume = runs/b: goes on with a run, and checkpoint.start_from = runs/a begins a new one; try",
+        ),
+    ],
+)
+def test_what_cannot_be_started_from_is_refused_before_a_worker_starts(
+    settings: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    with mock.patch("parallel3d.recipes.pretrain.launch_local", side_effect=AssertionError("workers were started")):
+        assert main(["quickstart", *settings.split()]) == 2
+    assert refusal in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"], "nothing was made or moved"
