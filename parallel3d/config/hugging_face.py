@@ -1,4 +1,4 @@
-"""Models from the `config.json` of transformers, as version 4 wrote it and as version 5 does. No torch here."""
+"""Models from and to the `config.json` of transformers, as version 4 has it and as version 5 does. No torch here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.config.recipe import ModelConfig, RopeScaling
+from parallel3d.config.rules_layout import SCALING_KEYS
 from parallel3d.errors import ConfigError
 
 _GPT2 = {  # the keys of a config.json, by those of a recipe's `model:`
@@ -34,6 +35,13 @@ _SCALING = {  # the keys of its rope_scaling, by those of a recipe's
     "original_max_positions": "original_max_position_embeddings",
     **{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")},
     **{key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
+}
+
+_SILU = ("hidden_act", "silu", "swish")  # the key of a Llama's activation, and its two names
+_ALWAYS = ("factor", "original_max_positions")  # which every type of rope_scaling has
+_CLASSES = {  # of transformers, by `model_type`
+    "gpt2": "GPT2LMHeadModel",
+    **{family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")},
 }
 
 
@@ -90,20 +98,37 @@ def from_hugging_face(path: Path) -> ModelConfig:
     return model
 
 
-def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """What a config.json says and a plan does not count."""
+def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """Yields what a config.json says of the model's computation and a recipe cannot say: weights that need it would
+    compute something else here."""
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             yield f"{key} of config.json is left out: a Llama of this project has no such biases"
-    act = config.get("hidden_act", "silu")
-    if config.get("model_type") != "gpt2" and act not in ("silu", "swish"):
-        yield f"hidden_act {act} of config.json is taken as silu, which a Llama of this project has"
+    is_gpt = config.get("model_type") == "gpt2"
+    key, usual, same = ("activation_function", "gelu_new", "gelu_pytorch_tanh") if is_gpt else _SILU
+    if (act := config.get(key, usual)) not in (usual, same):
+        yield f"{key} {act} of config.json is taken as {usual}, which a {'GPT' if is_gpt else 'Llama'} here has"
+    for key, ours in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
+        if config.get(key, ours) is not ours:
+            yield f"{key} of config.json is left out: a GPT of this project divides by the root of the head's size"
     rope = _rope(config, path)
     kind = _rope_type(rope)
     if kind not in ("default", "llama3", "yarn"):
         yield f"rope_scaling ({kind}) of config.json is left out: recipes have llama3 and yarn, and no other"
     elif unknown := [key for key in rope if key not in ("rope_type", "type", "rope_theta", *_SCALING.values())]:
         yield f"rope_scaling's {', '.join(unknown)} of config.json is left out: recipes have no key for it"
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor of config.json is left out: a Llama of this project turns whole heads"
+    is_first_whole = config.get("model_type") in ("qwen2", "qwen3") and config.get("max_window_layers", 28) > 0
+    if _sliding_window(config) and (
+        "full_attention" in config["layer_types"] if config.get("layer_types") else is_first_whole
+    ):
+        yield "sliding_window of config.json is taken for all layers: a recipe's model.window is one for all"
+
+
+def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """Yields what a config.json says and a plan does not count."""
+    yield from left_out(config, path)
     window = _sliding_window(config)
     if window:
         yield (
@@ -125,6 +150,89 @@ def check_model(model: ModelConfig, where: str) -> None:
         if whole % number:
             tries = any_of(divisors_near(whole, number))
             raise ConfigError(f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}")
+
+
+def family_of(model: ModelConfig) -> str:
+    """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError, which names the key,
+    where none has it."""
+    if model.is_custom:
+        raise ConfigError(
+            f"model.architecture = {model.architecture}: is a class of your own, which no family of transformers has; "
+            "only llama and gpt can be exported"
+        )
+    if model.architecture == "gpt":
+        if model.key_value_heads != model.heads:
+            raise ConfigError(
+                f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as model.heads = {model.heads}; "
+                f"only model.kv_heads={model.heads} can be exported"
+            )
+        if model.query_hidden != model.hidden:
+            raise ConfigError(
+                f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / model.heads; only "
+                f"model.head_dim={model.hidden // model.heads} can be exported"
+            )
+        return "gpt2"
+    if model.qkv_bias and model.qk_norm:
+        raise ConfigError(
+            "model.qk_norm = true: Qwen 3 of transformers has it without model.qkv_bias, and Qwen 2 that without this; "
+            "only model.qkv_bias=false can be exported with it"
+        )
+    if model.qkv_bias or model.qk_norm:
+        return "qwen2" if model.qkv_bias else "qwen3"
+    return "llama" if model.window is None else "mistral"
+
+
+def to_hugging_face(model: ModelConfig, *, seq_len: int, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """Returns the config.json of a model that was trained on sequences of `seq_len`. `dtype` is torch's name of its
+    weights' type, and `end_of_text` the id that ends a text. Of rotary positions it has the form of transformers 5 and
+    that of 4, because older readers take a base of 10,000 for one that they do not find. Raises ConfigError where no
+    family has the model."""
+    family = family_of(model)
+    numbers = {theirs: getattr(model, ours) for ours, theirs in _KEYS[family].items()}
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[family]],
+        "model_type": family,
+        **numbers,
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": model.init_std,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the key of transformers 4
+        "use_cache": True,
+    }
+    if family == "gpt2":
+        return config | {
+            "layer_norm_epsilon": model.norm_eps,
+            "activation_function": "gelu_new",
+            "attn_pdrop": model.attention_dropout,
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.dropout),
+        }
+    scaling = model.rope_scaling
+    scaled = {} if scaling is None else {key: getattr(scaling, key) for key in (*_ALWAYS, *SCALING_KEYS[scaling.type])}
+    rope = {
+        "rope_type": "default" if scaling is None else scaling.type,
+        **{_SCALING[key]: value for key, value in scaled.items() if value is not None},
+    }
+    stretched = 0 if scaling is None else round(scaling.original_max_positions * scaling.factor)
+    # From a yarn's longest sequence versions of transformers 4 compute its factor, whatever they are told of that.
+    longest = stretched if rope["rope_type"] == "yarn" else max(seq_len, stretched)
+    config |= {
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "max_position_embeddings": longest,
+        "attention_dropout": model.attention_dropout,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if scaling is None else rope,
+        "sliding_window": model.window,
+    }
+    if family.startswith("qwen"):
+        config |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
+    return config
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -157,9 +265,8 @@ def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
     kind = _rope_type(rope)
     if kind not in ("llama3", "yarn"):
         return None
-    required = ("factor", "original_max_position_embeddings")
     numbers: dict[str, Any] = {
-        ours: _number(rope, theirs, path) for ours, theirs in _SCALING.items() if theirs in rope or theirs in required
+        ours: _number(rope, theirs, path) for ours, theirs in _SCALING.items() if theirs in rope or ours in _ALWAYS
     }
     numbers["original_max_positions"] = int(numbers["original_max_positions"])
     return RopeScaling(type="llama3" if kind == "llama3" else "yarn", **numbers)

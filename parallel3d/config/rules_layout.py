@@ -112,7 +112,7 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
 
 
 # The keys that only one type of `model.rope_scaling` has, the lower bound of its blend first.
-_SCALING_KEYS = {
+SCALING_KEYS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
 }
@@ -128,12 +128,12 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
         words = "is not for <model.architecture> (gpt has learned positions)"
         yield f"<model.rope_scaling.type>: {words}; drop it, or try model.architecture=llama"
     defaults = {key.name: key.default for key in fields(scaling)}
-    for type_, keys in _SCALING_KEYS.items():
+    for type_, keys in SCALING_KEYS.items():
         for key in keys if type_ != scaling.type else ():
             if getattr(scaling, key) != defaults[key]:
                 tries = f"{shown(defaults[key])}, or model.rope_scaling.type={type_}"
                 yield f"<model.rope_scaling.{key}>: is not for <model.rope_scaling.type>; try {tries}"
-    low, high, *_ = _SCALING_KEYS[scaling.type]
+    low, high, *_ = SCALING_KEYS[scaling.type]
     if getattr(scaling, low) >= getattr(scaling, high):
         tries = f"{defaults[low]:g} and {defaults[high]:g}"
         yield f"<model.rope_scaling.{low}>: must be below <model.rope_scaling.{high}>; try {tries}"
