@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # shapes without memory, for the dry run
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives  # what `torch.compile` can trace
+from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace  # a file, an offset in it, a length
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator that is called
 from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested arguments
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "functional_collectives", "tree_iter"]
+__all__ = ["DcpPlace", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "functional_collectives", "tree_iter"]
 
 # Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for each.
 foreach_clamp_min_ = torch._foreach_clamp_min_
@@ -62,6 +65,14 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes == tensor.to_local().shape
     return tuple(chunk.offsets)
+
+
+def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> bytes:
+    """Returns what torch.distributed.checkpoint has in the file `.metadata`, by which its own readers find the parts of
+    each tensor. Its public writer can only write it straight to the disk."""
+    metadata.storage_data, metadata.storage_meta = places, StorageMeta()
+    metadata.version = "1.0.0"
+    return pickle.dumps(metadata)
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.checkpoint.manifest import FORMAT, MANIFEST_FILE, Manifest, SavedProgress
 from parallel3d.checkpoint.store import (
-    PROGRESS_FILE,
-    SavedProgress,
     checkpoint_path,
     commit,
     find_checkpoints,
     keep_newest,
     list_checkpoints,
-    read_progress,
     sweep,
-    write_progress,
 )
-from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.errors import ConfigError
 
 PROGRESS = SavedProgress(step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={"tp": 2})
 
@@ -26,7 +23,7 @@ PROGRESS = SavedProgress(step=1, tokens=2, seed=3, global_batch_size=4, seq_len=
 def make(folder: Path, step: int) -> Path:
     partial = folder / f"{checkpoint_path(folder, step).name}.partial"
     partial.mkdir(parents=True)
-    write_progress(partial, PROGRESS)
+    Manifest(FORMAT, "0", "0", PROGRESS, {}, {}).write(partial)
     commit(partial, checkpoint_path(folder, step))
     return checkpoint_path(folder, step)
 
@@ -58,7 +55,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     (make(tmp_path, 7) / "old").touch()
     make(tmp_path, 7)
-    assert [p.name for p in checkpoint_path(tmp_path, 7).iterdir()] == [PROGRESS_FILE]
+    assert [p.name for p in checkpoint_path(tmp_path, 7).iterdir()] == [MANIFEST_FILE]
 
 
 def test_what_a_crash_left_is_swept_and_never_counted(tmp_path: Path) -> None:
@@ -68,10 +65,3 @@ def test_what_a_crash_left_is_swept_and_never_counted(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [whole]
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [whole]
-
-
-def test_progress_comes_back_as_it_was(tmp_path: Path) -> None:
-    assert read_progress(make(tmp_path, 1)) == PROGRESS
-    (tmp_path / "step_00000001" / PROGRESS_FILE).write_text('{"step": 1}')
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_progress(tmp_path / "step_00000001")

@@ -1,56 +1,128 @@
-"""Saves tensors that are laid over the mesh, by their global names, and loads them. DCP writes each rank's part with
-its place in the global tensor, so any other layout can read the parts that it needs."""
+"""Saves tensors that are laid over the mesh, by their global names, and loads them. Each rank writes its own parts with
+their place in the global tensors, so any other layout can read the parts that it needs.
+
+A save has three steps: `plan_save`, in which the ranks agree who writes what; `PlannedSave.stage`, which copies the
+parts, for a save that goes on while training does; and `write_and_commit`."""
 
 from __future__ import annotations
 
 import shutil
 import warnings
-from collections import ChainMap
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+import parallel3d
 from parallel3d.checkpoint import store
-from parallel3d.checkpoint.reader import INDEX, IndexReader
-from parallel3d.checkpoint.store import SavedProgress, sha256_of
-from parallel3d.errors import CheckpointError, DamagedCheckpointError, SaveError
+from parallel3d.checkpoint.integrity import damaged_extents, missing_files, share_of
+from parallel3d.checkpoint.manifest import (
+    CONFIG_FILE,
+    FORMAT,
+    INDEX_FILE,
+    Manifest,
+    SavedProgress,
+    SavedTensor,
+    read_manifest,
+)
+from parallel3d.checkpoint.reader import read_own_part
+from parallel3d.checkpoint.together import collect
+from parallel3d.checkpoint.writer import WrittenShard, save_file, sync_folder, write_shard
+from parallel3d.errors import CheckpointError, SaveError
+from parallel3d.torch_private import dcp_index
 
-_NEARLY_FULL_BYTES = 64 << 20
-_OWN_INDEX = (INDEX, store.PROGRESS_FILE)  # small files, which are read before the others
+_FRAME_BYTES = 4 << 10  # what a part takes beside its elements in its file, in the index and in the manifest
 
 
-def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path) -> None:
-    """Writes a checkpoint beside `path` and renames it there. Every rank calls it, and returns when it is in place.
-    Raises SaveError, with an older checkpoint at `path` untouched, where it cannot be written."""
-    partial, rank = path.with_name(f"{path.name}.partial"), dist.get_rank()
+@dataclass
+class PlannedSave:
+    """What one rank writes of a checkpoint, and on rank 0 what it writes for all."""
+
+    path: Path
+    progress: SavedProgress
+    config: str
+    parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
+    index: Metadata | None  # DCP's, on rank 0
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.partial")
+
+    def stage(self) -> None:
+        """Copies the parts to the CPU: the state may change while they are written."""
+        self.parts = [(item, part.to("cpu", copy=True)) for item, part in self.parts]
+
+
+def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str) -> None:
+    """Writes a checkpoint beside `path` and renames it there; `config` is the run's recipe. Every rank calls it, and
+    returns when it is in place. Raises SaveError, with an older checkpoint at `path` untouched, where it cannot be
+    written."""
+    write_and_commit(plan_save(state, progress, path, config))
+
+
+def plan_save(state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str) -> PlannedSave:
+    """Has the ranks agree who writes which part, a part that several ranks have once, and makes the folder. Every rank
+    calls it. Raises SaveError, before anything is written, where the disk has not the room."""
+    planner = DefaultSavePlanner()
+    save = PlannedSave(path, progress, config, [], None)
+
+    def own_plan() -> SavePlan:
+        planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
+        return planner.create_local_plan()
+
+    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
+        plans, save.index = planner.create_global_plan(own_plans)
+        _make_folder(save.partial, sum(_bytes_of(item) for plan in plans for item in plan.items) + len(config))
+        return plans
+
+    with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
+        plan = planner.finish_plan(collect(own_plan, all_plans))
+        save.parts = [(item, cast(Tensor, planner.resolve_data(item)).detach()) for item in plan.items]
+    return save
+
+
+def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
+    """Writes this rank's parts; when all ranks have written theirs, rank 0 writes the manifest and gives the checkpoint
+    its name. Every rank calls it. Raises SaveError, and removes what was written, where one of them cannot write."""
+
+    def own_shard() -> WrittenShard:
+        try:
+            return write_shard(save.partial, dist.get_rank(group), save.parts)
+        except OSError as error:
+            raise _cannot_write(save.path, f"rank {dist.get_rank(group)}: {error}") from error
+
+    def commit(shards: list[WrittenShard]) -> list[None]:
+        assert save.index is not None
+        try:
+            files = {name: file for shard in shards for name, file in shard.files.items()}
+            places = {index: place for shard in shards for index, place in shard.places.items()}
+            files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, dcp_index(save.index, places))
+            files[CONFIG_FILE] = save_file(save.partial / CONFIG_FILE, save.config.encode())
+            tensors: dict[str, SavedTensor] = {}
+            for name, tensor in (entry for shard in shards for entry in shard.tensors):
+                before = tensors.setdefault(name, replace(tensor, pieces=()))
+                tensors[name] = replace(before, pieces=before.pieces + tensor.pieces)
+            versions = parallel3d.__version__, torch.__version__
+            Manifest(FORMAT, *versions, save.progress, files, tensors).write(save.partial)
+            sync_folder(save.partial)
+            store.commit(save.partial, save.path)
+        except OSError as error:
+            raise _cannot_write(save.path, str(error)) from error
+        return [None] * len(shards)
+
     try:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
-            dcp.save(dict(state), checkpoint_id=partial)
-        mine = {file.name: sha256_of(file) for file in partial.glob(f"__{rank}_*")}
-        everyone = [mine] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object(mine, everyone)
-        if everyone is not None:
-            store.write_progress(partial, progress)
-            everyone.append({name: sha256_of(partial / name) for name in _OWN_INDEX})
-            store.write_checksums(partial, dict(ChainMap(*everyone)))
-            store.commit(partial, path)
-        dist.barrier()
-    except (OSError, dcp.api.CheckpointException) as error:
-        note = ""  # torch's own error does not say that a disk is full (`unexpected pos 704 vs 598`)
-        with suppress(OSError):
-            free = shutil.disk_usage(path.parent).free
-            note = f", {free / 2**20:.1f} MiB are free there" if free < _NEARLY_FULL_BYTES else ""
-        raise SaveError(f"{path}: cannot be written{note}: {_cause(error)}") from error
+        collect(own_shard, commit, group)
+    except SaveError:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(save.partial, ignore_errors=True)
+        raise
 
 
 def load_tensors(
@@ -60,45 +132,63 @@ def load_tensors(
     Every rank calls it. `choose` is called before names are compared, and raises CheckpointError where this run cannot
     resume from the checkpoint. Raises DamagedCheckpointError, before a tensor is changed, where a file is missing, cut
     short or differs in a bit from what was saved, and CheckpointError where the checkpoint is of another model."""
-    checksums = store.read_checksums(path)
-    for name in _OWN_INDEX:
-        if name not in checksums or sha256_of(path / name) != checksums[name]:
-            raise _damaged(path / name)
-    progress = store.read_progress(path)
-    state = state if choose is None else choose(progress)
-    reader = IndexReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    wanted = state
+    manifest: Manifest | None = None
+
+    def check() -> None:
+        nonlocal wanted, manifest
+        manifest = read_manifest(path)
+        for damage in missing_files(path, manifest):
+            raise damage.error(path)
+        wanted = state if choose is None else choose(manifest.progress)
+        _check_model(wanted, manifest, path)
+        share = share_of(manifest.extents(), dist.get_rank(), dist.get_world_size())
+        for damage in damaged_extents(path, share):
+            raise damage.error(path)
+
+    def read() -> None:
+        assert manifest is not None
+        for name, tensor in wanted.items():
+            read_own_part(path, manifest.tensors[name], tensor)
+
+    for step in (check, read):
+        collect(step, lambda done: done)
+    assert manifest is not None
+    return manifest.progress
+
+
+def _check_model(state: dict[str, Tensor], manifest: Manifest, path: Path) -> None:
     for name, tensor in state.items():
-        there = stored.get(name)
-        if not isinstance(there, TensorStorageMetadata):
+        saved = manifest.tensors.get(name)
+        if saved is None:
             raise CheckpointError(f"{path}: has no {name}; it is of another model")
-        if tuple(there.size) != tuple(tensor.shape):
+        if saved.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{path}: {name} is {list(there.size)} there and {list(tensor.shape)} here; it is of another model"
+                f"{path}: {name} is {list(saved.shape)} there and {list(tensor.shape)} here; it is of another model"
             )
-    # Each rank reads its share of the files, and all ranks raise the same error.
-    names = sorted(checksums.keys() - set(_OWN_INDEX))
-    mine = range(dist.get_rank(), len(names), dist.get_world_size())
-    first = next((at for at in mine if sha256_of(path / names[at]) != checksums[names[at]]), len(names))
-    found = torch.tensor(first, device=next((tensor.device for tensor in state.values()), None))
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    if found.item() < len(names):
-        raise _damaged(path / names[int(found.item())])
+
+
+def _bytes_of(item: WriteItem) -> int:
+    return _FRAME_BYTES + (item.tensor_storage_size() or 0)
+
+
+def _make_folder(partial: Path, needed: int) -> None:
+    """Makes the folder that a checkpoint is written into, if there is room for it. All ranks write into the one folder,
+    so it has to have room for what they need together."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            dcp.load(dict(state), storage_reader=reader)
-    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
-    return progress
+        shutil.rmtree(partial, ignore_errors=True)
+        there = next(folder for folder in partial.parents if folder.exists())
+        free = shutil.disk_usage(there).free
+        if free < needed:
+            raise SaveError(f"{partial.parent}: a checkpoint needs {_size(needed)}, {_size(free)} are free")
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _cannot_write(partial.with_suffix(""), str(error)) from error
 
 
-def _damaged(file: Path) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{file}: is not what was saved: its SHA-256 is another; take an older checkpoint")
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
-def _cause(error: BaseException) -> str:
-    """Returns the first line of the error, on the first rank that had one."""
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:
-        rank, (failure, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]
-    return str(error).splitlines()[0]
+def _cannot_write(path: Path, cause: str) -> SaveError:
+    return SaveError(f"{path}: cannot be written: {cause}")

@@ -1,70 +1,86 @@
-"""Reads torch.distributed.checkpoint folders without running what is in them: an index that names other classes than an
-index is made of, which DCP's own reader would unpickle, is refused before it is run."""
+"""Reads tensors of a checkpoint, or boxes of them. Nothing but the manifest and the elements themselves is read: DCP's
+index and the pickles around each piece, which its own reader would run, are never opened."""
 
 from __future__ import annotations
 
-import pickle
-from enum import EnumType
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from parallel3d.errors import CheckpointError, DamagedCheckpointError
+from parallel3d.checkpoint.manifest import ITEM_BYTES, Damage, SavedPiece, SavedTensor
+from parallel3d.torch_private import offsets_of
 
-INDEX = ".metadata"
-_ALLOWED = {  # by module; the names are those that torch writes
-    "collections": "OrderedDict",
-    "pathlib": "Path PosixPath PurePosixPath",
-    "torch": "Size device float32 float64 bfloat16 float16 int64 strided",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
-        "TensorStorageMetadata _MEM_FORMAT_ENCODING"
-    ),
-    "torch.serialization": "_get_layout",
-}
+_AT_ONCE_BYTES = 64 << 20  # what is read beside a tensor before it is copied there
 
 
-def _enum_member(enum: Any, name: str) -> Any:
-    """Stands for `getattr`, by which early releases of Python 3.11, such as 3.11.2, pickle the members of an enum."""
-    if not isinstance(enum, EnumType):
-        raise pickle.UnpicklingError(f"it asks for {enum}.{name}, which no index needs")
-    return enum[name]
+def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
+    """Returns a whole tensor of a checkpoint, on the CPU."""
+    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    read_box(folder, saved, [0] * tensor.ndim, tensor)
+    return tensor
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if name not in _ALLOWED.get(module, "").split():
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
-        return super().find_class(module, name)
+def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
+    """Reads this rank's part of a tensor that is laid over a mesh, in place, or the whole of one that is not."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        read_box(folder, saved, [0] * tensor.ndim, tensor)
+    elif tensor.to_local().numel():
+        read_box(folder, saved, offsets_of(tensor), tensor.to_local())
 
 
-class IndexReader(dcp.FileSystemReader):
-    """DCP's reader of a folder, which refuses an index that names foreign classes, or files that are missing or too
-    short."""
+def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
+    """Fills `target` with the box of a saved tensor that begins at `offsets`, from all the pieces that have a part of
+    it. Raises DamagedCheckpointError where a file cannot be read."""
+    for piece in saved.pieces:
+        starts = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
+        ends = [
+            min(a + size, b + wanted)
+            for a, size, b, wanted in zip(piece.offsets, piece.sizes, offsets, target.shape, strict=True)
+        ]
+        if all(start < end for start, end in zip(starts, ends, strict=True)) and target.numel():
+            part = target
+            for dim, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                part = part.narrow(dim, start - offsets[dim], end - start)
+            try:
+                _read_piece(folder, piece, saved.dtype, starts, part)
+            except OSError as error:
+                raise Damage(piece.file, f"cannot be read: {error.strerror}").error(folder) from error
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # DCP's signature; it passes no argument
-        path = Path(self.path) / INDEX
-        try:
-            with path.open("rb") as index:
-                metadata = _IndexUnpickler(index).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read as the index of a checkpoint: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the index of a checkpoint")
-        needed: dict[str, int] = {}  # the bytes of each file that the index names
-        for info in metadata.storage_data.values():
-            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-        for name, length in needed.items():
-            file = Path(self.path) / name
-            if file.parent != Path(self.path):
-                raise CheckpointError(f"{self.path}: the index names {name}, outside of the checkpoint")
-            if not file.is_file():
-                raise DamagedCheckpointError(f"{file}: is missing, and the index names it")
-            if file.stat().st_size < length:
-                raise DamagedCheckpointError(f"{file}: has {file.stat().st_size} bytes of {length}; it was cut short")
-        return metadata
+
+def _read_piece(folder: Path, piece: SavedPiece, dtype: str, starts: Sequence[int], target: Tensor) -> None:
+    """Fills `target` with the elements of a piece from `starts` on: straight into its memory where these are
+    consecutive in the file, and else some rows at a time."""
+    kind, sizes = getattr(torch, dtype), list(piece.sizes) or [1]
+    target = target if piece.sizes else target.reshape(1)  # a single number is read as one row
+    first = starts[0] - piece.offsets[0] if starts else 0
+    row_bytes = ITEM_BYTES[dtype]
+    for size in sizes[1:]:
+        row_bytes *= size
+    whole_rows = list(target.shape[1:]) == sizes[1:]
+    with (folder / piece.file).open("rb", buffering=0) as file:
+        file.seek(piece.data + first * row_bytes)
+        if whole_rows and target.device.type == "cpu" and target.dtype == kind and target.is_contiguous():
+            _fill(file, target, piece, folder)
+            return
+        at_once = max(1, _AT_ONCE_BYTES // row_bytes)
+        for rows in target.split(at_once):
+            read = torch.empty([len(rows), *sizes[1:]], dtype=kind)
+            _fill(file, read, piece, folder)
+            for dim, start in enumerate(starts[1:], start=1):
+                read = read.narrow(dim, start - piece.offsets[dim], rows.shape[dim])
+            rows.copy_(read)
+
+
+def _fill(file: FileIO, tensor: Tensor, piece: SavedPiece, folder: Path) -> None:
+    """Reads a contiguous tensor's bytes from where the file stands."""
+    left = tensor.view(-1).view(torch.uint8).numpy().data
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise Damage(piece.file, "was cut short while it was read").error(folder)
+        left = left[count:]

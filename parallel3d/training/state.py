@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
-from parallel3d.checkpoint.store import SavedProgress
+from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.config.load import to_yaml
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
@@ -39,7 +40,7 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
         optimizer=trainer.optimizer.label,
         local_sgd=None if local_sgd is None else replica_state.saved_replicas(local_sgd),
     )
-    save_tensors(tensors, progress, path)
+    save_tensors(tensors, progress, path, to_yaml(recipe))
 
 
 def load_trainer(trainer: Trainer, path: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel3d.checkpoint.reader import IndexReader
+from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.training_cases import TIED, make_recipe, make_trainer, train
@@ -52,12 +51,11 @@ def loaded_and_saved(parallel: ParallelConfig, pairs: list[tuple[Path, Path]]) -
 
 def global_tensors(path: Path) -> dict[str, Tensor]:
     """Returns every tensor of a checkpoint as the files have it, put together from its parts."""
-    stored = IndexReader(path).read_metadata().state_dict_metadata
-    tensors = {}
-    for name, tensor in stored.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        tensors[name] = torch.full(tensor.size, float("nan"), dtype=tensor.properties.dtype)
-    dcp.load(dict(tensors), storage_reader=IndexReader(path), no_dist=True)
+    tensors = {
+        name: torch.full(tensor.shape, float("nan"), dtype=getattr(torch, tensor.dtype))
+        for name, tensor in read_manifest(path).tensors.items()
+    }
+    dcp.load(dict(tensors), checkpoint_id=path, no_dist=True)  # torch's own reader, as a referee
     return tensors
 
 

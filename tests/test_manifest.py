@@ -1,0 +1,233 @@
+"""The manifest of a checkpoint: any damage is found and told by file and tensors, and a forged one is refused before
+anything is allocated. A checkpoint of a few small tensors in two files is enough, and needs no process group."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from parallel3d.checkpoint.integrity import damaged_extents, find_damage, share_of
+from parallel3d.checkpoint.manifest import (
+    CONFIG_FILE,
+    FORMAT,
+    FORMER_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    SavedFile,
+    SavedProgress,
+    SavedTensor,
+    read_manifest,
+)
+from parallel3d.checkpoint.reader import read_box, read_tensor
+from parallel3d.checkpoint.writer import save_file, write_shard
+from parallel3d.errors import CheckpointError, DamagedCheckpointError
+
+PROGRESS = SavedProgress(
+    step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={"tp": 2}, drawn={"a": 7}
+)
+ROWS = torch.arange(35, dtype=torch.float32).view(7, 5)
+TENSORS = {
+    "rows": ROWS,  # is cut into rows 0 to 3 and 4 to 6
+    "number": torch.tensor(3.5),
+    "bf16": torch.linspace(-1, 1, 24, dtype=torch.bfloat16).view(4, 6).t(),
+    "empty": torch.empty(0, 3),
+}
+
+
+def item(name: str, whole: Tensor, offsets: list[int], sizes: list[int]) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=whole.dtype), whole.size())
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    whole = [(item(name, t, [0] * t.ndim, list(t.shape)), t) for name, t in TENSORS.items() if name != "rows"]
+    shards = [
+        write_shard(folder, 0, [(item("rows", ROWS, [0, 0], [4, 5]), ROWS[:4]), *whole]),
+        write_shard(folder, 1, [(item("rows", ROWS, [4, 0], [3, 5]), ROWS[4:])]),
+    ]
+    pieces: dict[str, SavedTensor] = {}
+    for name, tensor in (entry for shard in shards for entry in shard.tensors):
+        pieces[name] = replace(tensor, pieces=(*(pieces[name].pieces if name in pieces else ()), *tensor.pieces))
+    files = {name: file for shard in shards for name, file in shard.files.items()}
+    files[CONFIG_FILE] = save_file(folder / CONFIG_FILE, b"model: {}\n")
+    Manifest(FORMAT, "0", "0", PROGRESS, files, pieces).write(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(original, tmp_path / "step_00000001"))
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(original: Path) -> None:
+    manifest = read_manifest(original)
+    assert manifest.progress == PROGRESS and list(find_damage(original)) == []
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read_tensor(original, manifest.tensors[name]), tensor)
+    for name, file in manifest.files.items():  # the checksum of a file is the one that every tool computes
+        assert f"{zlib.crc32((original / name).read_bytes()):08x}" == file.crc32
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_any_box_of_a_tensor_is_read_from_the_pieces_that_have_it(original: Path, first: int) -> None:
+    saved = read_manifest(original).tensors["rows"]
+    for last in range(first + 1, 8):
+        for left, right in ((0, 5), (1, 4), (4, 5)):
+            box = torch.full((last - first, right - left), torch.nan)
+            read_box(original, saved, [first, left], box)
+            assert torch.equal(box, ROWS[first:last, left:right])
+            doubles = torch.zeros(right - left, last - first, dtype=torch.float64).t()  # strided, of another dtype
+            read_box(original, saved, [first, left], doubles)
+            assert torch.equal(doubles, ROWS[first:last, left:right].double())
+
+
+def test_each_of_200_flipped_bits_is_told_by_its_file_and_its_tensor(saved: Path) -> None:
+    manifest, draw, told = read_manifest(saved), random.Random(0), 0
+    held = {(each.file, each.tensor): range(each.at, each.at + each.bytes) for each in manifest.extents()}
+    for trial in range(200):
+        file = sorted(saved.iterdir())[trial % len(manifest.files) - 1]
+        whole = file.read_bytes()
+        at, bit = draw.randrange(len(whole)), draw.randrange(8)
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        tensors = tuple(
+            name for (name_of, name), bytes_ in held.items() if name_of == file.name and at in bytes_ and name
+        )
+        (damage,) = find_damage(saved)
+        told += (damage.file, damage.tensors) == (file.name, tensors)
+        assert not tensors or f"(in {tensors[0]})" in str(damage.error(saved))
+        file.write_bytes(whole)
+    assert told == 200
+
+
+def link(file: Path) -> None:
+    file.symlink_to(file.rename(file.parent.parent / "moved"))
+
+
+IN_FILE_0 = ("rows", "number", "bf16", "empty")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "tensors"),
+    [
+        (Path.unlink, "is missing, and was saved", IN_FILE_0),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it was cut short", ("empty",)),
+        (lambda file: file.write_bytes(file.read_bytes() + b"x"), "it was written to", ()),
+        (lambda file: (file.unlink(), file.mkdir()), "is no file, and was saved as one", IN_FILE_0),
+        (link, "is no file, and was saved as one", IN_FILE_0),
+    ],
+    ids=["deleted", "cut", "longer", "folder", "link"],
+)
+def test_each_file_that_is_cut_deleted_or_replaced_is_told(
+    saved: Path, damage: Callable[[Path], object], reason: str, tensors: tuple[str, ...]
+) -> None:
+    for file in sorted(saved.iterdir()):
+        copy = Path(shutil.copytree(saved, saved.parent / "copy" / file.name))
+        damage(copy / file.name)
+        (told,) = find_damage(copy)
+        assert told.file == file.name
+        assert file.name == MANIFEST_FILE or reason in told.reason
+        assert file.name != "__0_0.distcp" or told.tensors == tensors
+        shutil.rmtree(copy.parent)
+
+
+def test_a_file_that_was_added_is_told(saved: Path) -> None:
+    (saved / "__2_0.distcp").touch()
+    assert [str(damage.error(saved)) for damage in find_damage(saved)] == [
+        f"{saved / '__2_0.distcp'}: is no file of this checkpoint; remove it; take an older checkpoint"
+    ]
+
+
+def test_ranks_check_every_byte_once_between_them(original: Path) -> None:
+    extents = read_manifest(original).extents()
+    for ranks in (1, 2, 3, 20):
+        shares = [share_of(extents, rank, ranks) for rank in range(ranks)]
+        assert [each for share in shares for each in share] == extents
+        assert not any(list(damaged_extents(original, share)) for share in shares)
+
+
+def forged(folder: Path, old: str, new: str) -> None:
+    """Changes the manifest's text and gives it the checksum of the new text."""
+    text = (folder / MANIFEST_FILE).read_text()
+    assert old in text
+    body = text.replace(old, new).rpartition(',\n"crc32"')[0].encode()
+    (folder / MANIFEST_FILE).write_bytes(body + f',\n"crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refusal"),
+    [
+        ("__1_0.distcp", "../passwd", "names a file '../passwd', which no checkpoint has"),
+        ('"offsets": [4, 0]', '"offsets": [3, 0]', "pieces of rows that do not cover its shape [7, 5]"),
+        ('"offsets": [4, 0]', '"offsets": [-4, 0]', "pieces of rows that do not cover its shape [7, 5]"),
+        ('"shape": [7, 5]', '"shape": [1000000000, 1000000000]', "do not cover its shape"),
+        ('"shape": [7, 5]', f'"shape": {[1] * 17}', "17 dims"),
+        ('"sizes": [3, 5]', '"sizes": [300000000, 5]', "a piece of rows that lies in no file"),
+        ('"dtype": "float32"', '"dtype": "object"', "of the type object, which no checkpoint has"),
+        ('"at": 0', '"at": 1', "pieces that do not cover __0_0.distcp"),
+        ('"step": 1', '"step": "1"', "manifest.progress.step is 1, not of the type <class 'int'>"),
+        ('"step": 1', f'"step": {10**30}', "larger than any number"),
+        ('"step": 1, ', "", "has no key step"),
+        ('"step": 1', '"stop": 1', "unknown key stop"),
+        ('"torch": "0"', f'"torch": {"[" * 200_000}', "recursion"),
+        ('"files"', '"folders"', "unknown key folders"),
+    ],
+)
+def test_a_forged_manifest_is_refused_though_its_checksum_is_right(
+    saved: Path, old: str, new: str, refusal: str
+) -> None:
+    forged(saved, old, new)
+    with pytest.raises(DamagedCheckpointError) as told:
+        read_manifest(saved)
+    assert refusal in str(told.value) and len(str(told.value)) < 400
+
+
+def test_a_piece_that_is_missing_from_the_manifest_is_missed(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    rows = replace(manifest.tensors["rows"], pieces=manifest.tensors["rows"].pieces[:1])
+    replace(manifest, tensors={**manifest.tensors, "rows": rows}).write(saved)
+    with pytest.raises(DamagedCheckpointError, match="pieces of rows that do not cover its shape"):
+        read_manifest(saved)
+
+
+def test_a_manifest_larger_than_any_is_not_parsed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forged(saved, '"torch": "0"', f'"torch": [{"[]," * 6_000_000}[]]')
+    monkeypatch.setattr("json.loads", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(DamagedCheckpointError, match="larger than the manifest of any checkpoint"):
+        read_manifest(saved)
+
+
+def test_another_format_is_refused_in_one_line_and_is_no_damage(saved: Path, tmp_path: Path) -> None:
+    forged(saved, f'"format": {FORMAT}', '"format": 999')
+    former = tmp_path / "former"
+    former.mkdir()
+    (former / FORMER_FILE).touch()
+    for folder, words in ((saved, "is of format 999"), (former, "is of a form before format 1")):
+        with pytest.raises(
+            CheckpointError, match=rf"^\S+: {words}; this parallel3d reads format {FORMAT} alone$"
+        ) as told:
+            read_manifest(folder)
+        assert not isinstance(told.value, DamagedCheckpointError)
+
+
+def test_a_checksum_of_a_file_that_was_edited_with_it_is_still_one(saved: Path) -> None:
+    """A config that someone has edited, with its checksum, is what the manifest says; only forgers meet this."""
+    manifest = read_manifest(saved)
+    (saved / CONFIG_FILE).write_bytes(b"model: {layers: 2}\n")
+    assert [damage.file for damage in find_damage(saved)] == [CONFIG_FILE]
+    edited = SavedFile(19, f"{zlib.crc32(b'model: {layers: 2}' + bytes([10])):08x}")
+    replace(manifest, files={**manifest.files, CONFIG_FILE: edited}).write(saved)
+    assert list(find_damage(saved)) == []
