@@ -202,6 +202,18 @@ def test_the_memory_model_errs_on_the_safe_side_of_a_dry_run(case: str) -> None:
     found = verify(_recipe(model, parallel, precision, microbatches), rank)
     assert_safe(found)
     assert found.parameters == found.dry.parameter_count
+    for kind, model_bytes, dry_bytes in [*found.rows()][:2]:
+        assert model_bytes == pytest.approx(dry_bytes, rel=1e-3, abs=1e5), kind
+
+
+@pytest.mark.parametrize("case", ["optimizer sharded", "sharded, the first of a pipeline", "on a V"])
+def test_both_columns_sort_bytes_into_the_same_kinds(case: str) -> None:
+    """16-bit copies of parameters, and inputs that a forward received and keeps, come from elsewhere than they go."""
+    model, parallel, precision, microbatches, pipeline_rank = LAYOUTS[case]
+    rank = pipeline_rank * (parallel.world_size // parallel.pp)
+    found = verify(_recipe(model, parallel, precision, microbatches), rank)
+    for kind, model_bytes, dry_bytes in found.rows():
+        assert abs(model_bytes - dry_bytes) < 0.015 * found.dry.peak.total, kind
 
 
 @pytest.mark.parametrize("case", DOCUMENTS)

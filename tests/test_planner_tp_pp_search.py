@@ -33,7 +33,7 @@ def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
     for way in data_axis_splits(asked, family):
         for each in (way, per_microbatch_variant(asked, way)):
             if each is not None:
-                yield from (replace(each, recompute=kind) for kind in recompute_choices(asked))
+                yield from (kind.of(each) for kind in recompute_choices(asked, family.pp))
 
 
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from parallel3d.config.recipe import BlockRecompute, ParallelConfig
+from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
@@ -19,10 +19,9 @@ from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.models import Model, find_model
 
-# `recompute` every n-th block is left to a recipe: no plan says how often.
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
-    "recompute": get_args(BlockRecompute),
+    "recompute": get_args(Recompute),
     "sequence_parallel": ("true", "false"),
     "sharding": get_args(ShardingName),
     "gather": get_args(Cadence),
@@ -38,6 +37,7 @@ _ALIASES = {
     "micro_batch_size": "microbatch_size",
     "microbatch": "microbatch_size",
     "ac": "recompute",
+    "every": "recompute_every",
     "sp": "sequence_parallel",
     "rep": "dp_replicate",
     "shard": "dp_shard",
@@ -142,6 +142,8 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     said = read_layout(texts, option)
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}
+    if "recompute_every" in said:
+        said = {"recompute": "every_n", **said}
     return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,12 +32,21 @@ from parallel3d.layers.positions import PackedDocuments
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.links import OfflineLinks
+from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.tools.verify.ledger import Ledger, Snapshot
-from parallel3d.torch_private import READ_A_VALUE, FakeTensor, FakeTensorMode, cutting_by, tree_iter, world_of_none
+from parallel3d.torch_private import (
+    READ_A_VALUE,
+    FakeTensor,
+    FakeTensorMode,
+    cutting_by,
+    local_of,
+    tree_iter,
+    world_of_none,
+)
 from parallel3d.training.trainer import Trainer
 
 _GPU = AttentionDevice("cuda", capability=(9, 0))  # what attention's kernels are chosen for
@@ -141,11 +151,20 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     usual = usual_bucket_mib(on_gpu=gpu_bytes is not None, step_in_backward=in_backward)
     bucket_mib = recipe.parallel.bucket_mib or usual
     recipe = replace(recipe, parallel=replace(recipe.parallel, bucket_mib=bucket_mib))
+    receive = Transport.receive
+
+    def kept_from_now_on(transport: Transport, taker: Action) -> tuple[Tensor, ...]:
+        """A forward keeps what it receives, as if it had made it."""
+        tensors = receive(transport, taker)
+        ledger.mark(tensors, "forward" if taker.kind is Kind.FORWARD else "between")
+        return tensors
+
     with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
         mesh = build_mesh(recipe.parallel, "cpu")
         modes.enter_context(ShapesOnly())
         ledger = modes.enter_context(Ledger())
         modes.enter_context(cutting_by(Chunks))
+        modes.enter_context(mock.patch.object(Transport, "receive", kept_from_now_on))
         if gpu_bytes is not None:
             # By its name in torch, because a mode for functions is off in recompute.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
@@ -159,6 +178,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         for parameter in trainer.parameters:
             parameter.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
+        own = (each for stage in trainer.stages for each in stage.module.parameters())
+        ledger.mark((local_of(each) if isinstance(each, DTensor) else each for each in own), "parameters")
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")

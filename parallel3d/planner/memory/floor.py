@@ -9,6 +9,7 @@ from typing import NamedTuple
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import SCHEDULES
 
 
@@ -32,7 +33,7 @@ def memory_floors(run: PlannedRun) -> tuple[MemoryFloor, ...]:
 
 def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
     """A lower bound of `worst_rank(run).total`, from the states of one run and the activations of another that has them
-    in common with it."""
+    in common with it. Of `run` itself only the program and the device count."""
     program = run.program
     around = 0.0 if run.on_cpu or not run.runs_parallel3d else program.cache_bytes + program.context_bytes
     more = 1.0 if run.on_cpu else 1 + program.fragmentation
@@ -52,12 +53,18 @@ def _rank_floor(state: RankState) -> MemoryFloor:
     stages = {"microbatches": layout.microbatches, "virtual_stages": layout.virtual_stages}
     live = live_microbatches(name, pp=layout.pp, rank=state.rank, **stages)
     amid = live_with_all_gradients(name, pp=layout.pp, rank=state.rank, **stages)
-    each = min(stage.kept for stage in state.stages)
+    kept = [stage.kept for stage in state.stages]
+    activations = live * min(kept)
+    if SCHEDULES[name].warm_up is not None:  # the first forwards are alive: groups of microbatches, stage after stage
+        group = groups(layout.pp, layout.microbatches)[-1]
+        rounds, rest = divmod(live, group * len(kept))
+        activations = rounds * group * sum(kept)
+        activations += sum(min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept))
     return MemoryFloor(
         at_rest=sum(state.at_rest),
         gathered=gathered,
-        activations=live * each,
+        activations=activations,
         gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
         gradients=sum(stage.whole_gradients for stage in state.stages),
-        amid=-inf if amid is None else amid * each,
+        amid=-inf if amid is None else amid * min(kept),
     )

@@ -38,13 +38,14 @@ def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
     """The ranks that can be the fullest. Where the planner cuts the stages these are the first, which holds most
-    microbatches; the last, which has the logits; and the first of those with most layers. Where a person has cut the
-    stages, every rank can be."""
+    microbatches; the last, which has the logits; and the first of those with most layers. Where one block of several is
+    recomputed, the next ones may have fewer of those. Where a person has cut the stages, every rank can be."""
     pp = run.layout.pp
     if run.layout.stage_boundaries is not None:
         return range(pp)
     layers = [part.layers for part in run.ranks]
-    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), min(1, pp - 1)))
+    next_ones = range(1, min(pp, max(2, run.layout.recompute_every)))
+    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), *next_ones))
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
@@ -137,6 +137,14 @@ class PlannedRun:
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
         """Returns a pipeline rank's stages, each with the index of its first block in the whole model."""
         return _stages_of(self._layers, self.placement, rank)
+
+    @cached_property
+    def recomputed_beyond_mean(self) -> tuple[float, ...]:
+        """How many blocks more than one of `recompute_every` are recomputed in each stage, in the model's order."""
+        every, ends = self.layout.recompute_every, [*accumulate(self._layers, initial=0)]
+        if self.layout.recompute != "every_n":
+            return (0.0,) * len(self._layers)
+        return tuple(-(-end // every) - -(-first // every) - (end - first) / every for first, end in pairwise(ends))
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:

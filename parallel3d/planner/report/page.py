@@ -158,9 +158,11 @@ def reasons(best: Strategy) -> Iterator[str]:
     if parallel.dp > 1:
         yield f"data parallel over {parallel.dp}: {parts.dp / step:.0%} of the step is traffic that nothing hides"
     if parallel.recompute != "none":
-        without = replace(best, parallel=replace(parallel, recompute="none")).memory.total - question.usable_bytes
+        none = replace(parallel, recompute="none", recompute_every=None)
+        without = replace(best, parallel=none).memory.total - question.usable_bytes
         why = f"without it {without / GIB:.1f} GiB are missing" if without > 0 else "it would fit without, and faster"
-        yield f"recompute {parallel.recompute}: {parts.recompute / step:.0%} of the step; {why}"
+        what = f"one block of {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
+        yield f"recompute {what}: {parts.recompute / step:.0%} of the step; {why}"
 
 
 def limits(best: Strategy) -> Iterator[str]:

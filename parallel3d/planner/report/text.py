@@ -37,7 +37,8 @@ def layout_columns(parallel: ParallelConfig) -> str:
     """Writes a layout in columns: tp, pp, stages a rank, data ranks (sharded x replicated), microbatch, recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
-    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {parallel.recompute:<9}"
+    recompute = f"every {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
+    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:

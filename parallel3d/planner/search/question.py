@@ -32,6 +32,7 @@ class Fixed:
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
+    recompute_every: int | None = None  # every_n: one block of so many is recomputed
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None

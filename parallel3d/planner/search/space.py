@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 from parallel3d.config.ranges import any_of, nearest, range_errors
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
@@ -22,7 +23,18 @@ from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 MOST_MICROBATCH = 64  # sequences
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from the fastest to the leanest
+_EVERY = (8, 4, 3, 2)  # blocks of which one is recomputed, from the fastest to the leanest
+
+
+class RecomputeChoice(NamedTuple):
+    """The two keys of a recipe that say what is recomputed."""
+
+    recompute: Recompute
+    recompute_every: int | None = None
+
+    def of(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Returns the layout with this recompute."""
+        return replace(parallel, recompute=self.recompute, recompute_every=self.recompute_every)
 
 
 def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]:
@@ -111,9 +123,24 @@ def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple
                 yield name, virtual
 
 
-def recompute_choices(question: Question) -> list[Recompute]:
-    """The choices of recompute that the question allows, from the fastest to the leanest."""
-    return [kind for kind in _RECOMPUTE if _allowed(kind, question.fixed.recompute)]
+def recompute_choices(question: Question, pp: int) -> list[RecomputeChoice]:
+    """The choices of recompute that the question allows, from the least that is saved to the most. Which of selective
+    and every_n is faster is the model's to say."""
+    fixed, of_rank = question.fixed, max(1, question.shape.layers // pp)
+    often = _EVERY if fixed.recompute_every is None else (fixed.recompute_every,)
+    every = [RecomputeChoice("every_n", n) for n in often if n <= of_rank or n == fixed.recompute_every]
+    choices = [RecomputeChoice("none"), RecomputeChoice("selective"), *every, RecomputeChoice("full")]
+    asked = "every_n" if fixed.recompute_every else fixed.recompute
+    return [choice for choice in choices if _allowed(choice.recompute, asked)]
+
+
+def leaner_choices(choices: list[RecomputeChoice], choice: RecomputeChoice) -> list[RecomputeChoice]:
+    """Returns what may fit where a choice does not, each slower than that choice: after none both selective and the
+    next one, after selective nothing, because the next one is tried beside it."""
+    after = choices[choices.index(choice) + 1 :]
+    if choice.recompute == "selective":
+        return []
+    return after[: 2 if after and after[0].recompute == "selective" else 1]
 
 
 def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -181,6 +208,8 @@ def check_fixed(question: Question) -> None:
         schedule=schedule,
         microbatch_size=fixed.microbatch_size or 1,
         sequence_parallel=bool(fixed.sequence_parallel),
+        recompute=fixed.recompute or ("every_n" if fixed.recompute_every else "none"),
+        recompute_every=fixed.recompute_every or (_EVERY[-1] if fixed.recompute == "every_n" else None),
     )
     if (error := next(layout_errors(question, least), None)) is not None:
         raise ConfigError(error)

@@ -16,12 +16,18 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from parallel3d.config.recipe import ParallelConfig, Recompute
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
 from parallel3d.planner.memory.ranks import quick_worst_bytes
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.space import data_axis_splits, per_microbatch_variant, recompute_choices
+from parallel3d.planner.search.space import (
+    RecomputeChoice,
+    data_axis_splits,
+    leaner_choices,
+    per_microbatch_variant,
+    recompute_choices,
+)
 from parallel3d.planner.time.step import BlockTimeCache, CostCache, least_step_s, step_cost
 
 
@@ -35,12 +41,12 @@ class Candidate(NamedTuple):
 
 @dataclass
 class _Family:
-    """Layouts that differ in recompute and in the use of the data ranks. `first`: the first recompute that may fit."""
+    """Layouts that differ in recompute and in the use of the data ranks. `first`: the least recompute that may fit."""
 
     parallel: ParallelConfig
     known: CostCache
-    first: int = 0
-    held: dict[Recompute, tuple[MemoryFloor, ...]] = field(default_factory=dict)
+    first: set[RecomputeChoice] = field(default_factory=set)
+    held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
 
 
 class TpPpSearch:
@@ -54,7 +60,7 @@ class TpPpSearch:
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
-        self._recompute_choices = recompute_choices(question)
+        self._recompute_choices = recompute_choices(question, pp)
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
 
     @cached_property
@@ -75,32 +81,30 @@ class TpPpSearch:
         fits, and none that takes longer than `within_s`."""
         usable, order, choices = self._question.usable_bytes, count(), self._recompute_choices
         # What waits, by the least time it can take: a family (None) or one of its layouts, with this recompute.
-        heap: list[tuple[float, int, _Family, ParallelConfig | None, int]] = []
+        heap: list[tuple[float, int, _Family, ParallelConfig | None, RecomputeChoice]] = []
 
-        def push_family(family: _Family, kind: int) -> None:
-            if kind < len(choices):
-                family.first = kind
-                heappush(heap, (self._least_s(family, choices[kind]), next(order), family, None, kind))
+        def push_family(family: _Family, kind: RecomputeChoice) -> None:
+            heappush(heap, (self._least_s(family, kind), next(order), family, None, kind))
 
-        def push(family: _Family, way: ParallelConfig, kind: int) -> None:
+        def push(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
             """Pushes a layout, or what is leaner where its floor is too high."""
-            parallel = replace(way, recompute=choices[kind])
-            run = self._question.planned_run(parallel)
-            if self._floor(family, run, choices[kind]) > usable:
+            if self._floor(family, way, kind) > usable:
                 push_leaner(family, way, kind)
                 return
-            seconds = step_cost(run, exact=False, known=family.known).step_time_s
+            parallel = kind.of(way)
+            seconds = step_cost(self._question.planned_run(parallel), exact=False, known=family.known).step_time_s
             heappush(heap, (seconds, next(order), family, parallel, kind))
 
-        def push_leaner(family: _Family, way: ParallelConfig, kind: int) -> None:
-            if kind + 1 < len(choices):
-                push(family, way, kind + 1)
-            leaner = per_microbatch_variant(self._question, way) if kind == family.first else None
+        def push_leaner(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
+            if kind == choices[-1] or self._floor(family, way, choices[-1]) <= usable:
+                for leaner_kind in leaner_choices(choices, kind):
+                    push(family, way, leaner_kind)
+            leaner = per_microbatch_variant(self._question, way) if kind in family.first else None
             if leaner is not None and leaner != way:
                 push(family, leaner, kind)
 
         for family in self._families:
-            push_family(family, 0)
+            push_family(family, choices[0])
         ready: list[Candidate] = []  # that take equally long
         while heap:
             least_s, _, family, parallel, kind = heappop(heap)
@@ -116,9 +120,11 @@ class TpPpSearch:
                     ready.append(Candidate(parallel, least_s, bytes_))
                 else:
                     push_leaner(family, parallel, kind)
-            elif self._family_floor(family, choices[kind]) > usable:
-                push_family(family, kind + 1)
+            elif self._family_floor(family, kind) > usable:
+                for leaner_kind in leaner_choices(choices, kind):
+                    push_family(family, leaner_kind)
             else:
+                family.first.add(kind)
                 for way in data_axis_splits(self._question, family.parallel):
                     push(family, way, kind)
         yield from sorted(ready, key=lambda priced: priced.bytes)
@@ -135,16 +141,19 @@ class TpPpSearch:
             if floor > most:
                 break
             for way in self._ways(family.parallel):
-                parallel = replace(way, recompute=kind)
-                run = self._question.planned_run(parallel)
-                if self._floor(family, run, kind) > most:
+                if self._floor(family, way, kind) > most:
                     continue
-                bytes_ = self._bytes(run, enough=most)
+                parallel = kind.of(way)
+                bytes_ = self._bytes(self._question.planned_run(parallel), enough=most)
                 if bytes_ < most or bytes_ == enough:
                     found, most = Candidate(parallel, inf, bytes_), bytes_
                     if enough is not None:
                         return found
         return found
+
+    @cached_property
+    def _any_run(self) -> PlannedRun:
+        return self._question.planned_run(self._families[0].parallel)
 
     def _ways(self, family: ParallelConfig) -> Iterator[ParallelConfig]:
         """Yields every use of a family's data ranks."""
@@ -157,29 +166,29 @@ class TpPpSearch:
         self.checked += 1
         return quick_worst_bytes(run, enough=enough)
 
-    def _least_s(self, family: _Family, kind: Recompute) -> float:
-        run = self._question.planned_run(replace(family.parallel, recompute=kind))
+    def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
+        run = self._question.planned_run(kind.of(family.parallel))
         return least_step_s(run, known=family.known)
 
-    def _floor(self, family: _Family, run: PlannedRun, kind: Recompute) -> float:
+    def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
         """Bytes that a family's layout holds at least with this recompute."""
-        layout = run.layout
-        data = (layout.strategy, layout.dp_shard, layout.gather, layout.reduce)
-        key = (layout.schedule, layout.virtual_stages, data, layout.microbatches == 1)
+        data = (way.strategy, way.dp_shard, way.gather, way.reduce)
+        is_one = way.dp * way.microbatch_size == self._question.global_batch_size
+        key = (way.schedule, way.virtual_stages, data, is_one)
         if key not in self._states:
-            self._states[key] = memory_floors(run)
-        return floor_bytes(run, self._states[key], self._work(family, kind))
+            self._states[key] = memory_floors(self._question.planned_run(way))
+        return floor_bytes(self._any_run, self._states[key], self._work(family, kind))
 
-    def _family_floor(self, family: _Family, kind: Recompute) -> float:
+    def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         least = self._work(family, kind)
         at_rest = [MemoryFloor(at_rest=each.at_rest) for each in least]
-        return floor_bytes(self._question.planned_run(family.parallel), at_rest, least)
+        return floor_bytes(self._any_run, at_rest, least)
 
-    def _work(self, family: _Family, kind: Recompute) -> tuple[MemoryFloor, ...]:
+    def _work(self, family: _Family, kind: RecomputeChoice) -> tuple[MemoryFloor, ...]:
         """What a family holds at least with everything split over all of its data ranks."""
         if kind not in family.held:
             parallel = family.parallel
-            split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD", recompute=kind)
-            family.held[kind] = memory_floors(self._question.planned_run(split))
+            split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
+            family.held[kind] = memory_floors(self._question.planned_run(kind.of(split)))
         return family.held[kind]

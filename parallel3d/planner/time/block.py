@@ -56,6 +56,7 @@ class MicrobatchTimes:
     weight_s: float  # the part of a block's backward that only weights' gradients need
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
+    again_s: float = 0.0  # what a recomputed block repeats, where others repeat nothing
     end_overhead_s: float = 0.0  # what the host adds to each end, included there
 
     @cached_property

@@ -41,8 +41,11 @@ class CalibratedHost:
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block, (tp_forward, tp_backward) = block_times(run, kernels), self._tp_s()
         # What recompute repeats costs its dispatch too, which was measured.
-        again = block.again_s + process.recompute.get(recompute, 0.0)
-        tp_backward += tp_forward if recompute == "full" else 0.0
+        share = 1 / run.layout.recompute_every if recompute == "every_n" else 1.0
+        whole = "full" if recompute == "every_n" else recompute
+        again = block.again_s + share * process.recompute.get(whole, 0.0)
+        again_tp = tp_forward if whole == "full" else 0.0
+        tp_backward += share * again_tp
         head, embedding = head_times(run, kernels), embedding_times(run, kernels)
         loss = process.logit_s * run.tokens * run.loss_vocab / 2
         end = (process.overhead.microbatch + self.tp.microbatch + self.dp.microbatch) / 2
@@ -51,6 +54,7 @@ class CalibratedHost:
             forward=self._block_parts(_FORWARD, block.forward_s, 0.0, tp_forward),
             backward=self._block_parts(1 - _FORWARD, block.backward_s, again, tp_backward),
             weight_s=block.weight_s,
+            again_s=again / share + again_tp,
             head_s=(head[0] + loss + ends[0], head[1] + loss + ends[1]),
             embedding_s=(embedding[0] + ends[0], embedding[1] + ends[1]),
             end_overhead_s=process.overhead.microbatch / 2,

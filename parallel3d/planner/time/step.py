@@ -78,7 +78,7 @@ class CostCache:
     split of the data ranks; a microbatch's times, of any."""
 
     blocks: BlockTimeCache = field(default_factory=dict)
-    pipelines: dict[str, _Pipeline] = field(default_factory=dict)
+    pipelines: dict[tuple[str, int], _Pipeline] = field(default_factory=dict)
 
 
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
@@ -96,9 +96,11 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
     blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
+    more = sum(more for more, rank in zip(run.recomputed_beyond_mean, run.placement, strict=True) if rank == busiest)
+    again = each * more * micro.again_s
     parts = TimeParts(
-        compute=work - p2p - end_overhead - blocks * (block.total - block.compute),
-        recompute=blocks * block.recompute,
+        compute=work - p2p - end_overhead - again - blocks * (block.total - block.compute),
+        recompute=blocks * block.recompute + again,
         tp=blocks * block.tp,
         cp=blocks * block.cp,
         pp_bubble=pipeline.seconds - work - travel,
@@ -142,13 +144,14 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None) -> _Pipeline:
     """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on more than that."""
     layout = run.layout
+    recompute = layout.recompute, layout.recompute_every
     if host is not None or known is None:
         micro = _microbatch(run) if host is None else host.microbatch()
-    elif layout.recompute in known.pipelines:
-        return known.pipelines[layout.recompute]
+    elif recompute in known.pipelines:
+        return known.pipelines[recompute]
     else:
         is_one = layout.microbatches == 1
-        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, layout.recompute, is_one)
+        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, recompute, is_one)
         if key not in known.blocks:
             known.blocks[key] = _microbatch(run)
         micro = known.blocks[key]
@@ -183,7 +186,7 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         seconds=seconds if host is None else seconds * host.contention,
     )
     if host is None and known is not None:
-        known.pipelines[layout.recompute] = found
+        known.pipelines[recompute] = found
     return found
 
 
@@ -215,23 +218,25 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
     tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(layout.recompute, 0.0) * tp
+    again_s = (block.again_s + tp_again) * layout.recompute_every
     return MicrobatchTimes(
         forward=BlockParts(compute=block.forward_s, tp=tp, cp=cp),
         backward=BlockParts(compute=block.backward_s, recompute=block.again_s, tp=tp + tp_again, cp=2 * cp),
         weight_s=block.weight_s,
+        again_s=again_s,
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    made: dict[tuple[int, bool, bool], StageTimes] = {}  # stages in the middle are alike
+    made: dict[tuple[int, bool, bool, float], StageTimes] = {}  # stages in the middle are alike
     times = []
-    for stage in run.stages:
-        key = (stage.layers, stage.embedding, stage.head)
+    for stage, more in zip(run.stages, run.recomputed_beyond_mean, strict=True):
+        key = (stage.layers, stage.embedding, stage.head, more)
         if key not in made:
             f = stage.layers * micro.forward.total + action_s
-            b = stage.layers * micro.backward.total + action_s
+            b = stage.layers * micro.backward.total + more * micro.again_s + action_s
             for is_here, extra in ((stage.embedding, micro.embedding_s), (stage.head, micro.head_s)):
                 if is_here:
                     f, b = f + extra[0], b + extra[1]
