@@ -19,7 +19,7 @@ from parallel3d.layers.parameter import named_specs
 from parallel3d.models import model_class
 
 SEQ_LEN = 24
-LLAMA = ModelConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=128, rope_theta=100.0)
+LLAMA = ModelConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=260, rope_theta=100.0)
 GPT2 = ModelConfig(
     architecture="gpt",
     layers=4,

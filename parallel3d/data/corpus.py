@@ -57,6 +57,14 @@ def open_token_files(config: DataConfig) -> TokenFiles:
     return open_tokens(Path(os.path.expanduser(config.path or "")), config.validation_fraction)
 
 
+def find_tokenizer(config: DataConfig) -> Tokenizer:
+    """Returns the tokenizer of a corpus, without a look at its text. Raises ConfigError and DataError where it is not
+    known or not there any more."""
+    if config.source == "tokens":
+        return tokenizer_of(config, open_token_files(config))
+    return build_tokenizer(config.tokenizer, config.end_of_text)
+
+
 def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
     """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one, else
     `data.tokenizer`. Raises ConfigError where neither says it, or both do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.data.windows import TokenIds
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -48,6 +49,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Returns the text of `ids`, where ids without a meaning are allowed: a sample always prints."""
+
+    def files_for_transformers(self) -> dict[str, bytes]:
+        """Returns the files, by their names, that give transformers this tokenizer."""
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -81,6 +85,24 @@ class ByteTokenizer:
         texts = [pieces[0], *(piece[1:] for piece in pieces[1:])]  # each later piece begins with the end_of_text
         return self.end_of_text_mark.join(piece.tobytes().decode(errors="replace") for piece in texts)
 
+    def files_for_transformers(self) -> dict[str, bytes]:
+        """Returns a byte-level BPE without merges, whose ids are the bytes."""
+        # Byte-level BPEs spell a byte by a letter that can be printed: itself, or the next one from U+0100 on.
+        printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = iter(range(0x100, 0x200))
+        vocabulary = {chr(byte if byte in printed else next(others)): byte for byte in range(256)}
+        mark = self.end_of_text_mark
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        end = {"id": self.end_of_text, "content": mark, "special": True, "normalized": False}
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+        return {"tokenizer.json": json.dumps(tokenizer).encode(), **_tokenizer_config(mark)}
+
 
 @dataclass(frozen=True)
 class JsonTokenizer:
@@ -111,6 +133,34 @@ class JsonTokenizer:
         """Returns the text of `ids`, special tokens by their names. Ids beyond the vocabulary are left out."""
         flat = np.asarray(ids, dtype=np.int64).ravel()
         return self.library.decode(flat[(flat >= 0) & (flat < self.vocab_size)].tolist(), skip_special_tokens=False)
+
+    def files_for_transformers(self) -> dict[str, bytes]:
+        """Returns the file itself and those that published tokenizers have beside it. Raises DataError where the file
+        cannot be read."""
+        files = _tokenizer_config(self.library.id_to_token(self.end_of_text) or "")
+        try:
+            beside = (self.path.with_name(name) for name in _BESIDE)
+            files |= {path.name: path.read_bytes() for path in beside if path.is_file()}
+            return files | {"tokenizer.json": self.path.read_bytes()}
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
+# What published tokenizers have beside their tokenizer.json, which readers of the slower form need.
+_BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja"),
+)
+
+
+def _tokenizer_config(end_of_text: str) -> dict[str, bytes]:
+    """Returns the file that tells transformers which class reads a tokenizer.json, and what ends a text."""
+    said = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer_config.json": (json.dumps(said, indent=2) + "\n").encode()}
 
 
 def import_extra(library: str, needed_by: str, or_else: str = "") -> Any:

@@ -1,0 +1,194 @@
+"""Writes the model of a checkpoint as a folder that transformers opens: safetensors, config.json, tokenizer. One
+process does it, a tensor at a time, whatever the layout that saved the checkpoint.
+
+A file of safetensors is the length of its header (8 bytes, little-endian), the header as JSON, and the tensors' bytes
+in the header's order. The library's own writer needs all tensors of a file at once, so the file is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.hugging_face import TensorOfTheirs, tensors_of_theirs
+from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
+from parallel3d.checkpoint.reader import read_box
+from parallel3d.checkpoint.store import commit
+from parallel3d.checkpoint.writer import save_file, sync_folder
+from parallel3d.config.hugging_face import to_hugging_face
+from parallel3d.config.recipe import ModelConfig, Recipe
+from parallel3d.data.corpus import find_tokenizer
+from parallel3d.errors import CheckpointError, ConfigError, DataError, SaveError
+
+_SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SPARE_BYTES = 16 << 20  # for what is not a tensor: headers, the index, a tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportForm:
+    """How a model is written: its config, the longest sequence that it was trained on, torch's name of the weights'
+    type (None: as they were saved), the largest file, and what its tokenizer adds: files by their names, and the id
+    that ends a text. `notes` are for the user."""
+
+    model: ModelConfig
+    seq_len: int
+    dtype: str | None = None
+    largest_file_bytes: int = 5 * 10**9
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    end_of_text: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> ExportForm:
+        """Returns the form of a run's model. Where the tokenizer of its first corpus is not there any more, or was
+        never known, the model is exported without one."""
+        form = cls(model=recipe.model, seq_len=recipe.train.seq_len)
+        try:
+            tokenizer = find_tokenizer(recipe.data.corpora[0])
+            files = tokenizer.files_for_transformers()
+        except (ConfigError, DataError) as error:
+            return replace(form, notes=(f"exported without a tokenizer: {error}",))
+        return replace(form, tokenizer_files=files, end_of_text=tokenizer.end_of_text)
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor that is to be written: what it is made of, its shape, and torch's name of its type."""
+
+    source: TensorOfTheirs
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> Iterator[str]:
+    """Writes the folder beside `to` and renames it there, and yields each tensor's name when it is written. Of replicas
+    that trained apart the outer parameters are the model. `overwrite` lets an earlier export at `to` be replaced.
+
+    Raises ConfigError where no family of transformers has the model or `to` is not free, CheckpointError for a
+    checkpoint that cannot be read or is of another model, and SaveError where the folder cannot be written."""
+    _check_free(checkpoint, to, overwrite)
+    manifest = read_manifest(checkpoint)
+    tensors = _planned(checkpoint, manifest, form)
+    partial = to.with_name(f"{to.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        needed, free = sum(each.bytes for each in tensors) + _SPARE_BYTES, shutil.disk_usage(partial).free
+        if free < needed:
+            raise SaveError(f"{to}: needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+        for name, written in _files(tensors, form.largest_file_bytes).items():
+            with (partial / name).open("wb") as file:
+                _write_header(file, written)
+                for tensor in written:
+                    file.write(_read(checkpoint, manifest, tensor).view(-1).view(torch.uint8).numpy().data)
+                    yield tensor.source.name
+                file.flush()
+                os.fsync(file.fileno())
+        _write_others(partial, tensors, form)
+        sync_folder(partial)
+        commit(partial, to)
+    except OSError as error:
+        raise SaveError(f"{to}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # which is not there any more where all went well
+
+
+def _check_free(checkpoint: Path, to: Path, overwrite: bool) -> None:
+    """Raises ConfigError unless an export may be put at `to`."""
+    if to.resolve().is_relative_to(checkpoint.resolve()):
+        raise ConfigError(f"DIR = {to}: lies in the checkpoint, which would then count as damaged; try another folder")
+    if not to.exists() or (to.is_dir() and not any(to.iterdir())):
+        return
+    if not overwrite:
+        raise ConfigError(f"DIR = {to}: is there already; try another folder, or --overwrite")
+    if not (to / "config.json").is_file():
+        raise ConfigError(f"DIR = {to}: is no exported model, and is not deleted for one; try another folder")
+
+
+def _planned(checkpoint: Path, manifest: Manifest, form: ExportForm) -> list[ExportedTensor]:
+    """Returns all tensors of the model, in the order of the table. Raises CheckpointError where the checkpoint has
+    others than the config says."""
+    left = {name for name in manifest.tensors if name.startswith("model.")}
+    tensors = []
+    for each in tensors_of_theirs(form.model):
+        for name in each.parameters:
+            if f"model.{name}" not in left:
+                raise CheckpointError(f"{checkpoint}: has no model.{name}; it is of another model than its config.yaml")
+            left.remove(f"model.{name}")
+        saved = manifest.tensors[f"model.{each.parameters[0]}"]
+        tensors.append(ExportedTensor(each, each.shape(saved.shape), form.dtype or saved.dtype))
+    if left:
+        raise CheckpointError(f"{checkpoint}: has {min(left)}, which its config.yaml says nothing of")
+    rows = tensors[0].shape[0]
+    if rows != form.model.vocab:
+        raise CheckpointError(f"{checkpoint}: has an embedding of {rows} ids, its config.yaml says {form.model.vocab}")
+    return tensors
+
+
+def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[ExportedTensor]]:
+    """Returns the tensors of each file. A file is as large as allowed, unless a single tensor is larger."""
+    files: list[list[ExportedTensor]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(each.bytes for each in files[-1]) + tensor.bytes > largest_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{at:05}-of-{len(files):05}.safetensors": each for at, each in enumerate(files, 1)}
+
+
+def _write_header(file: BinaryIO, tensors: list[ExportedTensor]) -> None:
+    """Writes what stands before the bytes of the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.bytes
+        kind = _SAFETENSORS_DTYPES[tensor.dtype]
+        header[tensor.source.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
+    """Returns a tensor as it is written. Raises CheckpointError where a weight is too large for float16."""
+    made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
+    for name, part in zip(tensor.source.parameters, parts, strict=True):
+        saved = manifest.tensors[f"model.{name}"]
+        read_box(checkpoint, saved, [0] * part.ndim, part)
+    if tensor.dtype == "float16" and not all(end.isfinite() for end in made.aminmax()):
+        raise CheckpointError(f"{checkpoint}: {tensor.source.name} has numbers beyond float16's; try --dtype bf16")
+    return made
+
+
+def _write_others(folder: Path, tensors: list[ExportedTensor], form: ExportForm) -> None:
+    """Writes config.json, generation_config.json, the index of several files, and the tokenizer's files."""
+    dtype, eos = tensors[0].dtype, form.end_of_text
+    config = to_hugging_face(form.model, seq_len=form.seq_len, dtype=dtype, end_of_text=eos)
+    trees: dict[str, Any] = {
+        "config.json": config,
+        "generation_config.json": {} if eos is None else {"eos_token_id": eos},
+    }
+    files = _files(tensors, form.largest_file_bytes)
+    if len(files) > 1:
+        trees["model.safetensors.index.json"] = {
+            "metadata": {"total_size": sum(tensor.bytes for tensor in tensors)},
+            "weight_map": {each.source.name: name for name, written in files.items() for each in written},
+        }
+    contents = {name: (json.dumps(tree, indent=2) + "\n").encode() for name, tree in trees.items()}
+    for name, content in {**form.tokenizer_files, **contents}.items():
+        save_file(folder / name, content)

@@ -1,0 +1,93 @@
+"""Checkpoints of every family, trained in tp 2 x pp 2 x dp_shard 2, opened by transformers: no key is missing or left
+over, and the logits are the trainer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
+from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
+from parallel3d.training.state import save_trainer
+from tests.distributed.training_cases import make_recipe, make_trainer, train
+from tests.test_hugging_face import FAMILIES, SEQ_LEN
+
+LAYOUT = ParallelConfig(tp=2, pp=2, dp_shard=2, sequence_parallel=True)
+APART = ParallelConfig(dp_replicate=2)
+IDS = torch.arange(SEQ_LEN) * 7 % 251
+
+
+def train_and_save(
+    models: list[ModelConfig], folder: Path, parallel: ParallelConfig, local_sgd: LocalSgdConfig
+) -> list[list[list[float]] | None]:
+    """Trains each model for three steps, saves it, and returns this tp rank's logits [seq, vocab / tp] of each on the
+    last stage."""
+    found: list[list[list[float]] | None] = []
+    for number, model in enumerate(models):
+        recipe = replace(make_recipe(model, parallel, seq_len=SEQ_LEN), local_sgd=local_sgd)
+        trainer = make_trainer(recipe)
+        train(trainer, 3)
+        save_trainer(trainer, folder / f"{number}/step_00000003")
+        logits = trainer.logits(IDS.view(1, 1, SEQ_LEN))
+        found.append(logits[0][0].tolist() if logits else None)
+    return found
+
+
+def exported_logits(checkpoint: Path, to: Path, *options: str) -> torch.Tensor:
+    """Exports a checkpoint in several files, and returns the logits of the model that transformers makes of it."""
+    assert parallel3d_checkpoint(["export", str(checkpoint), str(to), "--max-shard-size", "0.05MB", *options]) == 0
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(to, output_loading_info=True)
+    assert {name: list(keys) for name, keys in info.items()} == dict.fromkeys(info, [])
+    return model(IDS.view(1, SEQ_LEN)).logits[0].detach()
+
+
+def check_families(world: Callable, folder: Path, families: list[str]) -> None:
+    ranks = world(8).run(train_and_save, [FAMILIES[name] for name in families], folder, LAYOUT, LocalSgdConfig())
+    for number, name in enumerate(families):
+        parts = [torch.tensor(rank[number]) for rank in ranks if rank[number] is not None]
+        vocab = FAMILIES[name].vocab
+        trained = torch.cat(parts[:2], dim=-1)[:, :vocab]  # an odd vocabulary makes a last column that stands for no id
+        found = exported_logits(folder / str(number), folder / f"exported-{number}")
+        assert (found - trained).abs().max() < 1e-5, name
+        assert trained.std() > 0.01
+        check_files(folder / f"exported-{number}", vocab)
+
+
+def check_files(exported: Path, vocab: int) -> None:
+    """Compares the index with the files, and the embedding with the vocabulary."""
+    index, data_bytes = json.loads((exported / "model.safetensors.index.json").read_text()), 0
+    files = sorted(exported.glob("*.safetensors"))
+    assert {file.name for file in files} == {*index["weight_map"].values()} and len(files) > 1
+    for file in files:
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        assert {*header} == {name for name, place in index["weight_map"].items() if place == file.name}
+        assert len(content) - 8 - length == max(tensor["data_offsets"][1] for tensor in header.values())
+        assert {tensor["shape"][0] for name, tensor in header.items() if "embed" in name or "wte" in name} <= {vocab}
+        data_bytes += len(content) - 8 - length
+    assert index["metadata"]["total_size"] == data_bytes
+
+
+def test_transformers_opens_what_was_trained(world: Callable, tmp_path: Path) -> None:
+    check_families(world, tmp_path, ["llama3.1", "qwen2", "gpt2"])
+
+
+@pytest.mark.long
+def test_transformers_opens_every_family(world: Callable, tmp_path: Path) -> None:
+    check_families(world, tmp_path, [*FAMILIES])
+
+
+def test_of_replicas_that_train_apart_the_outer_parameters_are_exported(world: Callable, tmp_path: Path) -> None:
+    """They have met after step 2 and trained on since, so that neither replica has the outer parameters."""
+    model, local_sgd = FAMILIES["llama"], LocalSgdConfig(sync_every=2)
+    (trained,) = world(2).run(train_and_save, [model], tmp_path, APART, local_sgd)[0]
+    found = exported_logits(tmp_path / "0", tmp_path / "exported")
+    assert (found - torch.tensor(trained)).abs().max() < 1e-5

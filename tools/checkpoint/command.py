@@ -1,0 +1,97 @@
+"""`parallel3d-checkpoint`: takes checkpoints to other programs. Each subcommand has a file of its own, which is
+imported when it is asked for something."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import parallel3d
+from parallel3d.checkpoint.manifest import MANIFEST_FILE
+from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.errors import ConfigError
+from parallel3d.tools.arguments import Parser, memory_bytes
+from parallel3d.tools.reply import Reply, exit_status
+
+_EPILOG = """\
+examples:
+  parallel3d-checkpoint export runs/quickstart exported/quickstart
+  parallel3d-checkpoint export runs/quickstart/checkpoints/step_00000100 exported/step-100 --dtype bf16
+
+CKPT is a checkpoint (.../step_00000100), or the folder of a run, whose newest checkpoint is taken.
+
+exit status:
+    0  done
+    2  usage, or what cannot be done as asked
+   65  a checkpoint that is damaged
+   73  files that cannot be written
+  130  interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line, and returns the exit status."""
+    return exit_status(list(sys.argv[1:] if arguments is None else arguments), _run)
+
+
+def find_checkpoint(text: str) -> Path:
+    """Returns the checkpoint that CKPT means. Raises ConfigError where there is none."""
+    path = Path(text)
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    if found := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
+        return found[-1]
+    words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
+    raise ConfigError(f"CKPT = {text}: {words}; try a .../step_00000100 folder, or the folder of a run that has saved")
+
+
+def _run(words: list[str]) -> int:
+    options = _parser().parse_args(words)
+    reply: Reply = options.answer(options)
+    return reply.print(as_json=options.json)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="parallel3d-checkpoint",
+        description="Takes checkpoints to other programs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_export(commands.add_parser("export", help="the model of a checkpoint as a folder that transformers opens"))
+    return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `export`."""
+    parser.description = (
+        "Writes the model of a checkpoint as transformers keeps one: safetensors, config.json, and the tokenizer. "
+        "The checkpoint is checked first. It takes one process, and the memory of the largest tensor."
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or the folder of a run")
+    parser.add_argument("to", metavar="DIR", type=Path, help="the new folder")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as saved)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=memory_bytes, default=5e9, help="of one file (default: 5GB)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at DIR")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(answer=_export)
+
+
+def _export(options: argparse.Namespace) -> Reply:
+    from parallel3d.tools.checkpoint.export import export_from
+
+    return export_from(
+        find_checkpoint(options.checkpoint),
+        options.to,
+        dtype=options.dtype,
+        largest_file_bytes=int(options.max_shard_size),
+        overwrite=options.overwrite,
+    )
