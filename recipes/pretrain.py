@@ -16,7 +16,8 @@ from pathlib import Path
 
 import parallel3d
 from parallel3d import recipes
-from parallel3d.checkpoint.store import find_checkpoints, find_start
+from parallel3d.checkpoint.start import check_start, find_start
+from parallel3d.checkpoint.store import find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import warnings_for
@@ -195,10 +196,10 @@ def _prepare(job: Job) -> None:
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
     evaluation_windows(recipe.data, train.seq_len)
-    start, resume = recipe.checkpoint.start_from, recipe.checkpoint.resume
+    start, resume, notes = recipe.checkpoint.start_from, recipe.checkpoint.resume, list[str]()
     if start is not None and not find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints"):
-        find_start(start)  # a run that goes on needs its beginning no more
-    for line in (*warnings_for(recipe), *prepare_run_dir(recipe)) if job.trains else ():
+        notes = check_start(find_start(start)[0], recipe.model)  # a run that goes on needs its beginning no more
+    for line in (*warnings_for(recipe), *notes, *prepare_run_dir(recipe)) if job.trains else ():
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

@@ -11,8 +11,11 @@ from unittest import mock
 import pytest
 
 from parallel3d import recipes
-from parallel3d.checkpoint.store import find_start, list_checkpoints
+from parallel3d.checkpoint.start import check_start, find_start
+from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.recipes.pretrain import main
 
@@ -107,3 +110,33 @@ def test_what_cannot_be_started_from_is_refused_before_a_worker_starts(
         assert main(["quickstart", *settings.split()]) == 2
     assert refusal in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"], "nothing was made or moved"
+
+
+def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_starts(tmp_path: Path) -> None:
+    model = replace(RECIPE.model, rope_theta=500_000.0, norm_eps=1e-6)
+    config = to_hugging_face(model, seq_len=16, dtype="float32", end_of_text=None)
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        find_start(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has a config.json, and no weights as safetensors"):
+        find_start(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert find_start(str(tmp_path)) == [tmp_path]
+    assert check_start(tmp_path, model) == []
+    assert check_start(tmp_path, RECIPE.model) == [
+        f"model.norm_eps = 1e-05: the weights of {tmp_path} have 1e-06",
+        f"model.rope_theta = 10000.0: the weights of {tmp_path} have 500000.0",
+    ]
+    with pytest.raises(ConfigError) as refusal:
+        check_start(tmp_path, replace(model, heads=4, tied_embeddings=True))
+    assert str(refusal.value).splitlines() == [
+        f"model.heads = 4: the weights of {tmp_path} have 2; try model.heads=2",
+        f"model.kv_heads = 4: the weights of {tmp_path} have 2; try model.kv_heads=2",
+        f"model.head_dim = 4: the weights of {tmp_path} have 8; try model.head_dim=8",
+        f"model.tied_embeddings = true: the weights of {tmp_path} have false; try model.tied_embeddings=false",
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": True, "hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match="(?s)attention_bias of config.json is left out.*hidden_act gelu"):
+        check_start(tmp_path, model)
+    (tmp_path / "config.json").unlink()
+    assert "names and shapes of the weights alone are compared" in check_start(tmp_path, model)[0]

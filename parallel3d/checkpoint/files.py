@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import parallel3d
 from parallel3d.checkpoint import store
+from parallel3d.checkpoint.difference import differences
 from parallel3d.checkpoint.integrity import damaged_extents, missing_files, share_of
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
@@ -38,6 +40,7 @@ from parallel3d.checkpoint.writer import WrittenShard, save_file, sync_folder, w
 from parallel3d.errors import CheckpointError, SaveError
 from parallel3d.torch_private import dcp_index
 
+MODEL = "model."  # the names of a model's parameters begin so, and no others
 _FRAME_BYTES = 4 << 10  # what a part takes beside its elements in its file, in the index and in the manifest
 
 
@@ -135,13 +138,24 @@ def load_tensors(
     wanted = state
     manifest: Manifest | None = None
 
-    def check() -> None:
+    def check() -> dict[str, tuple[int, ...]]:
         nonlocal wanted, manifest
         manifest = read_manifest(path)
         for damage in missing_files(path, manifest):
             raise damage.error(path)
         wanted = state if choose is None else choose(manifest.progress)
-        _check_model(wanted, manifest, path)
+        return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+
+    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
+        assert manifest is not None
+        here, saved = ChainMap(*everyone), manifest.tensors.items()
+        there = {name: tensor.shape for name, tensor in saved if name in here or name.startswith(MODEL)}
+        if lines := differences(there, here):
+            raise CheckpointError("\n  ".join([f"{path}: is of another model:", *lines]))
+        return [None] * len(everyone)
+
+    def check_bytes() -> None:
+        assert manifest is not None
         share = share_of(manifest.extents(), dist.get_rank(), dist.get_world_size())
         for damage in damaged_extents(path, share):
             raise damage.error(path)
@@ -151,21 +165,11 @@ def load_tensors(
         for name, tensor in wanted.items():
             read_own_part(path, manifest.tensors[name], tensor)
 
-    for step in (check, read):
+    collect(check, compare)
+    for step in (check_bytes, read):
         collect(step, lambda done: done)
     assert manifest is not None
     return manifest.progress
-
-
-def _check_model(state: dict[str, Tensor], manifest: Manifest, path: Path) -> None:
-    for name, tensor in state.items():
-        saved = manifest.tensors.get(name)
-        if saved is None:
-            raise CheckpointError(f"{path}: has no {name}; it is of another model")
-        if saved.shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{path}: {name} is {list(saved.shape)} there and {list(tensor.shape)} here; it is of another model"
-            )
 
 
 def _bytes_of(item: WriteItem) -> int:

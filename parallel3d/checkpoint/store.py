@@ -34,34 +34,16 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
         return []
     if resume == "auto":
         return list_checkpoints(folder)[::-1]
-    if not _is_checkpoint(Path(resume)):
+    if not is_checkpoint(Path(resume)):
         raise ConfigError(
             f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
         )
     return [Path(resume)]
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Returns whether a folder has a checkpoint of any format, which its reader may then refuse in better words."""
     return any((path / name).is_file() for name in (MANIFEST_FILE, FORMER_FILE))
-
-
-def find_start(start_from: str | None) -> list[Path]:
-    """Returns the checkpoints that `checkpoint.start_from` means, in the order to try: the one at the path, or those of
-    a run's folder from the newest. Raises ConfigError where there is none."""
-    if start_from is None:
-        return []
-    path = Path(start_from)
-    if _is_checkpoint(path):
-        return [path]
-    if found := (list_checkpoints(path / "checkpoints") or list_checkpoints(path))[::-1]:
-        return found
-    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
-    words = "has no whole checkpoint" if is_run else "is no checkpoint" if path.exists() else "there is no such folder"
-    raise ConfigError(
-        f"checkpoint.start_from = {start_from}: {words}; try null, the folder of a run that has saved, or a "
-        ".../step_00000100 folder"
-    )
 
 
 def commit(partial: Path, final: Path) -> None:

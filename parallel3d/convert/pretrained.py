@@ -10,7 +10,7 @@ parameters, split over tp, and then filled, each rank reading its own slices of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def load_safetensors(
         names_of.setdefault(id(tensor), []).append(name)
     with_memory: dict[str, Tensor] = {}
     with ExitStack() as files:
-        stored = _open(Path(path), files)
+        stored = open_safetensors(Path(path), files)
         for names in names_of.values():
             there = [prefix + name for name in names if prefix + name in stored]
             if not there:
@@ -88,19 +88,45 @@ def load_safetensors(
     return module
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Opens the files and returns the file that each tensor is in. No tensor is read yet."""
+def open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
+    """Opens a safetensors file, or those of a folder, which has an index, one file or several without an index. Returns
+    the file that each tensor is in. No tensor is read yet."""
+
+    def opened(name: Path) -> Any:
+        return files.enter_context(safe_open(name, framework="pt"))
+
     try:
         if path.is_dir() and (path / _INDEX).is_file():
             weight_map = json.loads((path / _INDEX).read_text())["weight_map"]
-            opened = {
-                name: files.enter_context(safe_open(path / name, framework="pt")) for name in set(weight_map.values())
-            }
-            return {name: opened[file] for name, file in weight_map.items()}
-        file = files.enter_context(safe_open(path / _SINGLE if path.is_dir() else path, framework="pt"))
-        return dict.fromkeys(file.keys(), file)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+            if outside := [name for name in weight_map.values() if Path(name).name != name]:
+                raise ValueError(f"{_INDEX} names {outside[0]}, which is no file of this folder")
+            named = {name: opened(path / name) for name in set(weight_map.values())}
+            found = {name: named[file] for name, file in weight_map.items()}
+            held = {file: set(opened_file.keys()) for file, opened_file in named.items()}
+            if absent := [name for name, file in weight_map.items() if name not in held[file]]:
+                raise ValueError(f"{_INDEX} names {absent[0]}, which is not in its file")
+            return found
+        if not path.is_dir() or (path / _SINGLE).is_file():
+            file = opened(path / _SINGLE if path.is_dir() else path)
+            return dict.fromkeys(file.keys(), file)
+        several = sorted(path.glob("*.safetensors"))
+        if not several:
+            raise ValueError("there is no such file in the folder")
+        found = {}
+        for file in map(opened, several):
+            if twice := found.keys() & file.keys():
+                raise ValueError(f"two files have {min(twice)}")
+            found |= dict.fromkeys(file.keys(), file)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def read_slice(file: Any, name: str, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
+    """Returns a slice of a tensor of an open file, as a tensor of `dtype` with memory of its own: what safetensors
+    gives is a view of the file's own pages, strided as the whole tensor is."""
+    values: Tensor = file.get_slice(name)[tuple(index)] if index else file.get_tensor(name)
+    return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
@@ -118,6 +144,4 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
             tp = tensor.device_mesh
             rows = shard_rows(tensor.shape[placement.dim], tp.get_local_rank(), tp.size())
             index[placement.dim] = slice(rows.start, rows.stop)
-    values: Tensor = stored[tuple(index)] if index else file.get_tensor(name)
-    # A copy: what safetensors gives is a view of the file's own pages, strided as the whole tensor is.
-    return values.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    return read_slice(file, name, index, tensor.dtype)

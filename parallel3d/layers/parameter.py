@@ -83,15 +83,20 @@ class ParameterSpec:
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
         return full.narrow(self.dim, rows.start, len(rows))
 
-    def box(self, axis: Axis) -> tuple[range, range]:
+    def box(self, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
         """Returns the rows and the columns of this tp rank's part in the global tensor as a matrix, where all dims but
-        the first are columns."""
-        every = range(self.shape[0]), range(math.prod(self.shape[1:]))
-        if self.dim is None:
-            return every
-        own, numbers = shard_rows(self.shape[self.dim], axis.rank, axis.size), math.prod(self.shape[self.dim + 1 :])
-        assert self.dim < 2, "a later dim is no range of columns"
-        return (own, every[1]) if self.dim == 0 else (every[0], range(own.start * numbers, own.stop * numbers))
+        the first are columns: all of the part's rows, or those of one of the data `shards` where they share them."""
+        rows, columns = range(self.shape[0]), range(math.prod(self.shape[1:]))
+        if self.dim is not None:
+            assert self.dim < 2, "a later dim is no range of columns"
+            own, numbers = shard_rows(self.shape[self.dim], tp.rank, tp.size), math.prod(self.shape[self.dim + 1 :])
+            rows, columns = (
+                (own, columns) if self.dim == 0 else (rows, columns[own.start * numbers : own.stop * numbers])
+            )
+        if shards is not None:
+            own = shard_rows(len(rows), shards.rank, shards.size)
+            rows = rows[own.start : own.stop]
+        return rows, columns
 
 
 class ParallelModule(nn.Module):
@@ -233,10 +238,7 @@ def initial_part(spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Ax
     """Returns what a rank's part of the parameter of this global name starts from, float32 on the CPU: its part over
     `tp`, and of that the rows of one of the data `shards` where they share them. An initializer that is not of this
     module may depend on the shape, and fills the whole tensor, which is then cut."""
-    rows, columns = spec.box(tp)
-    if shards is not None:
-        own = shard_rows(len(rows), shards.rank, shards.size)
-        rows = rows[own.start : own.stop]
+    rows, columns = spec.box(tp, shards)
     height, width = tile_height, tile_width = spec.shape[0], math.prod(spec.shape[1:])
     if isinstance(spec.init, Normal) or spec.init in (ones, zeros):
         tile_width = min(width, TILE_COLUMNS)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parallel3d.checkpoint.files import load_tensors, save_tensors
+from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.pretrained import load_pretrained
+from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.config.load import to_yaml
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.errors import CheckpointError
@@ -67,6 +69,16 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
 
 
+def load_start(trainer: Trainer, path: Path) -> None:
+    """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder of transformers;
+    every rank calls it. Raises CheckpointError, with nothing changed, where they are damaged or of another model."""
+    if not is_pretrained(path):
+        load_model(trainer, path)
+        return
+    load_pretrained(trainer.parameters, trainer.recipe.model, trainer.axes["tp"], path)
+    _begin(trainer)
+
+
 def load_model(trainer: Trainer, path: Path) -> SavedProgress:
     """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and the batches of the
     run that saved it, and returns how far that run was; every rank calls it. Of replicas that train apart it loads the
@@ -75,13 +87,18 @@ def load_model(trainer: Trainer, path: Path) -> SavedProgress:
     for parameter in trainer.parameters:
         parameter.sync_views()
     tensors = tensors_of(trainer.parameters, trainer.optimizer)
-    progress = load_tensors({name: tensor for name, tensor in tensors.items() if name.startswith("model.")}, path)
+    progress = load_tensors({name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, path)
     _copy_to_twins(trainer)
+    _begin(trainer)
+    return progress
+
+
+def _begin(trainer: Trainer) -> None:
+    """Has the whole trainer begin with the parameters that were loaded."""
     if trainer.local_sgd is not None:
         trainer.local_sgd.begin()
     for data in trainer.data:
         data.publish()
-    return progress
 
 
 def _copy_to_twins(trainer: Trainer) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel3d.checkpoint.store import find_checkpoints, find_start, sweep
+from parallel3d.checkpoint.start import find_start
+from parallel3d.checkpoint.store import find_checkpoints, sweep
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -37,7 +38,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
-from parallel3d.training.state import load_model, load_trainer
+from parallel3d.training.state import load_start, load_trainer
 from parallel3d.training.trainer import Trainer
 
 
@@ -233,7 +234,7 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from` does all of them."""
     if not checkpoints:
         return []
-    path, lines = first_whole(checkpoints, partial(load_model, trainer))
+    path, lines = first_whole(checkpoints, partial(load_start, trainer))
     return [*lines, f"starts from the weights of {path}"]
 
 

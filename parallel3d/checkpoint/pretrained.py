@@ -1,0 +1,96 @@
+"""Fills a model with the weights of a folder of transformers: each rank reads the slices of the files that its own
+parts of the parameters are, and nothing else."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from parallel3d.checkpoint.difference import differences
+from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, TensorOfTheirs, tensors_of_theirs
+from parallel3d.checkpoint.together import collect
+from parallel3d.config.hugging_face import family_of
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.convert.pretrained import open_safetensors, read_slice
+from parallel3d.errors import CheckpointError
+from parallel3d.layers.parameter import ParameterSpec
+from parallel3d.mesh import Axis
+from parallel3d.sharding.optimizer_parts import LocalParameter
+
+_WEIGHTS = ("F64", "F32", "BF16", "F16")  # safetensors' names of the types that weights have; others are quantized
+
+
+def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path) -> None:
+    """Fills this rank's parts of `parameters`; every rank calls it. Raises CheckpointError, the same on all ranks and
+    with nothing changed, where tensors are missing, have other shapes, are quantized, or are none of the model's."""
+
+    def own_shapes() -> dict[str, tuple[int, ...]]:
+        return {own.name: own.spec.shape for own in parameters}
+
+    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
+        with ExitStack() as files:
+            _refuse_another_model(_open(folder, model, files), model, ChainMap(*everyone), folder)
+        return [None] * len(everyone)
+
+    def read() -> None:
+        places = {name: (each, at) for each in tensors_of_theirs(model) for at, name in enumerate(each.parameters)}
+        try:
+            with ExitStack() as files:
+                stored = _open(folder, model, files)
+                for own in parameters:
+                    tensor, at = places[own.name]
+                    own.part.initialize(partial(_part, stored[tensor.name], tensor, at, own.spec, tp))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+
+    collect(own_shapes, compare)
+    collect(read, lambda done: done)
+
+
+def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple[Any, str]]:
+    """Returns the open file of each tensor and its name there, by its name in the family's table. A model that was
+    saved without its head has names without their beginning."""
+    stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
+    base = "" if any(name.startswith(table.base) for name in stored) else table.base
+    heads = [each.name for each in table.ends if not each.name.startswith(table.base)]
+    read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
+    return {name if name in heads else base + name: (file, name) for name, file in read.items()}
+
+
+def _refuse_another_model(
+    stored: Mapping[str, tuple[Any, str]], model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    """Raises CheckpointError, with a line for each tensor that differs from what the model needs of transformers'."""
+    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors_of_theirs(model)}
+    slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
+    if model.tied_embeddings:
+        slices.pop("lm_head.weight", None)  # some files have it twice; transformers ties it, too
+    lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
+    types = {name: each.get_dtype() for name, each in slices.items()}
+    lines += [
+        f"{name} is of the type {kind}, which no weight here has"
+        for name, kind in types.items()
+        if kind not in _WEIGHTS
+    ]
+    if lines:
+        raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
+
+
+def _part(
+    there: tuple[Any, str], tensor: TensorOfTheirs, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
+) -> Tensor:
+    """Reads a rank's part of a parameter, float32, which is the one of number `at` among those of a tensor of
+    transformers: what `initial_part` draws otherwise."""
+    (file, name), (rows, columns) = there, spec.box(tp, shards)
+    before = at * spec.shape[0]
+    index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)][: len(spec.shape)]
+    values = read_slice(file, name, index[::-1] if tensor.transposed else index, torch.float32)
+    return values.t() if tensor.transposed else values

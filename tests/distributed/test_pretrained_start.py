@@ -1,0 +1,183 @@
+"""A run that starts from a folder of transformers computes what transformers computes, in layouts, whoever saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from parallel3d.checkpoint import pretrained
+from parallel3d.checkpoint.start import check_start
+from parallel3d.config.hugging_face import from_hugging_face
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
+from parallel3d.errors import CheckpointError
+from parallel3d.training.state import load_start
+from tests.distributed.training_cases import BATCH, make_loader, make_recipe, make_trainer, whole_batch
+
+transformers = pytest.importorskip("transformers", reason="transformers makes the models and says what they compute")
+
+PRELOAD = ("transformers",)
+TP2_PP2 = ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2)
+_SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+_LLAMA = {**_SMALL, "vocab_size": 129, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
+_LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+FAMILIES = {
+    "llama": ("Llama", _LLAMA),
+    "llama-tied": ("Llama", {**_LLAMA, "tie_word_embeddings": True, "head_dim": 12}),
+    "llama3.1": ("Llama", {**_LLAMA, "rope_parameters": _LLAMA3}),
+    "llama-yarn": ("Llama", {**_LLAMA, "rope_parameters": _YARN}),
+    "qwen2": ("Qwen2", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 12}),
+    "mistral": ("Mistral", {**_LLAMA, "sliding_window": 7}),
+    "gpt2": ("GPT2", {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 1005}),
+}
+SHORT = ("llama3.1", "qwen3", "gpt2")
+
+
+def build(family: str, folder: Path) -> torch.nn.Module:
+    """Saves a model of transformers, all of whose parameters are random, biases and norms too, in several files."""
+    name, numbers = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**numbers, attn_implementation="eager")
+    torch.manual_seed(1)
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return model
+
+
+def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> float:
+    """Returns the loss of the first step of a run that starts from `folder`."""
+    recipe = make_recipe(model, parallel)
+    trainer = make_trainer(recipe, initialize=False)
+    load_start(trainer, folder)
+    return trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0)).loss
+
+
+def loss_of(peer: torch.nn.Module, model: ModelConfig) -> float:
+    """Returns transformers' own loss of the first step's batch."""
+    batch = whole_batch(make_recipe(model, ParallelConfig()), 0)
+    with torch.no_grad():
+        logits = torch.cat([peer(ids).logits for ids in batch.inputs])
+    labels = torch.cat([*batch.labels])
+    assert len(labels) == BATCH
+    return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten()).item()
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in FAMILIES]
+)
+def test_the_first_loss_is_that_of_transformers(world: Callable, tmp_path: Path, family: str) -> None:
+    peer = build(family, tmp_path)
+    model = from_hugging_face(tmp_path / "config.json")
+    assert check_start(tmp_path, model) == []
+    expected = loss_of(peer, model)
+    assert world(4).run(first_loss, model, TP2_PP2, tmp_path) == pytest.approx([expected] * 4, rel=1e-6)
+
+
+def bytes_read(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tuple[float, int, int]:
+    """Returns the first loss, the bytes that this rank has read of tensors, and those of its own parts."""
+    read: list[int] = []
+    read_slice = pretrained.read_slice
+
+    def counted(*args: object) -> torch.Tensor:
+        values = read_slice(*args)  # type: ignore[arg-type]
+        read.append(values.untyped_storage().nbytes())
+        return values
+
+    recipe = make_recipe(model, parallel)
+    trainer = make_trainer(recipe, initialize=False)
+    with mock.patch.object(pretrained, "read_slice", counted):
+        load_start(trainer, folder)
+    own = sum(parameter.local.nbytes for parameter in trainer.parameters)
+    return trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0)).loss, sum(read), own
+
+
+def test_each_rank_reads_its_own_slices_and_no_more(world: Callable, tmp_path: Path) -> None:
+    """Matrices are packed and transposed, the vocabulary's rows uneven, and parameters shared in every way."""
+    expected = loss_of(build("gpt2", tmp_path), model := from_hugging_face(tmp_path / "config.json"))
+    for parallel in (
+        ParallelConfig(tp=2, dp_shard=2),
+        ParallelConfig(pp=2, dp_shard=2, schedule="zb_v", virtual_stages=2),
+        ParallelConfig(dp_replicate=2, dp_shard=2, sharding="NO_SHARD"),
+    ):
+        for loss, read, own in world(4).run(bytes_read, model, parallel, tmp_path):
+            assert loss == pytest.approx(expected, rel=1e-6)
+            assert read == own > 0
+    for loss, _, _ in world(4).run(
+        bytes_read, model, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER"), tmp_path
+    ):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def start_one(model: ModelConfig, folder: Path) -> str:
+    """Returns what a run in one process says of a folder: its refusal, or nothing."""
+    trainer = make_trainer(make_recipe(model, ParallelConfig()))
+    try:
+        load_start(trainer, folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: Path) -> None:
+    build("gpt2", tmp_path)
+    model = from_hugging_face(tmp_path / "config.json")
+
+    def said(model: ModelConfig = model) -> str:
+        answer: str = world(1).run(start_one, model, tmp_path)[0]
+        return answer
+
+    index = (tmp_path / "model.safetensors.index.json").read_text()
+    outside = index.replace("model-00001-of", "../model-00001-of", 1)
+    (tmp_path / "model.safetensors.index.json").write_text(outside)
+    assert "names ../model-00001-of" in said() and "which is no file of this folder" in said()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert said() == "", "several files without an index"
+    files = sorted(tmp_path.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {f"h.{block}.attn.bias": torch.ones(1, 1, 4, 4) for block in range(4)}
+    bare["lm_head.weight"] = bare["wte.weight"].clone()
+    for file in files:
+        file.unlink()
+    save_file(bare, tmp_path / "model.safetensors")
+    assert said() == "", "the form of the first GPT-2, with buffers that nobody reads and the tied head"
+    save_file({**bare, "extra": torch.ones(2), "wpe.weight": bare["wpe.weight"].char()}, tmp_path / "model.safetensors")
+    assert said(replace(model, layers=6, vocab=1000)).splitlines() == [
+        f"{tmp_path}: is of another model:",
+        "  transformer.extra is [2] there, and not here",
+        *(
+            f"  transformer.h.{{4-5}}.{name} is not there, and {shape} here"
+            for name, shape in (
+                ("attn.c_attn.bias", "[96]"),
+                ("attn.c_attn.weight", "[32, 96]"),
+                ("attn.c_proj.bias", "[32]"),
+                ("attn.c_proj.weight", "[32, 32]"),
+                ("ln_1.bias", "[32]"),
+                ("ln_1.weight", "[32]"),
+                ("ln_2.bias", "[32]"),
+                ("ln_2.weight", "[32]"),
+                ("mlp.c_fc.bias", "[128]"),
+                ("mlp.c_fc.weight", "[32, 128]"),
+                ("mlp.c_proj.bias", "[32]"),
+                ("mlp.c_proj.weight", "[128, 32]"),
+            )
+        ),
+        "  transformer.wte.weight is [1005, 32] there and [1000, 32] here",
+        "  transformer.wpe.weight is of the type I8, which no weight here has",
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    assert "cannot be read as safetensors" in said()
