@@ -9,13 +9,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from parallel3d import recipes
+from parallel3d.checkpoint.difference import differences
 from parallel3d.checkpoint.start import check_start, find_start
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
-from parallel3d.errors import ConfigError
+from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.recipes.pretrain import main
 
@@ -85,6 +87,57 @@ def test_a_damaged_newest_checkpoint_is_passed_over(source: Path, tmp_path: Path
     run(start, tmp_path / "new")
     said = capsys.readouterr().err
     assert f"passed over: {damaged}" in said and "starts from the weights of" in said and "step_00000002" in said
+
+
+def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: Path) -> None:
+    wider = replace(RECIPE.model, layers=1, hidden=24, tied_embeddings=True)
+    start = replace(RECIPE, model=wider, checkpoint=CheckpointConfig(start_from=str(source)))
+    with pytest.raises(CheckpointError) as refusal:
+        run(start, tmp_path / "new")
+    dist.destroy_process_group()  # after an error a worker leaves it open, and ends
+    assert str(refusal.value).splitlines()[1:] == [
+        "  model.embed.weight is [264, 16] there and [264, 24] here",
+        "  model.head.weight is [264, 16] there, and not here",
+        *(
+            f"  model.layers.0.{name} there and {here} here"
+            for name, here in (
+                ("attention.k.weight is [16, 16]", "[24, 24]"),
+                ("attention.o.weight is [16, 16]", "[24, 24]"),
+                ("attention.q.weight is [16, 16]", "[24, 24]"),
+                ("attention.v.weight is [16, 16]", "[24, 24]"),
+                ("attention_norm.weight is [16]", "[24]"),
+                ("mlp.down.weight is [16, 32]", "[24, 32]"),
+                ("mlp.gate.weight is [32, 16]", "[32, 24]"),
+                ("mlp.up.weight is [32, 16]", "[32, 24]"),
+                ("mlp_norm.weight is [16]", "[24]"),
+            )
+        ),
+        *(
+            f"  model.layers.1.{name} there, and not here"
+            for name in (
+                "attention.k.weight is [16, 16]",
+                "attention.o.weight is [16, 16]",
+                "attention.q.weight is [16, 16]",
+                "attention.v.weight is [16, 16]",
+                "attention_norm.weight is [16]",
+                "mlp.down.weight is [16, 32]",
+                "mlp.gate.weight is [32, 16]",
+                "mlp.up.weight is [32, 16]",
+                "mlp_norm.weight is [16]",
+            )
+        ),
+        "  model.norm.weight is [16] there and [24] here",
+    ]
+
+
+def test_differences_of_many_blocks_share_a_line() -> None:
+    here = {f"layers.{block}.q": (4, 4) for block in range(12)}
+    there = {f"layers.{block}.q": (4, 5 if block == 7 else 4) for block in range(10) if block != 2} | {"norm": (3,)}
+    assert differences(there, here) == [
+        "layers.{2,10-11}.q is not there, and [4, 4] here",
+        "layers.7.q is [4, 5] there and [4, 4] here",
+        "norm is [3] there, and not here",
+    ]
 
 
 @pytest.mark.parametrize(

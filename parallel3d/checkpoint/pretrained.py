@@ -30,7 +30,7 @@ _WEIGHTS = ("F64", "F32", "BF16", "F16")  # safetensors' names of the types that
 
 def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path) -> None:
     """Fills this rank's parts of `parameters`; every rank calls it. Raises CheckpointError, the same on all ranks and
-    with nothing changed, where tensors are missing, have other shapes, are quantized, or are none of the model's."""
+    with nothing changed, where tensors are missing, have other shapes, are quantized, or belong to another model."""
 
     def own_shapes() -> dict[str, tuple[int, ...]]:
         return {own.name: own.spec.shape for own in parameters}

@@ -43,7 +43,7 @@ def find_start(start_from: str | None) -> list[Path]:
 
 
 def is_pretrained(path: Path) -> bool:
-    """True for a folder of transformers."""
+    """Returns whether a folder has the weights of a model of transformers."""
     return any(path.glob("*.safetensors"))
 
 

@@ -272,7 +272,9 @@ def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved:
     wider = replace(GROUPED, hidden=64)
     assert "model.embed.weight is [128, 32] there and [128, 64] here" in one.run(refuse, wider, saved)[0]
     deeper = replace(GROUPED, layers=4)
-    assert "has no model.layers.3" in one.run(refuse, deeper, saved)[0]
+    assert "model.layers.3.attention.q.weight is not there, and [32, 32] here" in one.run(refuse, deeper, saved)[0]
+    shallower = replace(GROUPED, layers=2)  # it would load without the last block
+    assert "model.layers.2.attention.q.weight is [32, 32] there, and not here" in one.run(refuse, shallower, saved)[0]
 
 
 def test_a_pickle_in_a_checkpoint_is_never_run(world: Callable, saved: Path) -> None:
