@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class Parallel3dError(Exception):
     """Base of the tree; `exit_status` is what a command returns for it."""
@@ -26,7 +30,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class SaveError(Parallel3dError):
-    exit_status = 73  # a checkpoint that cannot be written
+    exit_status = 73  # a checkpoint or another file of a run that cannot be written
 
 
 class SinkError(Parallel3dError):
@@ -51,3 +55,12 @@ class NonFiniteError(Parallel3dError):
 
 class PreemptedError(Parallel3dError):
     exit_status = 75  # the run was asked to end, and has saved its state
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system in this block, which writes `path`, into a SaveError."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error

@@ -22,8 +22,8 @@ from torch import Tensor
 from parallel3d.checkpoint.hugging_face import TensorOfTheirs, tensors_of_theirs
 from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
 from parallel3d.checkpoint.reader import read_box
-from parallel3d.checkpoint.store import commit
-from parallel3d.checkpoint.writer import save_file, sync_folder
+from parallel3d.checkpoint.store import commit, sync_folder
+from parallel3d.checkpoint.writer import save_file
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer

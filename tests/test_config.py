@@ -412,6 +412,16 @@ BROKEN = [
     (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
     (["train.sample_top_k=265"], "must be at most model.vocab = 264", "train.sample_top_k=1"),
     (["checkpoint.keep=0"], "checkpoint.keep = 0: must be at least 1; try 1", "checkpoint.keep=1"),
+    (
+        ["checkpoint.every=100", "checkpoint.keep_every=250"],
+        "checkpoint.keep_every = 250: must be a multiple of checkpoint.every = 100; try 200 or 300",
+        "checkpoint.keep_every=300",
+    ),
+    (
+        ["checkpoint.every=100", "checkpoint.keep_best=3", "train.eval_every=null"],
+        "checkpoint.keep_best = 3: needs validation losses, and train.eval_every = null; try train.eval_every=100, or",
+        "train.eval_every=100",
+    ),
     (["checkpoint.resume="], "must be none, auto or the path of a checkpoint", "checkpoint.resume=auto"),
     (["train.seed=-1"], "train.seed = -1: must be at least 0; try 0", "train.seed=0"),
     (["parallel.pp=0"], "parallel.pp = 0: must be at least 1; try 1", "parallel.pp=1"),

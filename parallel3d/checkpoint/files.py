@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -36,7 +37,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.reader import read_own_part
 from parallel3d.checkpoint.together import collect
-from parallel3d.checkpoint.writer import WrittenShard, save_file, sync_folder, write_shard
+from parallel3d.checkpoint.writer import WrittenShard, save_file, write_shard
 from parallel3d.errors import CheckpointError, SaveError
 from parallel3d.torch_private import dcp_index
 
@@ -114,7 +115,7 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
                 tensors[name] = replace(before, pieces=before.pieces + tensor.pieces)
             versions = parallel3d.__version__, torch.__version__
             Manifest(FORMAT, *versions, save.progress, files, tensors).write(save.partial)
-            sync_folder(save.partial)
+            store.sync_folder(save.partial)
             store.commit(save.partial, save.path)
         except OSError as error:
             raise _cannot_write(save.path, str(error)) from error
@@ -124,7 +125,8 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
         collect(own_shard, commit, group)
     except SaveError:
         if dist.get_rank(group) == 0:
-            shutil.rmtree(save.partial, ignore_errors=True)
+            with suppress(OSError):  # which would hide the error
+                store.tidy(save.path.parent)
         raise
 
 
@@ -181,11 +183,10 @@ def _make_folder(partial: Path, needed: int) -> None:
     so it has to have room for what they need together."""
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        there = next(folder for folder in partial.parents if folder.exists())
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(partial.parent).free
         if free < needed:
             raise SaveError(f"{partial.parent}: a checkpoint needs {_size(needed)}, {_size(free)} are free")
-        partial.mkdir(parents=True)
+        partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
     except OSError as error:
         raise _cannot_write(partial.with_suffix(""), str(error)) from error
 

@@ -50,6 +50,7 @@ class SavedProgress:
     sequences: int | None = None  # sequences seen, the place in the data; None: step * global_batch_size
     drawn: dict[str, int] | None = None  # sequences seen of each source of a mixture; None: not known
     skipped_steps: int = 0  # steps that the loss scaler has skipped
+    val_loss: float | None = None  # after this step; None: the step had no evaluation
     loss_scale: float | None = None  # the scale of the next step; None: not trained in float16
     loss_scale_good_steps: int = 0  # finite steps in a row at that scale
     optimizer: str = "adamw"  # the optimizer whose states the checkpoint has

@@ -1,7 +1,12 @@
-"""The folder of a run's checkpoints: listing them, putting one in place, dropping old ones. No torch here.
+"""The folder of a run's checkpoints: listing them, putting one in place, setting others aside, deleting them. No torch.
 
-A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, so that a
-folder with a checkpoint's name is always a whole checkpoint. A dropped checkpoint is renamed before it is deleted.
+A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, and it is renamed
+again before it is deleted, so that no half of a checkpoint ever has a checkpoint's name. The other endings:
+
+step_00000100.replaced    was saved again: deleted when its successor is in place, taken back where that never was
+step_00000100.dropped     is being deleted
+step_00000100.damaged     was found damaged; a person may look at it, and nothing here reads it or counts it again
+step_00000100.abandoned   the run went on from an older checkpoint; nothing here reads it or counts it again
 """
 
 from __future__ import annotations
@@ -9,12 +14,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE
-from parallel3d.errors import ConfigError
+from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE, read_manifest
+from parallel3d.config.recipe import CheckpointConfig
+from parallel3d.errors import CheckpointError, ConfigError
 
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_\d{8,}")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -23,8 +31,19 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the whole checkpoints of a folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [path for path in _candidates(folder) if is_whole(path)]
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether a folder has what is written last into a checkpoint. An empty folder may have its name."""
+    return (path / MANIFEST_FILE).is_file()
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume tells what is wrong
+    with one that has lost its manifest."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and any(path.glob("*"))]
+    return sorted(found, key=_step_of)
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
@@ -33,7 +52,7 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
     if resume == "none":
         return []
     if resume == "auto":
-        return list_checkpoints(folder)[::-1]
+        return _candidates(folder)[::-1]
     if not is_checkpoint(Path(resume)):
         raise ConfigError(
             f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
@@ -47,32 +66,108 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Puts a written checkpoint in place, replacing one of the same step."""
-    if final.exists():
-        drop(final)
+    """Puts a written checkpoint in place. One of the same step moves aside before and is deleted after, so that `tidy`
+    finds one of the two wherever this is cut off."""
+    replaced = _named(final, "replaced")
+    if is_whole(final):
+        _delete(replaced)  # an earlier one, whose successor is `final`
+        final.rename(replaced)
+    elif final.exists():
+        set_aside(final, "damaged")
     partial.rename(final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(final.parent)
+    _delete(replaced)
 
 
-def drop(path: Path) -> None:
+def tidy(folder: Path) -> None:
+    """Ends what a crash or a failed save has cut off: takes a replaced checkpoint back where its successor is not in
+    place, and deletes what is half written or half deleted. No save may be under way."""
+    for replaced in sorted(folder.glob("step_[0-9]*.replaced")):
+        final = replaced.with_suffix("")
+        if is_whole(final):
+            _delete(replaced)
+            continue
+        if final.exists():
+            set_aside(final, "damaged")
+        replaced.rename(final)
+    for path in (*folder.glob("step_[0-9]*.partial"), *folder.glob("step_[0-9]*.dropped")):
+        shutil.rmtree(path)
+
+
+def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
+    """Sets aside what a run that goes on from `step`, which is `resumed`'s, has found `damaged`, and what is newer, by
+    which a later resume would go back to what this run has left. Returns a line for the user about each kind."""
+    newer = [path for path in _candidates(folder) if path not in damaged and _step_of(path) >= step]
+    newer = [path for path in newer if not path.samefile(resumed)]
+    lines = []
+    if damaged:
+        lines.append(f"damaged, and set aside: {_joined(set_aside(path, 'damaged') for path in damaged)}")
+    if newer:
+        aside = _joined(set_aside(path, "abandoned") for path in newer)
+        lines.append(f"not before step {step}, from which this run goes on, and set aside: {aside}")
+    return lines
+
+
+def set_aside(path: Path, ending: str) -> Path:
+    """Renames a checkpoint, so that nothing counts it any more, and returns its new path. One of the same step that was
+    set aside earlier is deleted."""
+    aside = _named(path, ending)
+    _delete(aside)
+    path.rename(aside)
+    return aside
+
+
+def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
+    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place."""
+    paths = {_step_of(path): path for path in list_checkpoints(folder)}
+    losses = {step: _loss_of(path) if rule.keep_best else None for step, path in paths.items()}
+    for step in superfluous(losses, rule, _step_of(saved)):
+        _delete(paths[step])
+
+
+def superfluous(losses: Mapping[int, float | None], rule: CheckpointConfig, saved: int) -> list[int]:
+    """Returns the steps whose checkpoints go, of those that have `losses`. A step without a validation loss is never
+    among the best; of equal losses the later step's is the better one. The step just `saved` always stays."""
+    known = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
+    best = [-step for _, step in known[: rule.keep_best]]
+    kept = {saved, *sorted(losses)[-rule.keep :], *best}
+    return [step for step in sorted(losses.keys() - kept) if rule.keep_every is None or step % rule.keep_every]
+
+
+def _loss_of(path: Path) -> float | None:
+    """Returns the validation loss of a checkpoint; None also where it cannot be read, which a resume would say."""
+    with suppress(CheckpointError):
+        return read_manifest(path).progress.val_loss
+    return None
+
+
+def _named(path: Path, ending: str) -> Path:
+    return path.with_name(f"{path.name}.{ending}")
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _joined(paths: Iterable[Path]) -> str:
+    return ", ".join(str(path) for path in paths)
+
+
+def _delete(path: Path) -> None:
     """Deletes a checkpoint, under another name, so that a half-deleted one is not taken for whole."""
-    dropped = path.with_name(f"{path.name}.dropped")
+    dropped = _named(path, "dropped")
     if dropped.exists():
         shutil.rmtree(dropped)
-    path.rename(dropped)
-    shutil.rmtree(dropped)
+    if path.exists():
+        path.rename(dropped)
+        sync_folder(path.parent)
+        shutil.rmtree(dropped)
 
 
-def keep_newest(folder: Path, keep: int) -> None:
-    for path in list_checkpoints(folder)[:-keep]:
-        drop(path)
-
-
-def sweep(folder: Path) -> None:
-    """Deletes the checkpoints that an interrupted run left half written or half deleted."""
-    for path in (*folder.glob("step_[0-9]*.partial"), *folder.glob("step_[0-9]*.dropped")):
-        shutil.rmtree(path, ignore_errors=True)
+def sync_folder(folder: Path) -> None:
+    """Has the disk know the names in a folder."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

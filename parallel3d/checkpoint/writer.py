@@ -117,12 +117,3 @@ def save_file(path: Path, content: bytes) -> SavedFile:
         file.flush()
         os.fsync(file.fileno())
     return SavedFile(len(content), f"{zlib.crc32(content):08x}")
-
-
-def sync_folder(folder: Path) -> None:
-    """Has the names of a folder's files written to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

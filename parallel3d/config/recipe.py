@@ -378,6 +378,8 @@ class DataConfig:
 class CheckpointConfig:
     every: int | None = None  # steps; None: no checkpoints
     keep: int = 2  # the newest checkpoints to keep
+    keep_every: int | None = None  # steps: a checkpoint of each multiple stays for good; None: of none
+    keep_best: int = within("at least 0", 0)  # the checkpoints to keep beside them whose validation losses are lowest
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.
     start_from: str | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
 from parallel3d.config.mixture import mixture_errors
-from parallel3d.config.ranges import multiple_from, range_errors
+from parallel3d.config.ranges import any_of, multiple_from, multiples_near, range_errors
 from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import (
     at_most,
@@ -141,6 +141,7 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus.txt"
     if data.source == "tokens" and not is_named:
         yield "<data.path>: <data.source> needs a folder with a tokens.json, or Megatron's PREFIX; try data.path=tokens"
+    yield from _kept_errors(recipe)
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
     yield from start_errors(recipe)
@@ -163,6 +164,17 @@ def start_errors(recipe: Recipe) -> Iterator[str]:
     elif run_dir is not None and Path(start).resolve().is_relative_to(Path(run_dir).resolve()):
         words = "lies in <run_dir>, where the new run is to be"
         yield f"<checkpoint.start_from>: {words}; try run_dir={run_dir}-2"
+
+
+def _kept_errors(recipe: Recipe) -> Iterator[str]:
+    """One line, for a `rule` to yield, for each setting by which a run would not keep what it is asked to keep."""
+    every, keep_every = recipe.checkpoint.every, recipe.checkpoint.keep_every
+    if every is not None and keep_every is not None and keep_every % every:
+        tries = any_of(multiples_near(keep_every, every))
+        yield f"<checkpoint.keep_every>: must be a multiple of <checkpoint.every>; try {tries}"
+    if every is not None and recipe.checkpoint.keep_best and recipe.train.eval_every is None:
+        tries = f"train.eval_every={every}, or checkpoint.keep_best=0"
+        yield f"<checkpoint.keep_best>: needs validation losses, and <train.eval_every>; try {tries}"
 
 
 def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ import torch
 
 from parallel3d.config.flops import PeakOf, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Recipe
+from parallel3d.errors import writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,12 @@ class MetricsFile:
         self._path, self._also = path, also
         *whole, _cut_off = path.read_text().split("\n") if path.exists() else [""]  # a crash may cut off the last line
         kept = [line for line in whole if json.loads(line)["step"] <= resumed_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        with writing(path):
+            path.write_text("".join(f"{line}\n" for line in kept))
         self.history: list[dict[str, float | None]] = [json.loads(line) for line in kept]  # as the run resumes
 
     def write(self, metrics: StepMetrics) -> None:
-        with self._path.open("a") as file:
+        with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(metrics.scalars) + "\n")
         if self._also is not None:
             self._also(metrics.scalars)

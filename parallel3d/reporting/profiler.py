@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel3d.config.recipe import LoggingConfig
+from parallel3d.errors import writing
 
 
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
@@ -43,9 +44,10 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
             return None
         self._profile.stop()
         path = self._folder / f"rank_{self._rank}.{step:08d}.pt.trace.json.gz"  # TensorBoard looks for this ending
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
-        self._write_memory(f"{step:08d}")
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            self._write_memory(f"{step:08d}")
         self._profile = None
         return f"profile of steps {self._steps[0]} to {step}: {path}"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel3d.checkpoint.store import checkpoint_path, keep_newest
+from parallel3d.checkpoint.store import checkpoint_path, retain
 from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
-from parallel3d.errors import PreemptedError
+from parallel3d.errors import PreemptedError, writing
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
@@ -76,9 +76,10 @@ def fit(
                 callbacks.tell("measured", step, line)
             path = checkpoint_path(checkpoints, step)
             if is_preempted or _due(recipe.checkpoint.every, step, last):
-                save_trainer(trainer, path)
+                save_trainer(trainer, path, None if losses is None else losses.get(VALIDATION))
                 if dist.get_rank() == 0:
-                    keep_newest(checkpoints, recipe.checkpoint.keep)
+                    with writing(checkpoints):
+                        retain(checkpoints, recipe.checkpoint, path)
                 callbacks.tell("saved", step, path)
             if is_preempted and not last:
                 raise PreemptedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +23,9 @@ from parallel3d.training.local_sgd.state import SavedReplicas
 from parallel3d.training.trainer import Trainer
 
 
-def save_trainer(trainer: Trainer, path: Path) -> None:
-    """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
+def save_trainer(trainer: Trainer, path: Path, val_loss: float | None = None) -> None:
+    """Writes a checkpoint of the trainer's step, whose validation loss is `val_loss`; every rank calls it. Raises
+    SaveError."""
     recipe, local_sgd = trainer.recipe, trainer.local_sgd
     tensors = replica_state.tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
     progress = SavedProgress(
@@ -37,6 +39,7 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
         sequences=recipe.batch_sizes.before(trainer.step),
         drawn=drawn_by_source(recipe, trainer.step),
         skipped_steps=trainer.skipped_steps,
+        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
         loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
         optimizer=trainer.optimizer.label,

@@ -11,6 +11,7 @@ from statistics import mean
 import torch.distributed as dist
 
 from parallel3d.data.loader import Batch
+from parallel3d.errors import writing
 from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
@@ -69,6 +70,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     ]
     simulated = simulate(schedule, measured_times(schedule, [span for timeline in measured for span in timeline.spans]))
     path = folder / f"timeline_step_{trainer.step:08d}.json"
-    path.write_text(draw_trace(*measured, simulated))
+    with writing(path):
+        path.write_text(draw_trace(*measured, simulated))
     bubble = mean(timeline.bubble_fraction for timeline in measured)
     return result, TimelineReport(path, bubble, simulated.bubble_fraction)

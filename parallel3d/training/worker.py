@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.start import find_start
-from parallel3d.checkpoint.store import find_checkpoints, sweep
+from parallel3d.checkpoint.store import after_resume, find_checkpoints, tidy
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -22,7 +22,7 @@ from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.windows import WindowSource
-from parallel3d.errors import DamagedCheckpointError
+from parallel3d.errors import DamagedCheckpointError, writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.signals import StopRequest, catch_sigterm
@@ -64,7 +64,12 @@ def run_worker(
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
         run_dir = Path(recipe.run_dir)
         checkpoints = run_dir / "checkpoints"
-        saved = find_checkpoints(recipe.checkpoint.resume, checkpoints)
+        if speaks:
+            with writing(checkpoints):
+                (run_dir if recipe.checkpoint.every is None else checkpoints).mkdir(parents=True, exist_ok=True)
+                tidy(checkpoints)
+        dist.barrier()
+        saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
         start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
         trainer = Trainer(
             recipe,
@@ -76,10 +81,7 @@ def run_worker(
         )
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
-        resumed = resume_from(trainer, saved) if saved else start_from(trainer, start)
-        if speaks:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            sweep(checkpoints)
+        resumed = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         # A run without checkpoints has nowhere to save to, so SIGTERM ends it at once.
         sigterm = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
         with (
@@ -221,10 +223,14 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
     return box[0]
 
 
-def resume_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads the first of `checkpoints` that is not damaged. Returns lines for the user: the ones that were passed over,
-    and where the run goes on. Raises CheckpointError where all are damaged, or one is of another model."""
+def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
+    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's `folder` that are damaged
+    or newer. Returns lines for the user: the ones that were passed over, and where the run goes on. Raises
+    CheckpointError, with no damaged one renamed, where all are damaged, or one is of another model."""
     path, lines = first_whole(checkpoints, partial(load_trainer, trainer))
+    if dist.get_rank() == 0:
+        with writing(folder):
+            lines += after_resume(folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)])
     begun = trainer.recipe.checkpoint.start_from
     words = "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
     return [*lines, f"goes on from step {trainer.step} of {path}{words}"]

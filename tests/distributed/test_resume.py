@@ -260,11 +260,16 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, s
     told = world(1).run(resume_and_tell, list_checkpoints(saved.parent)[::-1])[0]
     assert told[0].startswith(f"passed over: {short / shard.name}: has ") and "cut short" in told[0]
     assert told[1].startswith(f"passed over: {flipped / shard.name}: is not what was saved")
-    assert told[2:] == [f"goes on from step {HALF} of {saved}"]
+    assert told[2:] == [
+        f"damaged, and set aside: {short}.damaged, {flipped}.damaged",
+        f"goes on from step {HALF} of {saved}",
+    ]
+    assert list_checkpoints(saved.parent) == [saved]
 
 
 def resume_and_tell(checkpoints: list[Path]) -> list[str]:
-    return resume_from(make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8))), checkpoints)
+    trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
+    return resume_from(trainer, checkpoints, checkpoints[0].parent)
 
 
 def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:

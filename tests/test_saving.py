@@ -1,0 +1,208 @@
+"""A run and its folder: what it keeps, where it goes on, and what it says when it cannot write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d import Callback
+from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
+from parallel3d.errors import SaveError
+from parallel3d.launch.failure import Failure
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.models.llama import Llama
+from parallel3d.training.callbacks import RunView
+from parallel3d.training.hooks import StepResult
+from parallel3d.training.worker import run_worker
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
+    checkpoint=CheckpointConfig(every=1, keep=2),
+    logging=LoggingConfig(every=1),
+)
+
+
+class After(Callback):
+    """Does something to the run's folder after a step."""
+
+    def __init__(self, step: int, act: Callable[[Path], object]) -> None:
+        self._step, self._act = step, act
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        if run.step == self._step:
+            self._act(run.run_dir)
+
+
+class Listening(Callback):
+    """Notes the checkpoints that it is told of, and whether they were there."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bool]] = []
+
+    def saved(self, run: RunView, checkpoint: Path) -> None:
+        self.told.append((checkpoint.name, checkpoint.is_dir()))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., list[tuple[str, bool]]]]:
+    """Runs a worker in this process, in tmp_path/run, and returns what its callback was told of checkpoints."""
+    count = 0
+
+    def run(recipe: Recipe = RECIPE, *callbacks: Callback, folder: Path = tmp_path) -> list[tuple[str, bool]]:
+        nonlocal count
+        count += 1
+        leave_the_group()
+        where = Rendezvous(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{tmp_path}/store_{count}"
+        )
+        listening = Listening()
+        run_worker(
+            replace(recipe, run_dir=str(folder / "run")),
+            where,
+            Llama,
+            lambda name, precision: None,
+            [*callbacks, listening],
+        )
+        return listening.told
+
+    yield run
+    leave_the_group()
+
+
+def leave_the_group() -> None:
+    """Closes what a worker leaves open after an error, when its process ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def saved_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def resumed_from(path: Path | str, steps: int) -> Recipe:
+    return replace(
+        RECIPE,
+        train=replace(RECIPE.train, steps=steps),
+        checkpoint=replace(RECIPE.checkpoint, resume=str(path)),
+    )
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(
+    run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    assert saved_in(tmp_path) == ["step_00000003", "step_00000004"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(checkpoints / "step_00000003", checkpoints / "step_00000001")
+    (checkpoints / "step_00000300").mkdir()  # empty: no checkpoint
+    told = run(resumed_from(checkpoints / "step_00000003", steps=5))
+    assert told == [("step_00000004", True), ("step_00000005", True)]
+    assert saved_in(tmp_path) == ["step_00000004", "step_00000004.abandoned", "step_00000005", "step_00000300"]
+    assert f"set aside: {checkpoints}/step_00000004.abandoned" in capsys.readouterr().err
+    run(resumed_from("auto", steps=6))
+    assert "goes on from step 5" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_renamed_and_counts_for_nothing(run: Callable, tmp_path: Path) -> None:
+    run()
+    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
+    with next(newest.glob("*.distcp")).open("r+b") as shard:
+        shard.truncate(100)
+    assert run(resumed_from("auto", steps=5)) == [("step_00000004", True), ("step_00000005", True)]
+    assert saved_in(tmp_path) == ["step_00000004", "step_00000004.damaged", "step_00000005"]
+
+
+def test_the_best_are_kept_by_the_losses_of_the_steps_that_were_evaluated(run: Callable, tmp_path: Path) -> None:
+    """Loss falls over these few steps, so the best of the steps that were evaluated is the last of them."""
+    train = replace(RECIPE.train, steps=7, eval_every=3, eval_sequences=2)
+    run(replace(RECIPE, train=train, checkpoint=CheckpointConfig(every=1, keep=1, keep_every=2, keep_best=1)))
+    losses = {
+        line["step"]: line["val_loss"]
+        for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        if line["val_loss"] is not None
+    }
+    best = min(losses, key=lambda step: losses[step])
+    assert sorted(losses) == [3, 6, 7]
+    assert saved_in(tmp_path) == [f"step_{step:08d}" for step in sorted({2, 4, 6, 7, best})]
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], int | None, str]] = {
+    # what happens after step 2, logging.every, the file that cannot be written
+    "removed": (shutil.rmtree, 1, "metrics.jsonl"),
+    "moved": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), 1, "metrics.jsonl"),
+    "moved, without a line to write": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), 100, "step_"),
+    "metrics are a folder": (lambda run_dir: make_a_folder(run_dir / "metrics.jsonl"), 1, "metrics.jsonl"),
+    "checkpoints are a file": (lambda run_dir: make_a_file(run_dir / "checkpoints"), 1, "step_"),
+}
+
+
+def make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.touch()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_that_cannot_be_written_ends_the_run_with_its_path(run: Callable, tmp_path: Path, fault: str) -> None:
+    act, every, file = FAULTS[fault]
+    with pytest.raises(SaveError) as error:
+        run(replace(RECIPE, logging=LoggingConfig(every=every)), After(2, act))
+    assert error.value.exit_status == 73
+    assert str(tmp_path / "run") in str(error.value) and file in str(error.value)
+    assert "cannot be written: " in str(error.value)
+    assert not (tmp_path / "elsewhere").exists() or not (tmp_path / "run").exists()  # nothing is made there anew
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of about 1 MiB, on which a few checkpoints of the recipe find room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", disk], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def outcome_of(error: SaveError, run_dir: Path) -> object:
+    RunOutcome.of(Failure.of(error, 0, "")).write(str(run_dir))
+    return json.loads((run_dir / "outcome.json").read_text())["exit_status"]
+
+
+def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(run: Callable, tmp_path: Path, small_disk: Path) -> None:
+    recipe = replace(RECIPE, checkpoint=CheckpointConfig(every=1, keep=100))
+    with pytest.raises(SaveError, match=r"/disk/run/checkpoints") as error:
+        run(replace(recipe, train=replace(RECIPE.train, steps=40)), folder=small_disk)
+    assert "free" in str(error.value)
+    left = saved_in(small_disk)
+    assert left == [f"step_{step:08d}" for step in range(1, len(left) + 1)] and len(left) >= 2
+
+    assert outcome_of(error.value, small_disk / "run") == 73  # there is room again for this file
+    shutil.move(small_disk / "run", tmp_path / "run")  # where there is room
+    assert run(resumed_from("auto", steps=len(left) + 1)) == [(f"step_{len(left) + 1:08d}", True)]
+
+
+def test_a_disk_that_becomes_read_only_ends_the_run(run: Callable, small_disk: Path) -> None:
+    remount = ["mount", "-o", "remount,ro", small_disk]
+    with pytest.raises(SaveError, match="metrics.jsonl: cannot be written: Read-only file system"):
+        run(RECIPE, After(2, lambda run_dir: subprocess.run(remount, check=True)), folder=small_disk)
+    assert saved_in(small_disk) == ["step_00000001"]
