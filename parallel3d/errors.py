@@ -33,6 +33,10 @@ class SaveError(Parallel3dError):
     exit_status = 73  # a checkpoint or another file of a run that cannot be written
 
 
+class RunLockedError(Parallel3dError):
+    exit_status = 73  # another run writes into the folder
+
+
 class SinkError(Parallel3dError):
     exit_status = 73  # a dashboard that does not take what is sent to it
 

@@ -13,6 +13,7 @@ from parallel3d.config.load import KEYS, load_recipe
 from parallel3d.config.recipe import Recipe, SinkName
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, SinkError
+from parallel3d.launch.run_dir import locked
 from parallel3d.models import shape_cards
 from parallel3d.recipes import Job
 from parallel3d.reporting.sinks import SINKS, SinkRun, cause_of
@@ -116,15 +117,16 @@ def replay(options: argparse.Namespace) -> int:
     if not file.exists():
         raise ConfigError(f"{folder}: has no metrics.jsonl; nothing was trained there")
     *whole, _cut_off = file.read_text().split("\n")
-    run.id_file(options.sink).unlink(missing_ok=True)  # a new run, which later lines go to as well
-    try:
-        sink = SINKS[options.sink]()
-        sink.start(run)
-        for line in whole:
-            sink.log(json.loads(line))
-        sink.finish(succeeded=True)
-    except Exception as error:
-        raise SinkError(f"{options.sink}: {cause_of(error, options.sink)}") from error
+    with locked(folder):
+        run.id_file(options.sink).unlink(missing_ok=True)  # a new run, which later lines go to as well
+        try:
+            sink = SINKS[options.sink]()
+            sink.start(run)
+            for line in whole:
+                sink.log(json.loads(line))
+            sink.finish(succeeded=True)
+        except Exception as error:
+            raise SinkError(f"{options.sink}: {cause_of(error, options.sink)}") from error
     print(f"{len(whole)} lines of {file} are in {options.sink}")
     return 0
 

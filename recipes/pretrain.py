@@ -12,6 +12,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import parallel3d
@@ -22,11 +24,13 @@ from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import warnings_for
 from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
+from parallel3d.launch.devices import choose_device, may_refuse_the_device
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import RunOutcome, check_compiler, prepare_run_dir
+from parallel3d.launch.run_dir import RunOutcome, check_compiler, has_earlier_run, locked, prepare_run_dir
+from parallel3d.launch.run_lock import RunLock
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.range_test import range_test_settings
@@ -55,7 +59,7 @@ exit status:
    69  the workers did not find each other
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
-   73  a checkpoint cannot be written, or a replay to a dashboard failed
+   73  a checkpoint cannot be written, another run writes into the folder, or a replay to a dashboard failed
    75  stopped by SIGTERM, with the state saved
   130  stopped by Ctrl-C (143: by SIGTERM, with nothing saved)
 """
@@ -126,9 +130,18 @@ def _launch(options: argparse.Namespace) -> int:
             "start them with torchrun on each machine, or shrink the layout"
         )
     check_model(recipe.model)
-    _prepare(job)
-    target = f"parallel3d.recipes:{job.function}"
-    return launch_local(target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose)
+    notes = _check(job)
+    with _folder_of(job) as lock:
+        if lock is not None:
+            if has_earlier_run(recipe) and may_refuse_the_device(recipe.train.device):
+                nowhere, target = replace(recipe, run_dir=None), "parallel3d.launch.devices:check_devices"
+                if status := launch_local(target, nowhere, 1, preload=(*_PRELOAD, "parallel3d.recipes")):
+                    return status
+            _begin(recipe, lock, notes)
+        target = f"parallel3d.recipes:{job.function}"
+        return launch_local(
+            target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose
+        )
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
@@ -144,11 +157,26 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
             )
         check_model(recipe.model)
         if speaks:
-            _prepare(job)
+            notes = _check(job)
     except ConfigError as error:
         if speaks:
             raise
         return error.exit_status
+    with _folder_of(job) if speaks else nullcontext() as lock:
+        if lock is not None:
+            if has_earlier_run(recipe) and may_refuse_the_device(recipe.train.device):
+                choose_device(recipe.train.device, rendezvous.local_rank)
+            _begin(recipe, lock, notes)
+        status, is_left_open = _work(job, rendezvous, options)
+    if is_left_open:
+        end_process(status)
+    return status
+
+
+def _work(job: Job, rendezvous: Rendezvous, options: argparse.Namespace) -> tuple[int, bool]:
+    """Runs this process's rank of a job, and tells how it ended. Returns the exit status, and whether a process group
+    is open, and is left so by `end_process`."""
+    recipe, speaks = job.recipe, rendezvous.rank == 0
     outcome = RunOutcome()
     try:
         getattr(recipes, job.function)(recipe, rendezvous, *job.arguments)
@@ -169,10 +197,10 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         if isinstance(error, SettledError):  # a group is open, and is left so
             if is_ours or speaks:
                 outcome.write(recipe.run_dir)
-            end_process(outcome.exit_status)
+            return outcome.exit_status, True
     if speaks:
         outcome.write(recipe.run_dir)
-    return outcome.exit_status
+    return outcome.exit_status, False
 
 
 def _record_for_torchrun(error: Exception) -> None:
@@ -183,8 +211,9 @@ def _record_for_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error.__cause__ or error)
 
 
-def _prepare(job: Job) -> None:
-    """Checks the data and the compiler and makes the folder of a new run: one process for all, before they meet."""
+def _check(job: Job) -> list[str]:
+    """Checks the data, the compiler and the checkpoints: one process for all, before they meet, and before anything is
+    written. Returns lines for the user."""
     recipe = job.recipe
     from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
     from parallel3d.data.evaluation import evaluation_windows
@@ -197,9 +226,20 @@ def _prepare(job: Job) -> None:
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
     evaluation_windows(recipe.data, train.seq_len)
     start, resume, notes = recipe.checkpoint.start_from, recipe.checkpoint.resume, list[str]()
-    if start is not None and not find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints"):
+    saved = find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints")
+    if start is not None and not saved:
         notes = check_start(find_start(start)[0], recipe.model)  # a run that goes on needs its beginning no more
-    for line in (*warnings_for(recipe), *notes, *prepare_run_dir(recipe)) if job.trains else ():
+    return [*warnings_for(recipe), *notes]
+
+
+def _folder_of(job: Job) -> AbstractContextManager[RunLock | None]:
+    """Holds the folder that a job writes into; None for one that only reads."""
+    return locked(job.recipe.run_dir) if job.trains and job.recipe.run_dir is not None else nullcontext()
+
+
+def _begin(recipe: Recipe, lock: RunLock, notes: Sequence[str]) -> None:
+    """Makes the folder that `lock` holds that of this run. What can be refused before the workers start has been."""
+    for line in (*notes, *prepare_run_dir(recipe, lock)):
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import parallel3d
+from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, NonFiniteError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import prepare_run_dir
+from parallel3d.launch.run_dir import locked, prepare_run_dir
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, pretrain
 
@@ -50,7 +52,7 @@ BAD_INPUTS = [
     ("quickstart run_dir=${oc.env:HOME}", "a recipe does not read variables"),
     ("quickstart data.source=text", "data.source = text needs a file or a folder"),
     ("quickstart data.source=text data.path=no/such/corpus", "no/such/corpus"),
-    ("quickstart checkpoint.resume=no/such/step", "checkpoint.resume = no/such/step: no such checkpoint; try auto"),
+    ("quickstart checkpoint.resume=no/such/step", "checkpoint.resume = no/such/step: is no checkpoint; try auto"),
     ("quickstart run_dir=/dev/null/run", "run_dir = /dev/null/run: cannot be written (Not a directory); try another"),
     ("quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800", "with torchrun"),
 ]  # fmt: skip
@@ -158,16 +160,19 @@ def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(no_workers: list[R
 
 
 def test_a_run_that_resumes_goes_on_in_its_folder(no_workers: list[Recipe]) -> None:
-    Path("runs/quickstart/checkpoints/step_00000100").mkdir(parents=True)
+    saved = Path("runs/quickstart/checkpoints/step_00000100")
+    saved.mkdir(parents=True)
+    (saved / MANIFEST_FILE).touch()
     for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
         assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0
     assert [path.name for path in Path("runs").iterdir()] == ["quickstart"]
 
 
 def test_a_folder_that_only_holds_a_config_is_used_again(tmp_path: Path) -> None:
-    recipe = load_recipe(find_recipe("quickstart"), cards=shape_cards())
-    assert prepare_run_dir(recipe) == []
-    assert prepare_run_dir(recipe) == []
+    recipe = replace(load_recipe(find_recipe("quickstart"), cards=shape_cards()), run_dir=str(tmp_path))
+    for _ in range(2):
+        with locked(tmp_path) as lock:
+            assert prepare_run_dir(recipe, lock) == []
 
 
 @pytest.fixture

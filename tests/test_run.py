@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.recipes import pretrain
+
 COMMAND = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
 SMALL = [
     "model.layers=2",
@@ -72,12 +74,18 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert [[line[key] for key in same] for line in metrics(stopped)] == [[line[key] for key in same] for line in lines]
 
 
-def test_a_killed_worker_takes_the_run_down_and_is_named_once(tmp_path: Path) -> None:
+def test_a_killed_worker_takes_the_run_down_and_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second start of the recipe is refused meanwhile, and moves nothing."""
     run_dir = tmp_path / "run"
     command = [*COMMAND, *SMALL, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=null"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("step 3/"))
+        second = pretrain.main([*command[3:], "checkpoint.resume=none"])
+        assert second == 73 and f"pid {process.pid}, since 20" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
         workers = descendants(process.pid)
         os.kill(workers[-1], signal.SIGKILL)
         killed_at = time.monotonic()

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import any_ranks
 
@@ -77,6 +78,19 @@ def gpu_index(
     raise ConfigError(
         f"train.device = {wanted}: {has}{sees}; ask the launcher for a GPU for each worker, or use train.device=cpu"
     )
+
+
+def may_refuse_the_device(wanted: DeviceName) -> bool:
+    """True if `check_devices`, which has to import torch, may find that this host has no such device."""
+    return wanted == "cuda" or (wanted == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check_devices(recipe: Recipe, place: object) -> None:
+    """Raises ConfigError where this host alone is to run all ranks, and has no device for each. One process checks it
+    for all, before a worker of the run starts; its own place is of no account."""
+    wanted = recipe.train.device
+    ranks = range(recipe.parallel.world_size)
+    check_places([Place.of_this_process(choose_device(wanted, rank)) for rank in ranks], wanted)
 
 
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:

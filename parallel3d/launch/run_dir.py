@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import Failure
+from parallel3d.launch.run_lock import RunLock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +53,50 @@ def check_compiler() -> None:
         )
 
 
-def prepare_run_dir(recipe: Recipe) -> list[str]:
-    """Makes `run_dir` with its `config.yaml`. Returns one line for each thing that the user should know.
+@contextmanager
+def locked(run_dir: str | Path) -> Iterator[RunLock]:
+    """Makes the folder of a run where there is none, and holds its lock for a block. Raises RunLockedError where
+    another run holds it, and ConfigError where the folder cannot be had."""
+    try:
+        lock = RunLock(Path(run_dir))
+    except (OSError, ValueError) as error:
+        raise _cannot_be_written(run_dir, error) from error
+    with lock:
+        yield lock
+
+
+def has_earlier_run(recipe: Recipe) -> bool:
+    """True if `run_dir` holds a run that this one would set aside, because it resumes nothing."""
+    traces = (Path(recipe.run_dir or ".") / trace for trace in ("metrics.jsonl", "checkpoints"))
+    return recipe.checkpoint.resume == "none" and any(trace.exists() for trace in traces)
+
+
+def prepare_run_dir(recipe: Recipe, lock: RunLock) -> list[str]:
+    """Writes `config.yaml` into `run_dir`, which `lock` holds. Returns one line for each thing that the user should
+    know.
 
     A run that resumes nothing never mixes with an earlier one: the earlier folder is renamed to `<run_dir>.1` (or the
-    next free number). Raises ConfigError where the folder cannot be had, or the checkpoint to resume from is not there.
+    next free number). Raises ConfigError where the folder cannot be written.
     """
     assert recipe.run_dir is not None
-    run_dir, resume = Path(recipe.run_dir), recipe.checkpoint.resume
-    if resume not in ("none", "auto") and not Path(resume).exists():
-        raise ConfigError(f"checkpoint.resume = {resume}: no such checkpoint; try auto, none or the path of one")
-    notes = []
+    run_dir = Path(recipe.run_dir)
+    notes = [lock.notice] if lock.notice else []
     try:
-        if resume == "none" and any((run_dir / trace).exists() for trace in ("metrics.jsonl", "checkpoints")):
+        if has_earlier_run(recipe):
             named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir
             free = (named.with_name(f"{named.name}.{number}") for number in itertools.count(1))
-            earlier = named.rename(next(path for path in free if not path.exists()))
+            earlier = next(path for path in free if not path.exists())
+            lock.set_aside(earlier)
             notes.append(f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)")
-        run_dir.mkdir(parents=True, exist_ok=True)
         _write(run_dir / "config.yaml", to_yaml(recipe))
-    except OSError as e:
-        raise ConfigError(
-            f"run_dir = {run_dir}: cannot be written ({e.strerror or e}); try another, such as run_dir=/tmp/run"
-        ) from e
+    except OSError as error:
+        raise _cannot_be_written(run_dir, error) from error
     return notes
+
+
+def _cannot_be_written(run_dir: str | Path, error: OSError | ValueError) -> ConfigError:
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return ConfigError(f"run_dir = {run_dir}: cannot be written ({cause}); try another, such as run_dir=/tmp/run")
 
 
 def _write(path: Path, text: str) -> None:
