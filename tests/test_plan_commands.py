@@ -72,7 +72,8 @@ def test_fragmentation_and_cudas_own_memory_are_the_users_to_say(capsys: Said) -
 
 def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --seq-len 8192 --global-batch 64"
-    (best, *_) = tree(f"{asked} --gpus 32", capsys)["strategies"]
+    found = tree(f"{asked} --gpus 32", capsys)["strategies"]
+    best = next(each for each in found if each["parallel"]["gather"] == each["parallel"]["reduce"] == "step")
     words = {True: "true", False: "false"}
     of_the_data_dimension = ("sharding", "gather", "reduce", "reduce_dtype", "bucket_mib")
     keys = [key for key in best["parallel"] if key not in of_the_data_dimension]
@@ -227,10 +228,11 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
 
 def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
     file = read_cases(CASES, [HARDWARE])
-    today, recorded = plan_score.accuracy_of(score(file), file), plan_score.recorded_accuracy()
+    blind = plan_score.score_file(CASES, leave_out="source")
+    today, recorded = plan_score.accuracy_of(score(file), blind, file), plan_score.recorded_accuracy()
     near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/plan/accuracy.json"
-    assert today["throughput_median"] == pytest.approx(recorded["throughput_median"], abs=0.2), near
-    assert today["memory_median"] == pytest.approx(recorded["memory_median"], abs=0.2), near
+    for column in ("blind", "fitted"):
+        assert today[column] == pytest.approx(recorded[column], abs=0.2), near
     assert today["runs_by_hardware"] == recorded["runs_by_hardware"], near
     path = tmp_path / "accuracy.json"
     some = tmp_path / "some.json"

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -56,15 +57,14 @@ KINDS = (
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = partial(dict, throughput_bias=1.0, memory_bias=0.0, fit_accuracy=90.0)
     accuracy = dict(
         date="2026-01-02",
         throughput_runs=400,
-        throughput_median=4.0,
-        throughput_p90=12.0,
         memory_runs=100,
-        memory_median=3.0,
-        memory_p90=10.0,
-        fit_accuracy=98.0,
+        fit_runs=600,
+        blind=figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
+        fitted=figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
         runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
     )
     monkeypatch.setattr(plan_recommend, "recorded_accuracy", lambda: accuracy)

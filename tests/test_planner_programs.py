@@ -17,7 +17,8 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.programs import program_of, programs
+from parallel3d.planner.published.knowledge import Knowledge, LeaveOut
+from parallel3d.planner.published.programs import RunTraits, entries, name_of, program_of, programs
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 
@@ -55,7 +56,7 @@ def test_zero1_that_cuts_every_tensor_pays_for_each_slice() -> None:
     per_slice = 4 * few.cluster.device.launch_s
     for work in (few, many):
         whole = replace(work, program=replace(NANOTRON, cut_tensors=0))
-        more = step_cost(work).step_time_s - step_cost(whole).step_time_s
+        more = step_cost(work).parts.dp - step_cost(whole).parts.dp
         assert more == pytest.approx(work.layout.dp * 6 * 32 * per_slice)
 
 
@@ -75,7 +76,9 @@ def test_internevo_leaves_the_rest_of_the_layers_to_the_last_stages() -> None:
 
 def test_internevos_fsdp_makes_nothing_flat() -> None:
     tree = {"framework": "InternEvo", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 8}}
-    programs = [run_of_case(Fields({**tree, "parallel": {"fsdp": on}}), FOLDERS, {}).program for on in (True, False)]
+    programs = [
+        run_of_case(Fields({**tree, "parallel": {"fsdp": on}}), Knowledge(FOLDERS)).program for on in (True, False)
+    ]
     assert [program.step_bytes + program.step_cached_bytes for program in programs] == [12, 18]
 
 
@@ -105,7 +108,7 @@ def test_dropout_and_the_attention_are_what_the_notes_of_a_run_say() -> None:
     }  # fmt: skip
 
     def activations(notes: str) -> float:
-        [rank] = memory_by_rank(run_of_case(Fields({**tree, "notes": notes}), FOLDERS, {}))
+        [rank] = memory_by_rank(run_of_case(Fields({**tree, "notes": notes}), Knowledge(FOLDERS)))
         return rank.activations
 
     flash, scores = activations("dropout 0.0"), activations("dropout 0.0; attention backend unfused")
@@ -132,19 +135,128 @@ def test_logits_of_megatron_core_are_there_in_16_bits_and_once_in_32() -> None:
 def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
     tree = {"framework": "torchtitan", "source": source, "train": {"compile": True},
             "model": {"layers": 12, "hidden": 512}, "hardware": {"gpus": 8}}  # fmt: skip
-    assert run_of_case(Fields(tree), FOLDERS, {}).program.name == name
-    assert program_of("torchtitan", compiled=False, early=False, year=2025, fsdp=True).name == "torchtitan"
+    assert run_of_case(Fields(tree), Knowledge(FOLDERS)).program.name == name
+    assert program_of("torchtitan", RunTraits(year=2025)).name == "torchtitan"
 
 
-def test_an_unknown_program_is_taken_for_the_kind_of_its_layout() -> None:
-    """FSDP alone is taken for PyTorch's own operators, anything with a pipeline for Megatron-Core."""
-    tree = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 64}}
+@pytest.mark.parametrize(
+    ("framework", "year", "name"),
+    [
+        ("NeMo 24.07 / Megatron-Core", 2024, "nemo"),
+        ("NeMo 2 / Megatron-Core", 2025, "nemo"),
+        ("NeMo Megatron", 2022, "nemo-2022"),
+        ("Megatron-LM", 2021, "megatron-2021"),
+        ("Megatron-LM (Megatron-Core)", 2024, "megatron-core"),
+        ("Megatron-DeepSpeed", 2022, "megatron-deepspeed"),
+        ("Megatron-DeepSpeed", 2024, "megatron-deepspeed-2023"),
+        ("zero-bubble-pipeline-parallelism (Megatron-LM fork)", 2023, "zero-bubble"),
+        ("DeepSpeed ZeRO-3", 2021, "deepspeed-zero3"),
+        ("XTuner (DeepSpeed ZeRO-3)", 2024, "unknown"),
+        ("DeepSpeed ZeRO-3", 2024, "unknown"),
+        ("picotron", 2024, "unknown"),
+        ("nanotron-like", 2024, "unknown"),
+        ("", 2024, "unknown"),
+        ("", 2021, "unknown-2022"),
+    ],
+)
+def test_a_program_is_found_by_its_whole_name_and_its_year(framework: str, year: int, name: str) -> None:
+    assert program_of(framework, RunTraits(year=year)).name == name
 
-    def name(**parallel: object) -> str:
-        return run_of_case(Fields({**tree, "parallel": parallel}), FOLDERS, {}).program.name
 
-    assert name(fsdp=True) == name(zero_stage=3) == name(zero_stage=3, tp=8) == "unknown-fsdp"
-    assert name() == name(zero_stage=1) == name(fsdp=True, pp=4) == "unknown"
+def test_names_of_programs_are_written_as_they_are_looked_up() -> None:
+    for entry in entries().values():
+        assert all(name_of(name) == name for name in entry.names), entry.names
+    assert {entry.family for entry in entries().values()} <= set(entries())
+
+
+def test_an_unknown_program_is_a_typical_one() -> None:
+    """It runs PyTorch's operators one by one, hides little, and keeps what its way to shard its states needs."""
+    eager, compiled, sharded = (
+        program_of("ours", RunTraits(year=2024, **{key: True for key in said}))
+        for said in ((), ("compiled",), ("sharded",))
+    )
+    measured = [entry.program for entry in entries().values() if entry.seen]
+    for figure in ("elementwise", "loss_passes", "logit_bytes", "tp_speed", "attention_speed"):
+        values = sorted({getattr(program, figure) for program in measured})
+        assert values[0] <= getattr(eager, figure) <= values[-1], figure
+    assert compiled.elementwise < eager.elementwise and eager.tp_hidden == 0
+    assert (eager.weight_bytes, eager.optimizer_bytes) == (2, 12)
+    assert (sharded.weight_bytes, sharded.optimizer_bytes) == (4, 8)
+
+
+def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
+    """The figures of a program's entry go, and what its code does where a run does not say stays."""
+    traits = RunTraits(year=2025)
+    known, left_out = (program_of("NeMo", traits, left_out=sources) for sources in ((), ("dgxc_benchmarking",)))
+    assert known.tp_hidden == 0.6 and left_out.name == "unknown-fused" and left_out.tp_hidden == 0
+    assert left_out.default_sequence_parallel and left_out.default_schedule == "interleaved_1f1b"
+    assert program_of("NeMo", traits, left_out=("hagemann",)) == known
+    assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown"  # by its parent's runs
+
+
+def test_devices_lose_what_was_set_on_their_runs() -> None:
+    h100 = Knowledge(FOLDERS).cluster("H100-80GB-SXM").device
+    without = Knowledge(FOLDERS, frozenset({"dgxc_benchmarking"})).cluster("H100-80GB-SXM").device
+    assert (h100.matmul_efficiency, without.matmul_efficiency) == (0.665, 0.72)
+    assert Knowledge(FOLDERS, frozenset({"hagemann"})).cluster("H100-80GB-SXM").device == h100
+    assert Knowledge(FOLDERS, measured_devices=False).cluster("H100-80GB-SXM").device == without
+
+
+@pytest.mark.parametrize(
+    ("gpu", "file", "gib"),
+    [
+        ("A100-40GB-SXM", "a100-40gb", 39.2),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", 79.2),
+        ("A100-64GB-SXM", "a100-80gb", 63.4),
+        ("H100-96GB-SXM", "h100-96gb-hbm2e", 95.0),
+        ("H100 PCIe", "h100-pcie", 79.1),
+        ("H200-141GB-SXM", "h200", 139.8),
+        ("RTX 4090", "rtx4090", 23.5),
+    ],
+)
+def test_a_device_is_found_by_whole_words(gpu: str, file: str, gib: float) -> None:
+    cluster = Knowledge(FOLDERS).cluster(gpu)
+    assert cluster.device_file == file and cluster.device.memory_bytes / 2**30 == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize("gpu", ["GH2000", "XH100", "A1000", "B2000X"])
+def test_a_name_that_has_a_devices_name_in_it_is_not_that_device(gpu: str) -> None:
+    with pytest.raises(ValueError, match="no hardware file"):
+        Knowledge(FOLDERS).cluster(gpu)
+
+
+def test_states_are_those_that_a_run_says_it_keeps() -> None:
+    """Bytes of a parameter at rest: weights, gradient, and the optimizer's masters and states."""
+    tree: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 1}}
+
+    def resident(**train: str) -> float:
+        [rank] = memory_by_rank(run_of_case(Fields({**tree, "train": train}), Knowledge(FOLDERS)))
+        return (rank.parameters + rank.gradients + rank.optimizer) / (rank.parameters / 2)
+
+    assert resident(precision="bf16 mixed", optimizer="AdamW") == 18
+    assert resident(precision="bf16 mixed", optimizer="SGD") == 10
+    assert resident(precision="bf16 mixed", optimizer="SGD, momentum 0.9") == 14
+    assert resident(precision="pure bf16", optimizer="AdamW (fused)") == 8
+    assert resident(precision="bf16-true", optimizer="8-bit AdamW") == 6
+    assert resident(precision="bf16", optimizer="PagedAdamW8bit") == 12
+
+
+def test_every_case_says_its_program_by_a_name_of_the_table() -> None:
+    for name in ("published.json", "elsewhere.json"):
+        cases = read_cases(HARDWARE.parent / "cases" / name, FOLDERS).cases
+        assert {case.source for case in cases if case.run.program.name.startswith("unknown")} <= {"llama3_paper"}
+
+
+def test_every_source_of_the_file_is_in_the_register_of_what_was_seen() -> None:
+    kinds: tuple[LeaveOut, ...] = ("source", "device")
+    known, *without = (
+        read_cases(HARDWARE.parent / "cases" / "published.json", FOLDERS, leave_out=kind).cases
+        for kind in (None, *kinds)
+    )
+    for case, blind in zip(known, without[0], strict=True):
+        assert case.run.program != blind.run.program, case.id
+    changed = {case.run.cluster.name for case, other in zip(known, without[1], strict=True) if case.run != other.run}
+    assert changed == {"h100-80gb", "h100-96gb-hbm2e", "v100-32gb"}
 
 
 def test_a_figure_of_the_first_iteration_is_compared_without_moments() -> None:
@@ -161,6 +273,6 @@ def test_collectives_that_a_run_cuts_into_pieces_hide_as_nemos_do() -> None:
     }  # fmt: skip
 
     def tp_s(notes: str) -> float:
-        return step_cost(run_of_case(Fields({**tree, "notes": notes}), FOLDERS, {})).parts.tp
+        return step_cost(run_of_case(Fields({**tree, "notes": notes}), Knowledge(FOLDERS))).parts.tp
 
     assert tp_s("full AC. AsyncTP on.") == pytest.approx(0.4 * tp_s("full AC."))

@@ -10,7 +10,7 @@ from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
-from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, TrainingProgram
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
@@ -95,7 +95,7 @@ def read_question(
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        program=_program(options, cluster, precision),
+        program=_program(options, cluster, precision, compiled=bool(train and train.compile)),
         fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
         memory_fraction=options.mem_fraction,
@@ -147,9 +147,10 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
 
 
-def _program(options: argparse.Namespace, cluster: Cluster, precision: str) -> TrainingProgram:
+def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool) -> TrainingProgram:
     """Returns the program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
-    program = in_precision(named_program(options.engine), precision)
+    named = named_program(options.engine)
+    program = COMPILED_PARALLEL3D if named.is_parallel3d and compiled else in_precision(named, precision)
     said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
     if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
         raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")

@@ -13,7 +13,9 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.published.cases import CaseFile, read_cases
-from parallel3d.planner.published.score import Score, score
+from parallel3d.planner.published.knowledge import LeaveOut
+from parallel3d.planner.published.programs import named_program
+from parallel3d.planner.published.score import Errors, Score, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.reply import Reply, write_output
 
@@ -24,16 +26,29 @@ def answer(options: argparse.Namespace) -> Reply:
     """Scores the cases of a file, and records the result where that is asked."""
     if options.hardware is not None and not options.hardware.is_dir():
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
-    file = read_cases(options.cases, [HARDWARE, *([options.hardware] if options.hardware else [])])
-    result = score(file)
+    if options.engine is not None:
+        named_program(options.engine)
+    folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
+    file = read_cases(options.cases, folders, engine=options.engine)
+    result, blind = score(file), None
+    if options.leave_out is not None:
+        blind = score(read_cases(options.cases, folders, leave_out=options.leave_out, engine=options.engine))
     if options.record is not None:
-        write_output("--record", options.record, json.dumps(accuracy_of(result, file), indent=2) + "\n")
-    return Reply(page=lambda: page(result), tree=result.to_json)
+        by_source = (
+            blind if options.leave_out == "source" else score(read_cases(options.cases, folders, leave_out="source"))
+        )
+        assert by_source is not None
+        write_output("--record", options.record, json.dumps(accuracy_of(result, by_source, file), indent=2) + "\n")
+
+    def tree() -> Any:
+        return result.to_json() | ({} if blind is None else {f"{options.leave_out}_left_out": blind.to_json()})
+
+    return Reply(page=lambda: page(result, blind, f"{options.leave_out} left out"), tree=tree)
 
 
-def score_file(cases: Path) -> Score:
+def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
     """Returns the score of a file of cases on the shipped hardware."""
-    return score(read_cases(cases, [HARDWARE]))
+    return score(read_cases(cases, [HARDWARE], leave_out=leave_out))
 
 
 def recorded_accuracy() -> dict[str, Any]:
@@ -42,44 +57,62 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(result: Score, file: CaseFile) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today."""
+def accuracy_of(result: Score, blind: Score, file: CaseFile) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today: `blind` are those with each run's source left out."""
     counted = {case.id for case in result.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
         throughput_runs=result.throughput.cases,
-        throughput_median=round(result.throughput.median or 0.0, 2),
-        throughput_p90=round(result.throughput.p90 or 0.0, 2),
         memory_runs=result.memory.cases,
-        memory_median=round(result.memory.median or 0.0, 2),
-        memory_p90=round(result.memory.p90 or 0.0, 2),
-        fit_accuracy=round(result.fit.accuracy or 0.0, 2),
+        fit_runs=result.fit.cases,
+        blind=_figures(blind),
+        fitted=_figures(result),
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 
 
-def page(result: Score) -> Iterator[str]:
-    """Yields the totals, then a line for each source."""
-    for name, errors in (("throughput", result.throughput), ("memory", result.memory)):
-        yield (
-            f"{name:<12}median error {_percent(errors.median)}, 90th percentile {_percent(errors.p90)}, worst "
-            f"{_percent(errors.worst)}  ({errors.cases} runs)"
+def _figures(of: Score) -> dict[str, float]:
+    return {
+        **{
+            f"{kind}_{name}": round(getattr(errors, name) or 0.0, 2)
+            for kind, errors in (("throughput", of.throughput), ("memory", of.memory))
+            for name in ("median", "p90", "bias")
+        },
+        "fit_accuracy": round(of.fit.accuracy or 0.0, 2),
+    }
+
+
+def page(fitted: Score, blind: Score | None = None, how: str = "") -> Iterator[str]:
+    """Yields the totals, then a line for each source; with a `blind` score its columns stand beside the fitted ones."""
+    both = [("fitted", fitted), *([(how, blind)] if blind is not None else [])]
+    yield f"{'':24}{'':6}" + "".join(f"{name:^32}" for name, _ in both)
+    yield f"{'':24}{'runs':>6}" + f"{'median':>8}{'p90':>8}{'worst':>8}{'bias':>8}" * len(both)
+    for kind in ("throughput", "memory"):
+        found: list[Errors] = [getattr(each, kind) for _, each in both]
+        cells = (
+            f"{_percent(e.median):>8}{_percent(e.p90):>8}{_percent(e.worst):>8}{_signed(e.bias):>8}" for e in found
         )
-    right, balanced = _percent(result.fit.accuracy), _percent(result.fit.balanced_accuracy)
-    yield f"fits or out of memory  {right} right, balanced {balanced}  ({result.fit.cases} runs)"
-    for title, groups in (("source", result.by_source), ("reported apart", result.apart)):
+        yield f"{kind:24}{found[0].cases:>6}{''.join(cells)}"
+    cells = (f"{_percent(e.fit.accuracy):>8} right, balanced{_percent(e.fit.balanced_accuracy):>7} " for _, e in both)
+    yield f"{'fits or out of memory':24}{fitted.fit.cases:>6}{''.join(cells)}"
+    for title, groups in (("source", "by_source"), ("reported apart", "apart")):
         yield ""
-        yield f"{title:24}  throughput: runs  median     p90   memory: runs  median     p90"
-        for name, found in groups.items():
-            cells = (
-                f"{each.cases or '-':>{width}}{_percent(each.median):>8}{_percent(each.p90):>8}"
-                for each, width in ((found["throughput"], 18), (found["memory"], 15))
+        heads = ("   throughput: runs", "memory: runs")
+        yield f"{title:24}" + "".join(f"{head:>19}" + "  median     p90" * len(both) for head in heads)
+        for name in getattr(fitted, groups):
+            yield f"{name:24}" + "".join(
+                f"{rows[0].cases or '-':>19}" + "".join(f"{_percent(e.median):>8}{_percent(e.p90):>8}" for e in rows)
+                for kind in ("throughput", "memory")
+                for rows in [[getattr(each, groups)[name][kind] for _, each in both]]
             )
-            yield f"{name:24}{''.join(cells)}"
-    if result.skipped:
-        yield from ("", *(f"skipped {name}: {why}" for name, why in result.skipped))
+    if fitted.skipped:
+        yield from ("", *(f"skipped {name}: {why}" for name, why in fitted.skipped))
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}%"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1f}%"

@@ -40,7 +40,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
         temporary=temporary,
         fragmentation=program.fragmentation * (activations + logits + buffers + temporary) + program.cache_bytes,
         context=program.context_bytes,
-        made_after_backward=8 * own,  # Adam's two, in float32
+        made_after_backward=program.state_bytes * own,
     )
     # What the allocator keeps for nothing it gives back before it runs out.
     room = max(0.0, run.cluster.device.memory_bytes - held.total)
@@ -123,9 +123,10 @@ def block_bytes(run: PlannedRun) -> float:
 def whole_block_bytes(run: PlannedRun) -> float:
     """Returns what one block keeps where no block is recomputed: also what is alive while one is."""
     shape, layout, program = run.shape, run.layout, run.program
-    # Input of each norm, and its output, which is the linear layers' input; norms of a framework's own operators keep
-    # float32 copies.
-    bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + program.norm_extra_bytes)
+    # Input of each norm, and its output, which is the linear layers' input; RMS norms of a framework's own operators keep
+    # float32 copies, where layer norm is one kernel of every framework.
+    copies = 0.0 if shape.layer_norm else program.norm_extra_bytes
+    bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + copies)
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
     rotated = (shape.query_hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 from parallel3d.config.recipe import Recompute
-from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_links
+from parallel3d.planner.hardware.cluster import with_links
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields, meaning, network_gb_per_s
-from parallel3d.planner.published.programs import in_precision, program_of, programs
+from parallel3d.planner.published.knowledge import Knowledge
+from parallel3d.planner.published.programs import RunTraits, in_precision, programs
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
 _NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
-_NEW_DEVICES = ("H100", "H200", "H800", "B200")
+_OLD_DEVICES = ("v100", "a100", "a800")
+_CORE_YEAR = 2024  # Megatron-LM's default is Megatron-Core; runs that name it, or a newer device, are not older
+_ARXIV = r"arxiv:?\s*(\d\d)(\d\d)\.\d{4,5}"
+_YEARS = (
+    r"(?<!\d)(20[12]\d)(?=[-_./01]|\b)",  # a date, or a year
+    r"(?<![\d.])v?(2\d)\.(?:0[1-9]|1[0-2])(?![\d])",  # a release that is called by year and month
+)
 
 
-def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluster]) -> PlannedRun:
-    """Returns the run of a case. `clusters` has the clusters that were read before, by hardware file, and gets those
-    read now.
+def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
+    """Returns the run of a case, by what the planner knows of programs and devices.
 
     Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
-    train, stated = fields.section("train"), fields.stated("hardware", "gpu")
-    words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {stated}"
+    train = fields.section("train")
+    gpu = str(fields.get("hardware", "gpu", _DEFAULT_DEVICE))
+    cluster = knowledge.cluster(gpu)
+    words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {gpu}"
     precision = meaning("precision", words) or "bf16"
-    program = _program(fields, str(stated), precision)
+    program = _program(fields, gpu, precision, knowledge)
     shape = _shape(fields)
     layout = _layout(fields, shape, program)
     each, left = divmod(shape.layers + 2, layout.stages)
     if fields.option("light_ends") and not left and layout.stages > 1:  # embedding and head stand for a layer each
         boundaries = tuple(each * stage - 1 for stage in range(1, layout.stages))
         layout = replace(layout, stage_boundaries=boundaries)
-    gpu = str(fields.get("hardware", "gpu", _DEFAULT_DEVICE)).lower()
-    known = meaning("device", gpu)
-    if known is None and gpu not in {path.stem for folder in hardware for path in folder.glob("*.yaml")}:
-        raise ValueError(f"hardware.gpu = {gpu}: no hardware file; --hardware FOLDER with {gpu}.yaml would tell")
-    name = known or gpu
-    if name not in clusters:
-        clusters[name] = load_cluster(name, hardware)
     nvlinks = re.search(r"(\d+) inter-gpu connects", str(fields.stated("hardware", "intra_bw")).lower())
-    per_node = fields.number("hardware", "gpus_per_node", clusters[name].gpus_per_node)
+    per_node = fields.number("hardware", "gpus_per_node", cluster.gpus_per_node)
     cluster = with_links(
-        clusters[name],
+        cluster,
         network_gb_per_s=network_gb_per_s(str(fields.stated("hardware", "inter_bw") or ""), per_node),
         node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
         gpus_per_node=per_node,
@@ -62,23 +62,37 @@ def run_of_case(fields: Fields, hardware: list[Path], clusters: dict[str, Cluste
     )
 
 
-def _program(f: Fields, gpu: str, precision: str) -> TrainingProgram:
+def _year(f: Fields, gpu: str) -> tuple[int, bool]:
+    """Returns the year of a run, as its case states it or the last one that its source names, and True; or a guess by
+    device, and False."""
+    stated = f.tree.get("year")
+    if isinstance(stated, int):
+        return stated, True
+    is_old = any(name in gpu.lower() for name in _OLD_DEVICES)
+    is_core = f.option("names_transformer_impl") or "megatron-core" in f.text("framework").lower()
+    said = f"{f.text('source')} {f.text('framework')}".lower()
+    found = [int(year) % 2000 + 2000 for pattern in _YEARS for year in re.findall(pattern, said)]
+    # The runs of a paper are half a year older than it.
+    found += [2000 + int(year) - (int(month) < 7) for year, month in re.findall(_ARXIV, said)]
+    least = _CORE_YEAR if is_core or not is_old else 0
+    return max(least, *(found or [_CORE_YEAR - 2])), bool(found)
+
+
+def _program(f: Fields, gpu: str, precision: str, knowledge: Knowledge) -> TrainingProgram:
     """The program that a case's framework is, with what its options change of it."""
-    framework = f.text("framework")
-    # On older devices Megatron-LM is Megatron-Core where a source names its options, else the program of the papers.
-    is_core = f.option("names_transformer_impl") or "core" in framework.lower()
-    is_new_device = any(name in gpu.upper() for name in _NEW_DEVICES)
     is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
-    years = re.findall(r"(?<!\d)20[12]\d(?=[-_./01]|\b)", f.text("source"))
-    program = program_of(
-        framework,
+    year, dated = _year(f, gpu)
+    traits = RunTraits(
+        year=year,
+        dated=dated,
         compiled=bool(f.stated("train", "compile")),
-        early=not is_new_device and not is_core,
-        year=max(map(int, years), default=0),
-        fsdp=is_sharded and f.number("parallel", "pp", 1) == 1,
+        sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
     )
+    program = knowledge.program(f.text("framework"), traits)
     if f.option("deterministic"):
         program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
+    if f.option("launch_blocking"):
+        program = replace(program, blocking=True)
     if f.option("softmax_attention"):
         program = replace(program, attention="softmax")
     if f.option("async_tp"):  # as NeMo's userbuffers
@@ -87,7 +101,20 @@ def _program(f: Fields, gpu: str, precision: str) -> TrainingProgram:
         program = replace(program, dropout=float(dropout[1]) > 0)
     if f.option("framework_norms"):
         program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
-    return in_precision(program, precision)
+    return _states(f, in_precision(program, precision))
+
+
+def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
+    """Returns the program with the states that a run says it keeps: in pure bf16, of another optimizer than AdamW."""
+    states = meaning("optimizer_bytes", str(f.stated("train", "optimizer") or ""))
+    states = program.state_bytes if states is None else states
+    if meaning("pure_bf16", str(f.stated("train", "precision") or "")):
+        # Bytes of states are float32's, except those of 8 bits.
+        states = states if states == 2.0 else states / 2
+        pure = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
+        return replace(program, **pure, optimizer_bytes=states)
+    masters = program.optimizer_bytes - program.state_bytes
+    return replace(program, state_bytes=states, optimizer_bytes=masters + states)
 
 
 def _shape(f: Fields) -> ModelShape:

@@ -7,19 +7,18 @@ from the defaults in `case_run`; `filled` says which were.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.parameters import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields, meaning
+from parallel3d.planner.published.knowledge import Knowledge, LeaveOut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +58,26 @@ class CaseFile:
     skipped: tuple[tuple[str, str], ...]
 
 
-def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
+def read_cases(
+    path: Path, hardware: list[Path], *, leave_out: LeaveOut | None = None, engine: str | None = None
+) -> CaseFile:
     """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that
-    misses what no default can fill, or says what cannot be, is skipped, and said so."""
-    clusters: dict[str, Cluster] = {}
+    misses what no default can fill, or says what cannot be, is skipped, and said so. `leave_out`: each case is read
+    without what was set while its own source's runs, or any runs on its device, were looked at. `engine`: the program
+    of all cases, whatever they name."""
+    known: dict[str, Knowledge] = {}
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
     for number, tree in enumerate(_trees(path), start=1):
         name = tree.get("id") if isinstance(tree, dict) else None
         name = f"row {number}" if name is None else str(name)
         try:
-            cases.append(_case(name, tree, hardware, clusters))
+            fields = Fields(tree)
+            source = fields.text("source_key") if leave_out == "source" else ""
+            if source not in known:
+                measured = leave_out != "device"
+                known[source] = Knowledge(hardware, frozenset({source} - {""}), measured, engine)
+            cases.append(_case(name, fields, known[source]))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
             skipped.append((name, str(problem)))
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
@@ -99,10 +107,9 @@ def _trees(path: Path) -> list[Any]:
     return trees
 
 
-def _case(name: str, tree: Mapping[str, Any], hardware: list[Path], clusters: dict[str, Cluster]) -> PublishedCase:
-    fields = Fields(tree)
-    run = run_of_case(fields, hardware, clusters)
-    tags = tuple(str(tag) for tag in tree.get("tags") or ())
+def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
+    run = run_of_case(fields, knowledge)
+    tags = tuple(str(tag) for tag in fields.tree.get("tags") or ())
     apart = ""  # from the totals, and why
     if run.precision == "fp8":
         apart = "float8"

@@ -1,8 +1,11 @@
-"""The programs that were measured, from the table programs.yaml."""
+"""The programs that were measured, from the table programs.yaml: by name, by how a published case calls them, and what
+stands for one of them where the runs that its figures were set on are left out."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -12,17 +15,70 @@ import yaml
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
-from parallel3d.planner.published.fields import meaning
+
+TYPICAL = "unknown"  # the program that stands for one without an entry
+# What a program does where a run does not say stands in its code and is no figure of a run.
+_CONVENTIONS = ("default_schedule", "default_recompute", "default_sequence_parallel")
+_RECENT = 2024  # the year of a typical program whose run has no date
+# "NeMo 24.07 / Megatron-Core" and "llm-foundry (FSDP1)" are NeMo and llm-foundry: the name ends at the first of these.
+_NAME_ENDS = re.compile(r"[(\[/+,;:]|\bwith\b|\bon\b")
+_VERSION = re.compile(r"[\s-]+v?\d+(?:\.\d+)*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTraits:
+    """What a case says of its program beside the name. `sharded`: parameters are, without a pipeline. The year is a
+    guess by the device where it is not `dated`."""
+
+    year: int
+    dated: bool = True
+    compiled: bool = False
+    sharded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramEntry:
+    """A program of programs.yaml, whose head says what each of these means."""
+
+    program: TrainingProgram
+    names: tuple[str, ...]
+    years: range
+    compiled: bool
+    sharded: Mapping[str, float]
+    seen: frozenset[str]
+    family: str
+
+    def suits(self, name: str, traits: RunTraits) -> bool:
+        return name in self.names and traits.year in self.years and (traits.compiled or not self.compiled)
+
+    def of_run(self, traits: RunTraits) -> TrainingProgram:
+        return replace(self.program, **self.sharded) if traits.sharded else self.program
+
+
+@cache
+def entries() -> dict[str, ProgramEntry]:
+    """Returns every program of the table by its name, in the table's order."""
+    found: dict[str, ProgramEntry] = {}
+    for name, fields in yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text()).items():
+        parent = found[fields.pop("like")] if "like" in fields else None
+        years = range(fields.pop("from", 0), fields.pop("until", 9998) + 1)
+        entry = ProgramEntry(
+            program=TrainingProgram(name=name) if parent is None else parent.program,
+            names=tuple(fields.pop("names", ())),
+            years=years,
+            compiled=fields.pop("compiled", False),
+            sharded=fields.pop("sharded", {} if parent is None else parent.sharded),
+            seen=frozenset(fields.pop("seen", ())) | (frozenset() if parent is None else parent.seen),
+            family=fields.pop("family", TYPICAL if parent is None else parent.family),
+        )
+        found[name] = replace(entry, program=replace(entry.program, **{"name": name, **fields}))
+    return found
 
 
 @cache
 def programs() -> dict[str, TrainingProgram]:
     """Returns every program by its name, this project's own among them."""
-    found = {PARALLEL3D.name: PARALLEL3D}
-    for name, fields in yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text()).items():
-        base = found[fields.pop("like")] if "like" in fields else TrainingProgram(name=name)
-        found[name] = replace(base, **{"name": name, **fields})
-    return found
+    return {PARALLEL3D.name: PARALLEL3D, **{name: entry.program for name, entry in entries().items()}}
 
 
 def named_program(name: str) -> TrainingProgram:
@@ -32,24 +88,34 @@ def named_program(name: str) -> TrainingProgram:
     if name not in programs():
         near = get_close_matches(name, programs(), n=3)
         advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(programs()))}"
-        raise ConfigError(f"--engine {name}: unknown; {advice}")
+        raise ConfigError(f"--engine {name}: unknown; {advice}, or unknown for a typical program")
     return programs()[name]
 
 
-def program_of(framework: str, *, compiled: bool, early: bool, year: int, fsdp: bool) -> TrainingProgram:
-    """Returns the program of a case. Megatron-LM is two programs; `early`: before Megatron-Core (2023). `year`: of the
-    run, as far as its source says, else 0. `fsdp`: it shards parameters, and has no pipeline."""
-    name = meaning("program", framework)
-    if name == "torchtitan" and compiled:
-        name = "torchtitan-compiled-2025" if year >= 2025 else "torchtitan-compiled"
-    elif name == "internevo" and fsdp:
-        name = "internevo-fsdp"
-    elif name == "megatron":
-        name = "megatron-2021" if early else "megatron-core"
-    elif name is None:  # PyTorch's FSDP, hence likely its operators too; what has a pipeline is likely Megatron's kin
-        likely = programs()["torchtitan" if fsdp else "megatron-core"]
-        return replace(likely, name="unknown-fsdp" if fsdp else "unknown")
-    return programs()[name]
+def name_of(framework: str) -> str:
+    """Returns a program's name as the table writes it, without its version and what stands beside it."""
+    name = _NAME_ENDS.split(framework.strip().lower(), maxsplit=1)[0].strip()
+    return re.sub(r"[\s_]+", "-", _VERSION.sub("", name))
+
+
+def program_of(framework: str, traits: RunTraits, *, left_out: Iterable[str] = ()) -> TrainingProgram:
+    """Returns the program that a case names, or the typical one of its kind where the table has no such name, or where
+    a source that is `left_out` was looked at while the entry was made."""
+    name = name_of(framework)
+    if name == PARALLEL3D.name:
+        return PARALLEL3D
+    found = _entry(name, traits)
+    if found is not None and found.seen.isdisjoint(left_out):
+        return found.of_run(traits)
+    family = TYPICAL if found is None else found.family
+    like = _entry(family, traits if traits.dated else replace(traits, year=_RECENT)) or entries()[family]
+    usual = {} if found is None else {key: getattr(found.program, key) for key in _CONVENTIONS}
+    return replace(like.of_run(traits), **usual)
+
+
+def _entry(name: str, traits: RunTraits) -> ProgramEntry | None:
+    """Returns the last entry of the table that has this name and suits what the case says of its program."""
+    return next((entry for entry in reversed(entries().values()) if entry.suits(name, traits)), None)
 
 
 def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:

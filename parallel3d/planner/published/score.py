@@ -35,6 +35,7 @@ class ScoredCase:
 
     id: str
     source: str
+    program: str  # that it was priced as
     predicted: Prediction
     measured: Measurement
     error_pct: float | None
@@ -45,12 +46,13 @@ class ScoredCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Absolute errors of some cases, in per cent."""
+    """Absolute errors of some cases, in per cent, and the median of the signed ones."""
 
     cases: int
     median: float | None
     p90: float | None
     worst: float | None
+    bias: float | None  # above 0 where the planner says more than was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ def _score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
     return ScoredCase(
         id=case.id,
         source=case.source,
+        program=case.run.program.name,
         predicted=predicted,
         measured=measured,
         error_pct=errors.get("throughput", errors.get("memory")),
@@ -153,10 +156,11 @@ def predict_case(case: PublishedCase) -> Prediction:
     worst = max(ranks, key=lambda memory: memory.total)
     measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[case.memory_rank]
     kind = case.measured.memory_kind
+    needed = max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
-        fits=worst.total <= run.cluster.device.memory_bytes,
+        fits=needed <= run.cluster.device.memory_bytes,
         memory_gib=(worst.total if kind is None else measured_rank.of_kind(kind)) / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
@@ -185,7 +189,10 @@ def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
 
 
 def _errors(signed: Iterable[float | None]) -> Errors:
-    sizes = sorted(abs(error) for error in signed if error is not None)
-    if not sizes:
-        return Errors(cases=0, median=None, p90=None, worst=None)
-    return Errors(cases=len(sizes), median=median(sizes), p90=sizes[int(0.9 * (len(sizes) - 1) + 0.5)], worst=sizes[-1])
+    errors = [error for error in signed if error is not None]
+    if not errors:
+        return Errors(cases=0, median=None, p90=None, worst=None, bias=None)
+    sizes, last = sorted(map(abs, errors)), len(errors) - 1
+    return Errors(
+        cases=len(sizes), median=median(sizes), p90=sizes[int(0.9 * last + 0.5)], worst=sizes[-1], bias=median(errors)
+    )

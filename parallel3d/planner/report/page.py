@@ -6,7 +6,7 @@ a `Plan`, so the page is tested as text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,15 +126,22 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
     if (known := plan.accuracy) is None:
         yield "how sure", "no score is recorded; see parallel3d-plan score"
     else:
-        runs = known["runs_by_hardware"].get(plan.question.cluster.device_file, 0)
-        here = f"{runs} of them on this device" if runs else "none of them on this device, so trust its figures less"
-        yield (
-            "how sure",
-            f"median error {known['throughput_median']:.1f}% of speed ({known['throughput_runs']} published runs of "
-            f"other programs, 90% within {known['throughput_p90']:.0f}%) and {known['memory_median']:.1f}% of memory "
-            f"({known['memory_runs']} runs), {here}; scored {known['date']}",
-        )
+        yield "how sure", _how_sure(known, plan.question)
     yield from (("next", command) for command in plan.commands)
+
+
+def _how_sure(known: Mapping[str, Any], question: Question) -> str:
+    """The recorded errors, those on sources that nothing was set on first."""
+    blind, fitted = known["blind"], known["fitted"]
+    runs = known["runs_by_hardware"].get(question.cluster.device_file, 0)
+    here = f"{runs} of these runs are on this device" if runs else "none of these runs is on this device: trust it less"
+    own = "parallel3d itself was never measured on a GPU; " if question.program.is_parallel3d else ""
+    return (
+        f"{own}median error on published runs whose source was left out {blind['throughput_median']:.1f}% of speed "
+        f"({known['throughput_runs']} runs, 90% within {blind['throughput_p90']:.0f}%) and "
+        f"{blind['memory_median']:.1f}% of memory ({known['memory_runs']} runs, {blind['memory_p90']:.0f}%); fitted to "
+        f"them {fitted['throughput_median']:.1f}% and {fitted['memory_median']:.1f}%; {here}; scored {known['date']}"
+    )
 
 
 def missing_memory(plan: Plan) -> str:

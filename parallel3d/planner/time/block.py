@@ -18,7 +18,6 @@ _SWIGLU_FORWARD, _SWIGLU_BACKWARD = 6.0, 10.0
 # Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax read and written,
 # dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 10.0, 14.0
-_ACCUMULATE = 0.15  # share of a gradient's read and write that the matmul does not hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
         return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    passes = 2 * program.gradient_bytes * (_ACCUMULATE if program.fused_weight_gradient else 1.0)
+    passes = 2 * program.gradient_bytes * (program.accumulate if program.fused_weight_gradient else 1.0)
     return weights * passes / kernels.memory_rate
 
 
@@ -124,7 +123,7 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
             flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, keys=run.seq_len, head_dim=d
         )
         return flash_s(backward=False), flash_s(backward=True)
-    speed = 0.5 if d % 8 == 0 else 0.05  # batched products of few columns; without tensor cores
+    speed = 0.5 if d % 8 == 0 else program.unaligned_attention  # batched products of few columns; without tensor cores
     scores = batch_heads * queries * run.seq_len
     product_s = 4.0 * scores * d / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
     traffic = scores / kernels.memory_rate

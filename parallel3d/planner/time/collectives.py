@@ -14,8 +14,6 @@ from parallel3d.planner.hardware.cluster import Cluster, Group
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 
-_CONTENTION = 0.45  # share of a hidden collective's time at the node's speed that kernels beside it lose
-
 
 def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
     """Bytes per second through the slowest link that the group crosses."""
@@ -29,7 +27,7 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
     """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
     if group.size == 1:
         return 0.0
-    hops = (group.per_node - 1) * cluster.node.latency_s + (group.nodes - 1) * cluster.network.latency_s
+    hops = (group.size - group.nodes) * cluster.node.latency_s + (group.nodes - 1) * cluster.network.latency_s
     share = (group.size - 1) / group.size
     return share * whole_bytes / ring_bandwidth(cluster, group, one_ring=one_ring) + hops
 
@@ -86,7 +84,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     both = regathers * gather_s + reduce_s
     moved = run.block_parameters * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
     forward_slow = max(0.0, gather_s - program.prefetch * forward)
-    backward_slow = max(0.0, both - program.prefetch * backward) + _CONTENTION * moved / run.cluster.node.sustained
+    backward_slow = (
+        max(0.0, both - program.prefetch * backward) + program.contention * moved / run.cluster.node.sustained
+    )
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from math import inf
+from dataclasses import dataclass, field, fields, replace
+from math import inf, log2
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
 from parallel3d.planner.model.parameters import (
@@ -22,6 +22,9 @@ from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
 
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
+# A step waits for its slowest rank, and the more nodes the slower that is. Programs whose kernels are known on few nodes
+# come out 0, 2 and 4% too fast on 8, 16 and 128 of them (docs/planner.md, "Networks and scale").
+STRAGGLING = 0.005  # of the step, for each doubling of the nodes
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
@@ -109,6 +112,9 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         optimizer=optimizer_s,
         overhead=blocks * block.overhead + end_overhead + overhead_s,
     )
+    if host is None:
+        waits = STRAGGLING * log2(-(-layout.world_size // run.cluster.gpus_per_node))
+        parts = replace(parts, overhead=parts.overhead + waits * parts.total)
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
     hardware = hardware_flops_per_token(run.shape, run.seq_len, layout.recompute, layout.recompute_every)
