@@ -81,9 +81,9 @@ class TrainingProgram:
         return self.name == "parallel3d"
 
 
-# This project: layers/ for what its operators keep, sharding/ for the data dimension, layers/loss.py. It was never measured
-# on a GPU: its kernels take as long as torchtitan's, which are PyTorch's operators too, its tp collectives as those of a
-# typical program; what it hides are the shares that Megatron-Core's runs show for the same mechanism.
+# This project: layers/ for what its operators keep, sharding/ for the data dimension, layers/loss.py. It was never
+# measured on a GPU: its kernels take as long as torchtitan's, which are PyTorch's operators too, its tp collectives as
+# those of a typical program; what it hides are the shares that Megatron-Core's runs show for the same mechanism.
 PARALLEL3D = TrainingProgram(
     name="parallel3d",
     hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2

@@ -123,8 +123,8 @@ def block_bytes(run: PlannedRun) -> float:
 def whole_block_bytes(run: PlannedRun) -> float:
     """Returns what one block keeps where no block is recomputed: also what is alive while one is."""
     shape, layout, program = run.shape, run.layout, run.program
-    # Input of each norm, and its output, which is the linear layers' input; RMS norms of a framework's own operators keep
-    # float32 copies, where layer norm is one kernel of every framework.
+    # Input of each norm, and its output, which is the linear layers' input; RMS norms of a framework's own operators
+    # keep float32 copies, where layer norm is one kernel of every framework.
     copies = 0.0 if shape.layer_norm else program.norm_extra_bytes
     bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + copies)
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in place.

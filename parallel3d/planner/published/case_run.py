@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import with_links
@@ -111,7 +111,7 @@ def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
     if meaning("pure_bf16", str(f.stated("train", "precision") or "")):
         # Bytes of states are float32's, except those of 8 bits.
         states = states if states == 2.0 else states / 2
-        pure = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
+        pure: dict[str, Any] = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
         return replace(program, **pure, optimizer_bytes=states)
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)

@@ -31,7 +31,7 @@ class Knowledge:
     left_out: frozenset[str] = frozenset()
     measured_devices: bool = True
     engine: str | None = None
-    clusters: dict[str, Cluster] = field(default_factory=dict)  # those read before, by hardware.gpu
+    clusters: dict[str, Cluster] = field(default_factory=dict)  # the clusters read before, by hardware.gpu
 
     def program(self, framework: str, traits: RunTraits) -> TrainingProgram:
         if self.engine is None:

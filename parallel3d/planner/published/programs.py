@@ -44,7 +44,7 @@ class ProgramEntry:
     names: tuple[str, ...]
     years: range
     compiled: bool
-    sharded: Mapping[str, float]
+    sharded: Mapping[str, Any]
     seen: frozenset[str]
     family: str
 

@@ -22,8 +22,7 @@ from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
 
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
-# A step waits for its slowest rank, and the more nodes the slower that is. Programs whose kernels are known on few nodes
-# come out 0, 2 and 4% too fast on 8, 16 and 128 of them (docs/planner.md, "Networks and scale").
+# A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md, "Networks and scale").
 STRAGGLING = 0.005  # of the step, for each doubling of the nodes
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
