@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from parallel3d.checkpoint.difference import differences
+from parallel3d.checkpoint.difference import by_block, differences
 from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, TensorOfTheirs, tensors_of_theirs
 from parallel3d.checkpoint.together import collect
 from parallel3d.config.hugging_face import family_of
@@ -36,8 +36,7 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp
         return {own.name: own.spec.shape for own in parameters}
 
     def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
-        with ExitStack() as files:
-            _refuse_another_model(_open(folder, model, files), model, ChainMap(*everyone), folder)
+        refuse_another_model(folder, model, ChainMap(*everyone))
         return [None] * len(everyone)
 
     def read() -> None:
@@ -55,6 +54,22 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp
     collect(read, lambda done: done)
 
 
+def refuse_another_model(folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError, with a line for each tensor that differs from what a model with parameters of these
+    shapes needs of transformers'."""
+    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors_of_theirs(model)}
+    with ExitStack() as files:
+        stored = _open(folder, model, files)
+        slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
+        if model.tied_embeddings:
+            slices.pop("lm_head.weight", None)  # some files have it twice; transformers ties it, too
+        lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
+        types = {name: each.get_dtype() for name, each in slices.items()}
+    others = ((name, f"is of the type {kind}, no weight's") for name, kind in types.items() if kind not in _WEIGHTS)
+    if lines := [*lines, *by_block(others)]:
+        raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
+
+
 def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple[Any, str]]:
     """Returns the open file of each tensor and its name there, by its name in the family's table. A model that was
     saved without its head has names without their beginning."""
@@ -63,25 +78,6 @@ def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple
     heads = [each.name for each in table.ends if not each.name.startswith(table.base)]
     read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
     return {name if name in heads else base + name: (file, name) for name, file in read.items()}
-
-
-def _refuse_another_model(
-    stored: Mapping[str, tuple[Any, str]], model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
-    """Raises CheckpointError, with a line for each tensor that differs from what the model needs of transformers'."""
-    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors_of_theirs(model)}
-    slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
-    if model.tied_embeddings:
-        slices.pop("lm_head.weight", None)  # some files have it twice; transformers ties it, too
-    lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
-    types = {name: each.get_dtype() for name, each in slices.items()}
-    lines += [
-        f"{name} is of the type {kind}, which no weight here has"
-        for name, kind in types.items()
-        if kind not in _WEIGHTS
-    ]
-    if lines:
-        raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
 
 
 def _part(

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from parallel3d.checkpoint import pretrained
 from parallel3d.checkpoint.start import check_start
 from parallel3d.config.hugging_face import from_hugging_face
+from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_start
+from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
+from parallel3d.training.state import load_start, save_trainer
 from tests.distributed.training_cases import BATCH, make_loader, make_recipe, make_trainer, whole_batch
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the models and says what they compute")
@@ -25,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason="transformers makes th
 PRELOAD = ("transformers",)
 TP2_PP2 = ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2)
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-_LLAMA = {**_SMALL, "vocab_size": 129, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+_LLAMA = {**_SMALL, "vocab_size": 301, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
 _LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
@@ -58,11 +60,12 @@ def build(family: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> float:
-    """Returns the loss of the first step of a run that starts from `folder`."""
+def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved: Path) -> float:
+    """Returns the loss of the first step of a run that starts from `folder`, and before it saves what it has."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe, initialize=False)
     load_start(trainer, folder)
+    save_trainer(trainer, saved)
     return trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0)).loss
 
 
@@ -76,15 +79,34 @@ def loss_of(peer: torch.nn.Module, model: ModelConfig) -> float:
     return torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten()).item()
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a folder of transformers, by their names."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in FAMILIES]
 )
-def test_the_first_loss_is_that_of_transformers(world: Callable, tmp_path: Path, family: str) -> None:
-    peer = build(family, tmp_path)
-    model = from_hugging_face(tmp_path / "config.json")
-    assert check_start(tmp_path, model) == []
+def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
+    world: Callable, tmp_path: Path, family: str
+) -> None:
+    theirs, recipe, saved, again = (tmp_path / name for name in ("theirs", "recipe.yaml", "step_00000000", "again"))
+    peer = build(family, theirs)
+    assert parallel3d_checkpoint(["import", str(theirs), "-o", str(recipe)]) == 0
+    needed = ("train.steps=1", "train.global_batch_size=8", "train.seq_len=24")
+    read = load_recipe(recipe, needed, cards={})
+    assert read.checkpoint.start_from == str(theirs)
+    model = replace(read.model, dropout=0.0, attention_dropout=0.0)
+    assert check_start(theirs, model) == []
     expected = loss_of(peer, model)
-    assert world(4).run(first_loss, model, TP2_PP2, tmp_path) == pytest.approx([expected] * 4, rel=1e-6)
+    losses = world(4).run(first_loss, model, TP2_PP2, theirs, saved)
+    assert losses == pytest.approx([expected] * 4, rel=1e-6)
+    assert parallel3d_checkpoint(["export", str(saved), str(again)]) == 0
+    first, second = weights(theirs), weights(again)
+    assert first.keys() == second.keys()
+    assert all(
+        torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype for name, tensor in first.items()
+    )
 
 
 def bytes_read(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tuple[float, int, int]:
@@ -177,7 +199,7 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
             )
         ),
         "  transformer.wte.weight is [1005, 32] there and [1000, 32] here",
-        "  transformer.wpe.weight is of the type I8, which no weight here has",
+        "  transformer.wpe.weight is of the type I8, no weight's",
     ]
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     assert "cannot be read as safetensors" in said()

@@ -1,5 +1,5 @@
-"""`parallel3d-checkpoint`: takes checkpoints to other programs. Each subcommand has a file of its own, which is
-imported when it is asked for something."""
+"""`parallel3d-checkpoint`: takes checkpoints to other programs and from them, and says what is in them. The file of a
+subcommand is imported when it is asked for something."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from parallel3d.tools.reply import Reply, exit_status
 
 _EPILOG = """\
 examples:
+  parallel3d-checkpoint ls runs/quickstart
+  parallel3d-checkpoint inspect runs/quickstart
+  parallel3d-checkpoint verify runs/quickstart
   parallel3d-checkpoint export runs/quickstart exported/quickstart
   parallel3d-checkpoint export runs/quickstart/checkpoints/step_00000100 exported/step-100 --dtype bf16
+  parallel3d-checkpoint import downloads/Llama-3.2-1B -o tuned.yaml
 
 CKPT is a checkpoint (.../step_00000100), or the folder of a run, whose newest checkpoint is taken.
 
@@ -56,7 +60,7 @@ def _run(words: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="parallel3d-checkpoint",
-        description="Takes checkpoints to other programs.",
+        description="Takes checkpoints to other programs and from them, and says what is in them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,6 +68,18 @@ def _parser() -> Parser:
         "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, metavar, answer, summary in (
+        ("ls", "RUN", _list, "the checkpoints of a run: steps, sizes, dates, which is whole and which is best"),
+        ("inspect", "CKPT", _inspect, "what a checkpoint holds: progress, layout, tensors and recipe"),
+        ("verify", "CKPT", _verify, "read every byte of a checkpoint, or of all of a run; name what is damaged"),
+    ):
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command.add_argument("path", metavar=metavar, help="a checkpoint, or the folder of a run")
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.set_defaults(answer=answer)
+    _add_import(
+        commands.add_parser("import", help="a folder of transformers as the recipe of a run that starts from it")
+    )
     _add_export(commands.add_parser("export", help="the model of a checkpoint as a folder that transformers opens"))
     return parser
 
@@ -95,3 +111,39 @@ def _export(options: argparse.Namespace) -> Reply:
         largest_file_bytes=int(options.max_shard_size),
         overwrite=options.overwrite,
     )
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `import`."""
+    parser.description = (
+        "Writes the model section of a recipe, and the checkpoint.start_from with which a run begins with the weights. "
+        "Names, shapes and types of the tensors are compared; what a recipe cannot say is an error."
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder with config.json and safetensors")
+    parser.add_argument("-o", "--out", metavar="RECIPE", type=Path, help="the file to write (default: print it)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(answer=_import)
+
+
+def _import(options: argparse.Namespace) -> Reply:
+    from parallel3d.tools.checkpoint.bring_in import import_from
+
+    return import_from(options.folder, options.out)
+
+
+def _list(options: argparse.Namespace) -> Reply:
+    from parallel3d.tools.checkpoint.contents import list_run
+
+    return list_run(Path(options.path))
+
+
+def _inspect(options: argparse.Namespace) -> Reply:
+    from parallel3d.tools.checkpoint.contents import inspect
+
+    return inspect(find_checkpoint(options.path))
+
+
+def _verify(options: argparse.Namespace) -> Reply:
+    from parallel3d.tools.checkpoint.contents import verify
+
+    return verify(Path(options.path))

@@ -1,0 +1,196 @@
+"""`parallel3d-checkpoint` on the folder of a run and on a folder of transformers: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel3d.checkpoint.hugging_face import tensors_of_theirs
+from parallel3d.config.hugging_face import to_hugging_face
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import ModelConfig, RopeScaling
+from parallel3d.layers.parameter import named_specs
+from parallel3d.models.llama import Llama
+from parallel3d.tools.checkpoint.command import main
+from tests.test_start import RECIPE, run
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with checkpoints of steps 2 and 4, each evaluated."""
+    folder: Path = tmp_path_factory.mktemp("command") / "run"
+    run(replace(RECIPE, train=replace(RECIPE.train, eval_every=2, eval_sequences=2)), folder)
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def flip_last_byte(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(run_dir: Path, capsys: Said) -> None:
+    folder = run_dir / "checkpoints"
+    (folder / "step_00000006.partial").mkdir()
+    cut = shutil.copytree(folder / "step_00000004", folder / "step_00000005") / "__0_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-3])
+    assert main(["ls", str(run_dir), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["state"], row["best"]) for row in rows] == [
+        (2, "whole", False),
+        (4, "whole", True),
+        (5, "damaged", False),
+        (6, "aside", False),
+    ]
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["val_loss"] for row in rows[:2]] == [line["val_loss"] for line in metrics[1::2]]
+    assert rows[1]["val_loss"] < rows[0]["val_loss"]
+    files = [*(folder / "step_00000002").iterdir()]
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in files) and rows[0]["saved"][:4].isdigit()
+    assert main(["ls", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{folder}: 2 whole of 4")
+    assert "whole, best\n" in said and "damaged: __0_0.distcp: has" in said and "cut short" in said
+    assert "aside: is being written, or was left by a save that was cut off" in said
+    assert main(["ls", str(run_dir / "nothing")]) == 2
+    assert "has no checkpoints; try the folder of a run" in capsys.readouterr().err
+
+
+def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> None:
+    assert main(["inspect", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoint"].endswith("step_00000004") and found["torch"] == torch.__version__
+    assert (found["progress"]["step"], found["progress"]["tokens"]) == (4, 4 * 2 * 16)
+    assert found["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [264, 16]}
+    numbers = [each["shape"] for name, each in found["tensors"].items() if name.startswith("model.")]
+    assert sum(torch.Size(shape).numel() for shape in numbers) == found["progress"]["parameters"]
+    assert found["recipe"]["model.hidden"] == 16 and found["recipe"]["checkpoint.every"] == 2
+    assert main(["inspect", str(run_dir / "checkpoints/step_00000002")]) == 0
+    said = capsys.readouterr().out
+    assert "step 2, 64 tokens" in said and "2 sequences of 16 tokens" in said
+    assert "  model.layers.{0-1}.attention.q.weight float32 [16, 16]\n" in said
+    assert "  model.hidden: 16\n" in said
+
+
+def test_looking_at_checkpoints_imports_no_torch(run_dir: Path) -> None:
+    words = [["ls", str(run_dir)], ["inspect", str(run_dir)], ["verify", str(run_dir)], ["import", str(run_dir)]]
+    script = (
+        "import sys; from parallel3d.tools.checkpoint.command import main; "
+        f"print([main(words) for words in {words}], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[0, 0, 0, 2] False\n")
+
+
+def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, capsys: Said) -> None:
+    assert main(["verify", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count("every byte is what was saved") == 2
+    damaged = run_dir / "checkpoints/step_00000004"
+    flip_last_byte(damaged / "config.yaml")
+    manifest = json.loads((damaged / "manifest.json").read_text())
+    piece = manifest["tensors"]["model.norm.weight"]["pieces"][0]
+    shard = bytearray((damaged / piece["file"]).read_bytes())
+    shard[piece["data"] + 1] ^= 64
+    (damaged / piece["file"]).write_bytes(shard)
+    assert main(["verify", str(run_dir), "--json"]) == 65
+    first, second = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert first["whole"] and not second["whole"]
+    assert {(each["file"], *each["tensors"]) for each in second["damage"]} == {
+        ("config.yaml",),
+        (piece["file"], "model.norm.weight"),
+    }
+    assert main(["verify", str(damaged)]) == 65
+    said = capsys.readouterr().out
+    assert f"{damaged}: 2 damaged" in said and f"  {piece['file']}: is not what was saved" in said
+    assert "    model.norm.weight\n" in said
+    (damaged / "manifest.json").unlink()
+    assert main(["verify", str(damaged)]) == 65
+    assert "manifest.json: cannot be read" in capsys.readouterr().out
+    assert main(["verify", str(run_dir / "nothing")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn_hidden=24,
+    vocab=300,
+    rope_theta=5e5,
+    rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=32),
+    attention_dropout=0.1,
+    tied_embeddings=True,
+)
+
+
+def write_pretrained(model: ModelConfig, folder: Path, **others: object) -> dict[str, object]:
+    """Writes a folder as transformers does, and returns its config.json."""
+    shapes = {name: spec.shape for name, spec in named_specs(Llama(model, device="meta"))}
+    tensors = {each.name: torch.ones(each.shape(shapes[each.parameters[0]])) for each in tensors_of_theirs(model)}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = {**to_hugging_face(model, seq_len=64, dtype="float32", end_of_text=None), **others}
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> None:
+    write_pretrained(MODEL, tmp_path / "hub")
+    (tmp_path / "hub/tokenizer.json").write_text("{}")
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["import", str(tmp_path / "hub"), "-o", str(recipe)]) == 0
+    assert f"parallel3d-train {recipe} train.steps=1000" in capsys.readouterr().out
+    read = load_recipe(recipe, ["train.steps=3", "train.global_batch_size=2", "train.seq_len=8"], cards={})
+    assert read.model == MODEL
+    assert read.checkpoint.start_from == str(tmp_path / "hub")
+    assert read.data.tokenizer == str(tmp_path / "hub/tokenizer.json")
+    assert main(["import", str(tmp_path / "hub")]) == 0
+    assert capsys.readouterr().out == recipe.read_text()
+    assert main(["import", str(tmp_path / "hub"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["rope_scaling"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("others", "refusal"),
+    [
+        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias of config.json is left out"),
+        ({"mlp_bias": True, "hidden_act": "relu"}, "hidden_act relu of config.json is taken as silu"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "rope_scaling (longrope) of config.json is left"),
+        ({"model_type": "mamba"}, "model_type = mamba: must be one of gpt2, llama"),
+    ],
+)
+def test_import_names_what_a_recipe_cannot_say(
+    tmp_path: Path, others: dict[str, object], refusal: str, capsys: Said
+) -> None:
+    write_pretrained(MODEL, tmp_path, **others)
+    assert main(["import", str(tmp_path), "-o", str(tmp_path / "recipe.yaml")]) == 2
+    assert refusal in capsys.readouterr().err
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Said) -> None:
+    write_pretrained(MODEL, tmp_path, num_hidden_layers=3, vocab_size=301)
+    assert main(["import", str(tmp_path)]) == 65
+    said = capsys.readouterr().err
+    assert "model.embed_tokens.weight is [300, 16] there and [301, 16] here" in said
+    assert "model.layers.2.self_attn.q_proj.weight is not there, and [24, 16] here" in said
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["import", str(tmp_path)]) == 2
+    assert "has no safetensors (pickles are not read)" in capsys.readouterr().err

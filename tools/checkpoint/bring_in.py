@@ -1,0 +1,67 @@
+"""`parallel3d-checkpoint import`: a folder of transformers as the recipe of a run that starts from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.start import CONFIG_JSON, is_pretrained
+from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.yaml_text import dump_yaml
+from parallel3d.errors import ConfigError
+from parallel3d.tools.reply import Reply, write_output
+
+
+def import_from(folder: Path, to: Path | None) -> Reply:
+    """Writes the recipe of the model in `folder` to the file `to`, or prints it. Raises ConfigError, with a line for
+    each thing, where `folder` has a model that a recipe cannot say, and CheckpointError where its tensors are not those
+    of its config.json."""
+    path = folder / CONFIG_JSON
+    if not is_pretrained(folder):
+        words = "has no safetensors (pickles are not read)" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"DIR = {folder}: {words}; try a folder with config.json and model.safetensors")
+    config = read_config_json(path)
+    model, problems = from_hugging_face(path), [*left_out(config, path)]
+    dropout, attended = 0.0, float(config.get("attention_dropout") or 0.0)
+    if model.architecture == "gpt":  # whose defaults are transformers' own
+        embedded, dropout, attended = (float(config.get(f"{of}_pdrop", 0.1)) for of in ("embd", "resid", "attn"))
+        if embedded != dropout:
+            problems.append(f"embd_pdrop {embedded} and resid_pdrop {dropout} differ; a recipe has one model.dropout")
+    if problems:
+        raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
+    model = replace(model, dropout=dropout, attention_dropout=attended)
+    _check_tensors(folder, model)
+    tree: dict[str, Any] = {"model": _said(model)}
+    if (folder / "tokenizer.json").is_file():
+        tree["data"] = {"tokenizer": str(folder / "tokenizer.json")}
+    tree["checkpoint"] = {"start_from": str(folder)}
+    needs = "# A run needs train.steps, train.global_batch_size, train.seq_len and its data as well.\n"
+    text = f"# {config.get('model_type')} from {folder}\n{needs}{dump_yaml(tree)}"
+    if to is None:
+        return Reply(page=text.splitlines, tree=lambda: tree)
+    write_output("-o", to, text)
+    run = f"parallel3d-train {to} train.steps=1000 train.global_batch_size=64 train.seq_len=1024"
+    page = [f"{folder} is in {to}; try", f"  {run} data.source=tokens data.path=DATA"]
+    return Reply(page=lambda: page, tree=lambda: tree)
+
+
+def _check_tensors(folder: Path, model: ModelConfig) -> None:
+    """Raises CheckpointError unless the files have the tensors of the model, by their names and shapes."""
+    from parallel3d.checkpoint.pretrained import refuse_another_model  # these import torch, after all that needs none
+    from parallel3d.layers.parameter import named_specs
+    from parallel3d.models import model_class
+
+    build = model_class(model.architecture)
+    whole = build(model, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta")
+    refuse_another_model(folder, model, {name: spec.shape for name, spec in named_specs(whole)})
+
+
+def _said(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a recipe's `model:` section that are not at their defaults."""
+    values = {key.name: getattr(model, key.name) for key in fields(model)}
+    said = {key.name: values[key.name] for key in fields(model) if values[key.name] not in (key.default, {})}
+    if model.rope_scaling is not None:
+        said["rope_scaling"] = {key: value for key, value in asdict(model.rope_scaling).items() if value is not None}
+    return said

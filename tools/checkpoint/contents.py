@@ -1,0 +1,163 @@
+"""`parallel3d-checkpoint ls`, `inspect` and `verify`: the checkpoints of a run, what is in one, and whether every byte
+is what was saved. None of them imports torch or changes a file."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from parallel3d.checkpoint.difference import by_block
+from parallel3d.checkpoint.integrity import find_damage, missing_files
+from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.config.yaml_text import read_settings, shown
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.tools.reply import Reply
+
+_DAMAGED = CheckpointError.exit_status
+_SHOWN_TENSORS = 10  # A page names so many of a damaged file; the JSON object has all.
+_STEP = re.compile(r"step_(\d{8,})(?:\.(\w+))?")
+_ENDINGS = {  # No run reads a folder with such a name.
+    "partial": "is being written, or was left by a save that was cut off",
+    "replaced": "is the former one of a step that was saved again",
+    "dropped": "is being deleted",
+    "damaged": "was found damaged",
+    "abandoned": "is of a run that went on from an older checkpoint",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """What `ls` says of a checkpoint, or of the folder of one that was set aside."""
+
+    step: int
+    path: str
+    bytes: int
+    saved: str | None
+    state: Literal["whole", "damaged", "aside"]
+    reason: str | None = None  # why it is not whole
+    val_loss: float | None = None
+    best: bool = False  # no other has a lower loss
+
+    @property
+    def line(self) -> str:
+        loss = "" if self.val_loss is None else f"{self.val_loss:.4f}"
+        saved = "" if self.saved is None else self.saved[:16].replace("T", " ")
+        words = self.state + ", best" * self.best if self.reason is None else f"{self.state}: {self.reason}"
+        return f"{self.step:>10}{_size(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
+
+
+def list_run(run: Path) -> Reply:
+    """Says what checkpoints a run has, how large and how old they are, and which has the lowest validation loss. Files
+    are looked for and not read. Raises ConfigError where there are none."""
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    steps = [(path, match) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))]
+    if not steps:
+        raise ConfigError(f"RUN = {run}: has no checkpoints; try the folder of a run, such as runs/quickstart")
+    rows = sorted((_listed(*each) for each in steps), key=lambda row: (row.step, row.path))
+    lowest = min((row.val_loss for row in rows if row.val_loss is not None), default=None)
+    rows = [replace(row, best=row.val_loss is not None and row.val_loss == lowest) for row in rows]
+    whole = sum(row.state == "whole" for row in rows)
+    page = [
+        f"{folder}: {whole} whole of {len(rows)} (by the sizes of their files; `verify` reads every byte)",
+        f"{'step':>10}{'size':>12}  {'saved':<16}{'val loss':>10}",
+        *(row.line for row in rows),
+    ]
+    return Reply(page=lambda: page, tree=lambda: {"run": str(run), "checkpoints": [asdict(row) for row in rows]})
+
+
+def _listed(path: Path, name: re.Match[str]) -> Listed:
+    """Returns what `ls` says of the folder at `path`, whose name was matched."""
+    total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
+    row = Listed(step=int(name[1]), path=str(path), bytes=total, saved=_saved(path), state="whole")
+    if name[2] is not None:
+        return replace(row, state="aside", reason=_ENDINGS.get(name[2], "is no checkpoint"))
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return replace(row, state="damaged", reason=str(error).removeprefix(str(path)).lstrip("/: "))
+    damage = next(missing_files(path, manifest), None)
+    if damage is not None:
+        return replace(row, state="damaged", reason=f"{damage.file}: {damage.reason}")
+    return replace(row, val_loss=manifest.progress.val_loss)
+
+
+def inspect(checkpoint: Path) -> Reply:
+    """Says what a checkpoint holds: how far its run was, the layout that saved it, tensors and recipe. Raises
+    CheckpointError where its manifest cannot be read."""
+    manifest = read_manifest(checkpoint)
+    recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
+    tensors = {name: {"dtype": each.dtype, "shape": list(each.shape)} for name, each in manifest.tensors.items()}
+    total = sum(file.bytes for file in manifest.files.values())
+    progress = manifest.progress
+
+    def page() -> Iterator[str]:
+        yield f"{checkpoint}: format {manifest.format}, parallel3d {manifest.parallel3d}, torch {manifest.torch}"
+        yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
+        yield f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
+        yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
+        yield f"  optimizer {progress.optimizer}" + (", replicas that train apart" if progress.local_sgd else "")
+        layout = {key: value for key, value in progress.parallel.items() if value not in (None, 1, False)}
+        yield f"  layout    {', '.join(f'{key} {shown(value)}' for key, value in layout.items())}"
+        yield f"  model     {progress.parameters:,} parameters"
+        yield f"tensors ({len(tensors):,}):"
+        yield from (
+            f"  {line}"
+            for line in by_block((name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items())
+        )
+        yield f"recipe ({CONFIG_FILE}):"
+        yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
+
+    tree = {
+        **{"checkpoint": str(checkpoint), "saved": _saved(checkpoint), "bytes": total, "format": manifest.format},
+        **{"parallel3d": manifest.parallel3d, "torch": manifest.torch, "progress": asdict(progress)},
+        **{
+            "files": {name: asdict(file) for name, file in manifest.files.items()},
+            "tensors": tensors,
+            "recipe": recipe,
+        },
+    }
+    return Reply(page=page, tree=lambda: tree)
+
+
+def verify(path: Path) -> Reply:
+    """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and its tensors. Raises
+    ConfigError where there is no checkpoint."""
+    chosen = [path] if _STEP.fullmatch(path.name) else list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not path.is_dir() or not chosen:
+        words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
+        raise ConfigError(f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run")
+    found = {checkpoint: [*find_damage(checkpoint)] for checkpoint in chosen}
+
+    def page() -> Iterator[str]:
+        for checkpoint, damages in found.items():
+            yield f"{checkpoint}: {f'{len(damages)} damaged' if damages else 'every byte is what was saved'}"
+            for damage in damages:
+                yield f"  {damage.file}: {damage.reason}"
+                yield from (f"    {name}" for name in damage.tensors[:_SHOWN_TENSORS])
+                if len(damage.tensors) > _SHOWN_TENSORS:
+                    yield f"    and {len(damage.tensors) - _SHOWN_TENSORS} more tensors"
+
+    tree = [
+        {"path": str(each), "whole": not damages, "damage": [asdict(damage) for damage in damages]}
+        for each, damages in found.items()
+    ]
+    return Reply(page=page, tree=lambda: {"checkpoints": tree}, status=_DAMAGED if any(found.values()) else 0)
+
+
+def _saved(checkpoint: Path) -> str | None:
+    """Returns the time at which a checkpoint was saved, that of its manifest, as ISO 8601."""
+    try:
+        at = (checkpoint / MANIFEST_FILE).stat().st_mtime
+    except OSError:
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
