@@ -63,7 +63,7 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
     """Returns where this rank's part begins in the global tensor, for each dim, also if several axes split one dim. It
     is what DCP asks a tensor to save its part. Raises ValueError if the rank has no part."""
     (chunk,) = tensor.__create_chunk_list__()
-    assert chunk.sizes == tensor.to_local().shape
+    assert chunk.sizes == local_of(tensor).shape
     return tuple(chunk.offsets)
 
 

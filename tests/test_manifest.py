@@ -97,7 +97,7 @@ def test_any_box_of_a_tensor_is_read_from_the_pieces_that_have_it(original: Path
 
 def test_each_of_200_flipped_bits_is_told_by_its_file_and_its_tensor(saved: Path) -> None:
     manifest, draw, told = read_manifest(saved), random.Random(0), 0
-    held = {(each.file, each.tensor): range(each.at, each.at + each.bytes) for each in manifest.extents()}
+    held = {(each.file, each.tensor): range(each.at, each.at + each.bytes) for each in manifest.extents}
     for trial in range(200):
         file = sorted(saved.iterdir())[trial % len(manifest.files) - 1]
         whole = file.read_bytes()
@@ -152,7 +152,7 @@ def test_a_file_that_was_added_is_told(saved: Path) -> None:
 
 
 def test_ranks_check_every_byte_once_between_them(original: Path) -> None:
-    extents = read_manifest(original).extents()
+    extents = read_manifest(original).extents
     for ranks in (1, 2, 3, 20):
         shares = [share_of(extents, rank, ranks) for rank in range(ranks)]
         assert [each for share in shares for each in share] == extents
@@ -178,7 +178,7 @@ def forged(folder: Path, old: str, new: str) -> None:
         ('"sizes": [3, 5]', '"sizes": [300000000, 5]', "a piece of rows that lies in no file"),
         ('"dtype": "float32"', '"dtype": "object"', "of the type object, which no checkpoint has"),
         ('"at": 0', '"at": 1', "pieces that do not cover __0_0.distcp"),
-        ('"step": 1', '"step": "1"', "manifest.progress.step is 1, not of the type <class 'int'>"),
+        ('"step": 1', '"step": "1"', "progress.step is 1, not of the type <class 'int'>"),
         ('"step": 1', f'"step": {10**30}', "larger than any number"),
         ('"step": 1, ', "", "has no key step"),
         ('"step": 1', '"stop": 1', "unknown key stop"),

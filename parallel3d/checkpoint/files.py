@@ -109,10 +109,13 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
             places = {index: place for shard in shards for index, place in shard.places.items()}
             files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, dcp_index(save.index, places))
             files[CONFIG_FILE] = save_file(save.partial / CONFIG_FILE, save.config.encode())
-            tensors: dict[str, SavedTensor] = {}
-            for name, tensor in (entry for shard in shards for entry in shard.tensors):
-                before = tensors.setdefault(name, replace(tensor, pieces=()))
-                tensors[name] = replace(before, pieces=before.pieces + tensor.pieces)
+            parts: dict[str, list[SavedTensor]] = {}
+            for name, part in (entry for shard in shards for entry in shard.tensors):
+                parts.setdefault(name, []).append(part)
+            tensors = {
+                name: replace(each[0], pieces=tuple(piece for part in each for piece in part.pieces))
+                for name, each in parts.items()
+            }
             versions = parallel3d.__version__, torch.__version__
             Manifest(FORMAT, *versions, save.progress, files, tensors).write(save.partial)
             store.sync_folder(save.partial)
@@ -158,7 +161,7 @@ def load_tensors(
 
     def check_bytes() -> None:
         assert manifest is not None
-        share = share_of(manifest.extents(), dist.get_rank(), dist.get_world_size())
+        share = share_of(manifest.extents, dist.get_rank(), dist.get_world_size())
         for damage in damaged_extents(path, share):
             raise damage.error(path)
 

@@ -25,7 +25,7 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             reason = f"has {held} bytes of {file.bytes}; it was {changed}"
         else:
             continue
-        lost = [each.tensor for each in manifest.extents() if each.file == name and each.at + each.bytes > held]
+        lost = [each.tensor for each in manifest.extents if each.file == name and each.at + each.bytes > held]
         yield Damage(name, reason, tuple(dict.fromkeys(tensor for tensor in lost if tensor is not None)))
     for name in sorted(there.keys() - {MANIFEST_FILE}):
         yield Damage(name, "is no file of this checkpoint; remove it")
@@ -33,7 +33,7 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
 
 def damaged_extents(folder: Path, extents: Sequence[Extent]) -> Iterator[Damage]:
     """Reads ranges of files and yields those that are not what was saved."""
-    buffer = memoryview(bytearray(1 << 20))
+    buffer = memoryview(bytearray(1 << 19))
     for extent in extents:
         try:
             with (folder / extent.file).open("rb", buffering=0) as file:
@@ -60,7 +60,7 @@ def find_damage(folder: Path) -> Iterator[Damage]:
     lost = {damage.file: damage for damage in missing_files(folder, manifest)}
     yield from lost.values()
     found: dict[str, list[Damage]] = {}
-    for damage in damaged_extents(folder, [each for each in manifest.extents() if each.file not in lost]):
+    for damage in damaged_extents(folder, [each for each in manifest.extents if each.file not in lost]):
         found.setdefault(damage.file, []).append(damage)
     for file, damages in found.items():
         names = dict.fromkeys(name for damage in damages for name in damage.tensors)

@@ -15,7 +15,7 @@ import re
 import stat
 import zlib
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -124,6 +124,7 @@ class Manifest:
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
 
+    @cached_property
     def extents(self) -> list[Extent]:
         """Returns the ranges that make up all files, those of one file in their order."""
         pieces: dict[str, list[tuple[int, int, str, str]]] = {name: [] for name in self.files}
@@ -153,7 +154,8 @@ class Manifest:
     def _text(self) -> bytes:
         """Returns the manifest as JSON, with a line for each file and each tensor."""
         lines = []
-        for key, value in vars(self).items():
+        for key in _fields(Manifest)[0]:
+            value = getattr(self, key)
             if key in ("files", "tensors"):
                 entries = (f"  {json.dumps(name)}: {_json(entry)}" for name, entry in value.items())
                 lines.append(f'"{key}": {{\n' + ",\n".join(entries) + "\n}")
@@ -190,10 +192,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder}: is of format {tree['format']}; this parallel3d reads format {FORMAT} alone"
             )
         del tree["crc32"]
-        manifest: Manifest = _as(Manifest, tree, "manifest")
+        manifest: Manifest = _as(Manifest, tree)
         _check(manifest)
     except (OSError, ValueError, RecursionError) as error:
-        reason = f"cannot be read: {error}" if isinstance(error, OSError | RecursionError) else str(error)
+        reason = f"cannot be read: {error}" if isinstance(error, OSError | RecursionError) else str(error).lstrip(". ")
         raise Damage(MANIFEST_FILE, reason).error(folder) from error
     return manifest
 
@@ -207,28 +209,37 @@ def _values(text: bytes) -> int:
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def _as(kind: Any, value: Any, where: str) -> Any:
-    """Returns `value`, which was read from JSON, as a value of the annotation `kind`. Raises ValueError if it is of
-    another type, has a key that `kind` lacks, or lacks one."""
+def _as(kind: Any, value: Any) -> Any:
+    """Returns `value`, which was read from JSON, as a value of the annotation `kind`. Raises ValueError, with where it
+    is, if it is of another type, has a key that `kind` lacks, or lacks one."""
+    if type(value) is kind:
+        if kind is int and not abs(value) < 1 << 62:
+            raise ValueError(" is larger than any number of a checkpoint")
+        return value
     if kind is Any:
         return value
     origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
+    if origin is tuple and isinstance(value, list):
+        return tuple([_as(arguments[0], item) for item in value])
+    if NoneType in arguments:
+        return None if value is None else _as(arguments[0], value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, dict) or not (origin is dict or is_dataclass(kind)):
+        raise ValueError(f" is {str(value):.40}, not of the type {kind}")
+    if origin is dict:
+        kinds: dict[str, Any] = dict.fromkeys(value, arguments[1])
+    else:
         kinds, required = _fields(cast(type, kind))
         for name in (*(value.keys() - kinds.keys()), *(required - value.keys())):
-            raise ValueError(f"{where} has {'no' if name in required else 'an unknown'} key {name}")
-        return cast(type, kind)(**{name: _as(kinds[name], item, f"{where}.{name}") for name, item in value.items()})
-    if NoneType in arguments:
-        return None if value is None else _as(arguments[0], value, where)
-    if origin is dict and isinstance(value, dict):
-        return {name: _as(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin is tuple and isinstance(value, list):
-        return tuple(_as(arguments[0], item, where) for item in value)
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{where} is {str(value):.40}, not of the type {kind}")
-    if kind is int and not abs(value) < 1 << 62:
-        raise ValueError(f"{where} is larger than any number of a checkpoint")
-    return value
+            raise ValueError(f" has {'no' if name in required else 'an unknown'} key {name}")
+    found = {}
+    for name, item in value.items():
+        try:
+            found[name] = _as(kinds[name], item)
+        except ValueError as error:
+            raise ValueError(f".{name}{error}") from None
+    return found if origin is dict else cast(type, kind)(**found)
 
 
 @cache
@@ -258,7 +269,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"has pieces of {name} that do not cover its shape {list(tensor.shape)}")
     ends = dict.fromkeys(manifest.files, 0)
     last: dict[str, Extent] = {}
-    for extent in manifest.extents():
+    for extent in manifest.extents:
         if extent.at != ends[extent.file] or extent.bytes < 0:
             raise ValueError(f"has pieces that do not cover {extent.file}")
         ends[extent.file], last[extent.file] = extent.at + extent.bytes, extent

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.checkpoint.manifest import ITEM_BYTES, Damage, SavedPiece, SavedTensor
-from parallel3d.torch_private import offsets_of
+from parallel3d.torch_private import local_of, offsets_of
 
 _AT_ONCE_BYTES = 64 << 20  # what is read beside a tensor before it is copied there
 
@@ -26,11 +26,10 @@ def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
 
 def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
     """Reads this rank's part of a tensor that is laid over a mesh, in place, or the whole of one that is not."""
-    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        read_box(folder, saved, [0] * tensor.ndim, tensor)
-    elif tensor.to_local().numel():
-        read_box(folder, saved, offsets_of(tensor), tensor.to_local())
+        read_box(folder, saved, [0] * tensor.ndim, tensor.detach())
+    elif local_of(tensor).numel():
+        read_box(folder, saved, offsets_of(tensor), local_of(tensor).detach())
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:

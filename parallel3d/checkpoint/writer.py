@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, cast
 
@@ -20,7 +21,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from parallel3d.checkpoint.manifest import SavedFile, SavedPiece, SavedTensor
 from parallel3d.torch_private import DcpPlace
 
-_AT_ONCE_BYTES = 1 << 20  # is summed and written while it is in the processor's cache
+_AT_ONCE_BYTES = 1 << 19  # is summed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -32,82 +33,73 @@ class WrittenShard:
     places: dict[MetadataIndex, DcpPlace]
 
 
-class _SummedStream:
-    """A file that is written once, from its beginning on. `data` is where the last bytes from the address `wanted` are
-    in it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.position, self.crc = file, 0, 0
-        self.wanted, self.data = 0, 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        if len(view) and np.frombuffer(view, np.uint8).ctypes.data == self.wanted:
-            self.data = self.position
-        try:
-            for at in range(0, len(view), _AT_ONCE_BYTES):
-                chunk = view[at : at + _AT_ONCE_BYTES]
-                self.crc = zlib.crc32(chunk, self.crc)
-                self.file.write(chunk)
-        except OSError as error:
-            self.error = self.error or error  # torch tells another: `unexpected pos 704 vs 598`
-            raise
-        self.position += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Does nothing; torch calls it after each part."""
-
-
 def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor]]) -> WrittenShard:
     """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
     shard = WrittenShard({}, [], {})
     if not parts:
         return shard
-    name = f"__{rank}_0.distcp"
-    summed = get_crc32_options()
-    set_crc32_options(False)  # torch's own CRC-32, which it never reads again
-    try:
-        with (folder / name).open("wb") as file:
-            stream = _SummedStream(file)
-            for item, part in parts:
-                at = stream.position
-                part = _alone(part)
-                stream.wanted, stream.data = part.data_ptr(), at
-                try:
-                    torch.save(part, cast(IO[bytes], stream))
-                except RuntimeError:
-                    if stream.error is not None:
-                        raise stream.error from None
-                    raise
-                _add(shard, name, item, part, at, stream)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        set_crc32_options(summed)
-    shard.files[name] = SavedFile(stream.position, f"{stream.crc:08x}")
+    name, position, crc = f"__{rank}_0.distcp", 0, 0
+    with (folder / name).open("wb") as file:
+        for item, part in parts:
+            at = position
+            head, tail = _frame(part.dtype, part.shape)
+            for content in (head, _elements(part), tail):
+                for start in range(0, len(content), _AT_ONCE_BYTES):
+                    chunk = content[start : start + _AT_ONCE_BYTES]
+                    crc = zlib.crc32(chunk, crc)
+                    file.write(chunk)
+                position += len(content)
+            assert item.tensor_data is not None
+            chunk_of, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
+            place = (name, at, position - at, at + len(head), f"{crc:08x}")
+            piece = SavedPiece(*place, tuple(chunk_of.offsets), tuple(chunk_of.sizes))
+            dtype = str(part.dtype).removeprefix("torch.")
+            shard.tensors.append((item.index.fqn, SavedTensor(dtype, shape, (piece,))))
+            shard.places[item.index] = DcpPlace(name, at, position - at)
+        file.flush()
+        os.fsync(file.fileno())
+    shard.files[name] = SavedFile(position, f"{crc:08x}")
     return shard
 
 
-def _add(shard: WrittenShard, name: str, item: WriteItem, part: Tensor, at: int, stream: _SummedStream) -> None:
-    """Adds the part that was written last."""
-    assert item.tensor_data is not None
-    assert stream.data > at or not part.numel(), "torch.save has not written the tensor's own memory"
-    length = stream.position - at
-    chunk, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
-    piece = SavedPiece(name, at, length, stream.data, f"{stream.crc:08x}", tuple(chunk.offsets), tuple(chunk.sizes))
-    shard.tensors.append((item.index.fqn, SavedTensor(str(part.dtype).removeprefix("torch."), shape, (piece,))))
-    shard.places[item.index] = DcpPlace(name, at, length)
+def _elements(part: Tensor) -> memoryview:
+    """Returns the bytes of a tensor's elements, row by row; shares the memory if they lie so on the CPU."""
+    return part.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _alone(part: Tensor) -> Tensor:
-    """Returns a part on the CPU as a tensor whose storage has its elements and no other, which torch.save would write
-    as well. Shares the memory if it can."""
-    if not part.numel():
-        return torch.empty(part.shape, dtype=part.dtype)
-    data = part.cpu().reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(data).view(part.dtype).view(part.shape)
+@lru_cache(maxsize=4096)
+def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """Returns what torch.save writes before and after the elements of a tensor on the CPU, without torch's own CRC-32,
+    which its reader never compares. With it the frame would depend on the elements."""
+    tensor, summed = torch.empty(shape, dtype=dtype), get_crc32_options()
+    sink = _FrameSink(tensor)
+    set_crc32_options(False)
+    try:
+        torch.save(tensor, cast(IO[bytes], sink))
+    finally:
+        set_crc32_options(summed)
+    assert sink.has_met_the_elements or not tensor.numel(), "torch.save has not written the tensor's own memory"
+    return bytes(sink.head), bytes(sink.tail)
+
+
+class _FrameSink:
+    """A file for torch.save that keeps all but the tensor's elements, which it tells by their address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self.has_met_the_elements = False
+        self._place = (tensor.data_ptr(), tensor.nbytes)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+        if (view.ctypes.data, view.nbytes) == self._place:
+            self.has_met_the_elements = True
+        else:
+            (self.tail if self.has_met_the_elements else self.head).extend(view.tobytes())
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Does nothing; torch calls it at the end."""
 
 
 def save_file(path: Path, content: bytes) -> SavedFile:

@@ -13,10 +13,12 @@ from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 
 # The module NAME has `bench_NAME`, with - as _.
-BENCHMARKS = ("data", "data-loading", "step", "layers", "local_sgd", "pipeline", "planner")
+BENCHMARKS = ("checkpoint", "data", "data-loading", "step", "layers", "local_sgd", "pipeline", "planner")
 ON_GPUS = ("step", "layers", "pipeline")
 _EPILOG = """\
 benchmarks:
+  checkpoint  saves and loads of what four processes share, checksums included, against torch.distributed.checkpoint and
+         torch.save and torch.load
   data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
          and fully_shard
   data-loading  batches of one process from shards of ids, against torch's DataLoader over the same files, Megatron's

@@ -1,0 +1,143 @@
+"""`bench checkpoint`: saving and loading float32 tensors that four processes share, against DCP
+(torch.distributed.checkpoint) with the same tensors, and against torch.save and torch.load of each process's own parts.
+
+All write into the temporary folder and sync; ours takes checksums on the way, and checks them all before it loads.
+Files that are loaded are in the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from parallel3d.checkpoint.files import load_tensors, save_tensors
+from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_cases, time_in_turn, time_steps
+from parallel3d.tools.bench.report import Options, ResultRow, Round, Timing
+
+RANKS, ROUNDS = 4, 5
+SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
+_PROGRESS = SavedProgress(step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={})
+State = dict[str, DTensor]
+Act = Callable[[State, Path], object]
+
+
+def bench_checkpoint(options: Options) -> list[ResultRow]:
+    """Returns a row for each of saving and loading, against each peer, in processor and in wall seconds."""
+    cases: dict[str, Case] = {}
+    for size, tensors in SIZES.items():
+        for verb, act in (("save", measure_saves), ("load", measure_loads)):
+            for peer, bar in (("DCP", 1.0), ("torch", None)):
+                cases[f"{verb} {size}, {peer}"] = TimedCase(
+                    measure=act,
+                    arguments=(tensors, peer),
+                    world_size=RANKS,
+                    rounds=ROUNDS,
+                    steps=1,
+                    cpu_bar=bar,
+                    wall_bar=bar,
+                )
+    return run_cases(cases, options)
+
+
+def make_state(tensors: int, seed: int = 0) -> State:
+    """Returns tensors of 1,024 rows of 4 KiB, of which each rank has a quarter."""
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(seed + dist.get_rank())
+    rows = 1024 // dist.get_world_size()
+    return {f"model.{at}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)]) for at in range(tensors)}
+
+
+def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
+    """Times saves into new folders, which are removed after their time has been taken."""
+    state = make_state(tensors)
+    with common_folder() as folder:
+
+        def timed(act: Act) -> Timing:
+            taken = time_steps(lambda step: act(state, folder / f"step_{step}"), steps)
+            _empty(folder)
+            return taken
+
+        return [Round(ours=timed(_save), peer=timed(_SAVES[peer])) for _ in range(rounds)]
+
+
+def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
+    """Times loads of one state that both have saved, into tensors of other values, and compares what they have read."""
+    saved, ours, theirs = (make_state(tensors, seed) for seed in (0, 10, 20))
+    with common_folder() as folder:
+        _save(saved, folder / "ours")
+        _SAVES[peer](saved, folder / "peer")
+        found = time_in_turn(
+            lambda step: load_tensors(dict(ours), folder / "ours"),
+            lambda step: _LOADS[peer](theirs, folder / "peer"),
+            rounds=rounds,
+            steps=steps,
+        )
+        _empty(folder)
+    for read, what in ((ours, "ours"), (theirs, "the peer")):
+        local = {name: tensor.to_local() for name, tensor in read.items()}
+        check_agreement([(what, local[name], saved[name].to_local()) for name in local], tolerance=0.0)
+    return found
+
+
+def _save(state: State, path: Path) -> None:
+    save_tensors(dict(state), _PROGRESS, path, config="")
+
+
+def _save_dcp(state: State, path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(dict(state), checkpoint_id=path)
+
+
+def _load_dcp(state: State, path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(dict(state), checkpoint_id=path)
+
+
+def _save_torch(state: State, path: Path) -> None:
+    """Saves this rank's own parts, which no other layout can read."""
+    path.mkdir(exist_ok=True)
+    with (path / f"{dist.get_rank()}.pt").open("wb") as file:
+        torch.save({name: tensor.to_local() for name, tensor in state.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    dist.barrier()
+
+
+def _load_torch(state: State, path: Path) -> None:
+    for name, part in torch.load(path / f"{dist.get_rank()}.pt", weights_only=True).items():
+        state[name].to_local().copy_(part)
+
+
+_SAVES: dict[str, Act] = {"DCP": _save_dcp, "torch": _save_torch}
+_LOADS: dict[str, Act] = {"DCP": _load_dcp, "torch": _load_torch}
+
+
+@contextmanager
+def common_folder() -> Iterator[Path]:
+    """Holds a temporary folder that all ranks know open for a block; every rank calls it."""
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()
+
+
+def _empty(folder: Path) -> None:
+    """Removes what is in a folder that all ranks know. Every rank calls it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+    dist.barrier()
