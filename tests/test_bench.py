@@ -22,7 +22,8 @@ from parallel3d.tools.bench import data_loading
 from parallel3d.tools.bench import layers as layers_bench
 from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement, device_of_rank, run_cases, run_ranks
-from parallel3d.tools.bench.plain_llama import PlainLlama, PlainRotary, PlainStack
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama, PlainRotary, PlainStack
+from parallel3d.tools.bench.plain_torch.stack import cut_stage
 from parallel3d.tools.bench.report import (
     Options,
     Round,
@@ -42,7 +43,6 @@ from parallel3d.tools.bench.step import (
     random_batch,
     recipe,
 )
-from parallel3d.tools.bench.torch_stack import cut_stage
 from parallel3d.tools.clock import DeviceClock
 
 TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)

@@ -28,7 +28,7 @@ from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.torch_private import FakeTensorMode, TorchDispatchMode
 
 MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
-from parallel3d.tools.bench.plain_llama import PlainStack, token_loss
+from parallel3d.tools.bench.plain_torch.llama import PlainStack, token_loss
 from tests.distributed.training_cases import make_loader, plain_stack
 
 

@@ -18,7 +18,7 @@ from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED, Batch, EvaluationSet
 from parallel3d.data.windows import ShuffledWindows, WindowSource
 from parallel3d.errors import DataError
-from parallel3d.tools.bench import plain_llama
+from parallel3d.tools.bench.plain_torch import llama
 from tests.distributed.training_cases import (
     DEEP_TIED,
     SEQ_LEN,
@@ -168,7 +168,7 @@ SMOOTHED: dict[int, list[tuple[ParallelConfig, int | None]]] = {
 def test_smoothing_and_z_loss_train_as_in_plain_torch_and_validate_without(world: Callable, size: int) -> None:
     """The loss that is reported is the one that is trained on; a validation's is the plain cross-entropy."""
     plain = plain_curve(make_recipe(DEEP_TIED, ParallelConfig()), 1)
-    with patch.object(plain_llama, "token_loss", smoothed_loss):
+    with patch.object(llama, "token_loss", smoothed_loss):
         expected = plain_curve(smoothed_recipe(ParallelConfig()), 20)
     assert expected[0][0] > plain[0][0] + 0.1
     for evaluated, curve in world(size).run(train_smoothed, SMOOTHED[size])[0]:

@@ -23,7 +23,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.models.llama import Llama
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (

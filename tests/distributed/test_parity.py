@@ -1,6 +1,6 @@
 """Every layout trains the model that plain torch trains in one process: losses and gradient norms of 20 clipped steps.
 
-The referee (tools/bench/plain_llama.py) has none of the project's layers; `assert_follows` says how close they are.
+The referee (tools/bench/plain_torch/llama.py) has none of our layers; `assert_follows` says how close they are.
 """
 
 from __future__ import annotations

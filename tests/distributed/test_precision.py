@@ -17,7 +17,7 @@ from parallel3d.errors import NonFiniteError
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.models.llama import Llama
 from parallel3d.optimizers.rounding import noise, round_stochastically
-from parallel3d.tools.bench.plain_llama import PlainLlama, adamw, token_loss
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama, adamw, token_loss
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.training_cases import (
     DEEP,

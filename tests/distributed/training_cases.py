@@ -29,7 +29,7 @@ from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_llama import PlainStack, adamw, parameter_groups
+from parallel3d.tools.bench.plain_torch.llama import PlainStack, adamw, parameter_groups
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.update import UpdateInBackward

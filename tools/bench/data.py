@@ -27,10 +27,10 @@ from parallel3d.sharding.apply import named_parts, shard
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import ShardingOptions
 from parallel3d.tools.bench.harness import run_cases
-from parallel3d.tools.bench.plain_llama import PlainLlama, token_loss
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama, token_loss
+from parallel3d.tools.bench.plain_torch.stack import apply_fsdp, sync_in_last_backward
 from parallel3d.tools.bench.report import Options, ResultRow, Round
 from parallel3d.tools.bench.step import SIZES, StepLayout, StepSize, TrainStep, recipe, time_train_steps, timed_cases
-from parallel3d.tools.bench.torch_stack import apply_fsdp, sync_in_last_backward
 
 STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
 REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the others are torch's own work

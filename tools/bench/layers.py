@@ -37,10 +37,10 @@ from parallel3d.tools.bench.harness import (
     run_ranks,
     time_in_turn,
 )
-from parallel3d.tools.bench.plain_llama import PlainLlama
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama
+from parallel3d.tools.bench.plain_torch.stack import apply_tp
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.step import BF16_AGREEMENT, StepLayout, StepSize, timed_cases
-from parallel3d.tools.bench.torch_stack import apply_tp
 
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block without embedding and head
 SIZES = (

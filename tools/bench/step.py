@@ -21,9 +21,9 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.reporting.metrics import gpu_bytes
 from parallel3d.tools.bench.harness import AGREEMENT, TimedCase, check_agreement, own_device, run_cases, time_in_turn
-from parallel3d.tools.bench.plain_llama import PeerSettings, PlainStack
+from parallel3d.tools.bench.plain_torch.llama import PeerSettings, PlainStack
+from parallel3d.tools.bench.plain_torch.stack import TorchStack
 from parallel3d.tools.bench.report import Options, ResultRow, Round
-from parallel3d.tools.bench.torch_stack import TorchStack
 from parallel3d.training.trainer import Trainer
 
 TrainStep = Callable[[Batch], float]

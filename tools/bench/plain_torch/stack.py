@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
-from parallel3d.tools.bench.plain_llama import FLOAT32_CPU, PeerSettings, PlainLlama, adamw, token_loss
+from parallel3d.tools.bench.plain_torch.llama import FLOAT32_CPU, PeerSettings, PlainLlama, adamw, token_loss
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:

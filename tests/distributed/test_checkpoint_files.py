@@ -1,0 +1,129 @@
+"""Saving and loading of a few tensors by two ranks: what fails on one of them fails on both, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallel3d.checkpoint.files import load_tensors, plan_save, save_tensors, write_and_commit
+from parallel3d.checkpoint.integrity import find_damage
+from parallel3d.checkpoint.manifest import SavedProgress, read_manifest
+from parallel3d.checkpoint.reader import read_tensor
+from parallel3d.errors import DamagedCheckpointError, SaveError
+from parallel3d.tools.bench.checkpoint import measure_loads, measure_saves
+
+PROGRESS = SavedProgress(step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={})
+
+
+def make_state(first: float) -> dict[str, torch.Tensor]:
+    """Eight rows of which each rank has four, and a row that both have."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(24.0).view(8, 3) + first
+    return {
+        "model.rows": DTensor.from_local(rows.chunk(2)[dist.get_rank()].clone(), mesh, [Shard(0)]),
+        "model.row": DTensor.from_local(rows[0].clone(), mesh, [Replicate()]),
+    }
+
+
+def save(path: Path, first: float) -> None:
+    save_tensors(make_state(first), PROGRESS, path, "model: {}\n")
+
+
+def first_element(path: Path) -> float:
+    assert list(find_damage(path)) == []
+    return read_tensor(path, read_manifest(path).tensors["model.rows"])[0, 0].item()
+
+
+def save_and_be_refused(path: Path, spoil: Callable) -> str:
+    with spoil(), pytest.raises(SaveError) as refusal:
+        save(path, 200.0)
+    return str(refusal.value)
+
+
+@contextmanager
+def no_room():
+    with patch("shutil.disk_usage", return_value=os.terminal_size((0, 0))) as usage:
+        usage.return_value = Usage(free=10_000)
+        yield
+
+
+@dataclass
+class Usage:
+    free: int
+
+
+@contextmanager
+def full_disk_of_rank_1():
+    error = OSError(28, "No space left on device")
+    with patch("parallel3d.checkpoint.writer.os.fsync", side_effect=error if dist.get_rank() else None):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (no_room, "a checkpoint needs 0.0 MiB, 0.0 MiB are free"),
+        (full_disk_of_rank_1, "step_00000001: cannot be written: rank 1: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_the_older_one(
+    world: Callable, tmp_path: Path, spoil: Callable, words: str
+) -> None:
+    path = tmp_path / "step_00000001"
+    world(2).run(save, path, 100.0)
+    refusals = world(2).run(save_and_be_refused, path, spoil)
+    assert refusals[0] == refusals[1] and words in refusals[0]
+    assert list(tmp_path.iterdir()) == [path] and first_element(path) == 100.0
+
+
+def save_what_was_staged(path: Path) -> None:
+    state = make_state(1.0)
+    planned = plan_save(state, PROGRESS, path, "")
+    planned.stage()
+    for tensor in state.values():
+        tensor.to_local().fill_(-1.0)
+    write_and_commit(planned)
+
+
+def test_what_was_staged_is_saved_whatever_training_does_meanwhile(world: Callable, tmp_path: Path) -> None:
+    world(2).run(save_what_was_staged, tmp_path / "step_00000001")
+    assert first_element(tmp_path / "step_00000001") == 1.0
+
+
+def load_and_be_refused(path: Path) -> str:
+    state = make_state(7.0)
+    before = {name: tensor.to_local().clone() for name, tensor in state.items()}
+    with pytest.raises(DamagedCheckpointError) as refusal:
+        load_tensors(state, path)
+    assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in state.items())
+    return str(refusal.value)
+
+
+def test_damage_that_one_rank_finds_changes_no_tensor_of_any(world: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001"
+    world(2).run(save, path, 1.0)
+    file = path / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (damage,) = find_damage(path)
+    refusals = world(2).run(load_and_be_refused, path)
+    assert refusals == [str(damage.error(path))] * 2
+    assert damage.tensors and f"(in {damage.tensors[0]})" in refusals[0]
+
+
+def test_the_benchmark_times_contestants_that_agree(world: Callable) -> None:
+    for measure in (measure_saves, measure_loads):
+        for peer in ("DCP", "torch"):
+            (timed,) = world(2).run(measure, 2, peer, 1, 1)[0]
+            assert timed.ours.cpu_s > 0 < timed.peer.cpu_s
