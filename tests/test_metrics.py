@@ -138,6 +138,20 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
 
 
+def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps(replace(LINE, step=step).scalars) for step in (10, 20)]
+    before = "\n".join([good[0], "\ufffd garbage", "[1]", '{"step": "x"}', "[" * 100_000, good[1], ""])
+    path.write_text(before)
+    file = MetricsFile(path, resumed_step=20)
+    assert file.note.startswith(f"{path}: line 2 is no line of metrics; the file is kept as {path}.damaged.1")
+    assert Path(f"{path}.damaged.1").read_text() == before
+    assert path.read_text() == "".join(f"{line}\n" for line in good)
+    again = MetricsFile(path, resumed_step=10)
+    assert (again.note, path.read_text()) == ("", f"{good[0]}\n")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.damaged.1"]
+
+
 def test_a_norm_that_overflowed_is_null_because_json_has_no_infinity(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
     file.write(replace(LINE, grad_norm=float("inf"), loss_scale=65536.0, skipped_steps=1))

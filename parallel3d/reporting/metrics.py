@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,22 +60,46 @@ def perplexity(loss: float) -> float:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped. Each
-    new line is handed on to `also` as well."""
+    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped: the
+    file is replaced by a new one that is whole. Where it has lines that are no metrics, the old file is kept beside it,
+    and `note` says so. Each new line is handed on to `also` as well."""
 
     def __init__(self, path: Path, *, resumed_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self._path, self._also = path, also
-        *whole, _cut_off = path.read_text().split("\n") if path.exists() else [""]  # a crash may cut off the last line
-        kept = [line for line in whole if json.loads(line)["step"] <= resumed_step]
+        self._path, self._also, self.note = path, also, ""
+        before = path.read_text(errors="replace") if path.exists() else ""
+        *whole, _cut_off = before.split("\n")  # a crash may cut off the last line
+        lines = [_read_line(line) for line in whole]
+        self.history: list[dict[str, float | None]] = [  # as the run resumes
+            line for line in lines if line is not None and (line["step"] or 0) <= resumed_step
+        ]
+        if None in lines:
+            taken = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
+            aside = next(each for each in taken if not each.exists())
+            with writing(aside):
+                shutil.copyfile(path, aside)
+            bad = lines.index(None) + 1
+            self.note = (
+                f"{path}: line {bad} is no line of metrics; the file is kept as {aside}, without such lines here"
+            )
+        partial = path.with_name(f".{path.name}.partial")
         with writing(path):
-            path.write_text("".join(f"{line}\n" for line in kept))
-        self.history: list[dict[str, float | None]] = [json.loads(line) for line in kept]  # as the run resumes
+            partial.write_text("".join(f"{json.dumps(line)}\n" for line in self.history))
+            partial.replace(path)
 
     def write(self, metrics: StepMetrics) -> None:
         with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(metrics.scalars) + "\n")
         if self._also is not None:
             self._also(metrics.scalars)
+
+
+def _read_line(line: str) -> dict[str, float | None] | None:
+    """Returns the numbers of one line of metrics.jsonl; None where it is no such line."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
 class Stopwatch:

@@ -25,7 +25,7 @@ from parallel3d.data.windows import WindowSource
 from parallel3d.errors import DamagedCheckpointError, writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.signals import StopRequest, catch_sigterm
+from parallel3d.launch.signals import StopRequest, catch_stop_signals
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
@@ -82,10 +82,10 @@ def run_worker(
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
         resumed = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
-        # A run without checkpoints has nowhere to save to, so SIGTERM ends it at once.
-        sigterm = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_sigterm()
+        # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
+        signals = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_stop_signals()
         with (
-            sigterm as stop,
+            signals as stop,
             open_progress(train.steps, trainer.step, speaks=speaks) as progress,
             open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
         ):
@@ -128,7 +128,10 @@ def open_metrics(
         yield None
         return
     with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
-        yield MetricsFile(run_dir / "metrics.jsonl", resumed_step=resumed_step, also=sinks.log)
+        metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=resumed_step, also=sinks.log)
+        if metrics.note:
+            tell(f"warning: {metrics.note}")
+        yield metrics
 
 
 def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[str]:
