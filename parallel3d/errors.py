@@ -61,6 +61,10 @@ class PreemptedError(Parallel3dError):
     exit_status = 75  # the run was asked to end, and has saved its state
 
 
+class CtrlCError(PreemptedError):
+    exit_status = 130  # Ctrl-C has asked for it, and nothing is to start the run again by itself
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the file system in this block, which writes `path`, into a SaveError."""

@@ -47,6 +47,7 @@ class Job:
     recipe: Recipe
     function: str = "work"
     arguments: tuple[object, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user is to know before it begins
 
     @property
     def trains(self) -> bool:

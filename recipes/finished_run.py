@@ -81,7 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(rest)
     if options.run is None:
         parser.error("no RUN is given; name the folder of a run, such as runs/quickstart")
-    options.command, options.print_config = command, False
+    options.command, options.print_config, options.command_line = command, False, arguments
     options.load = _job
     return options
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from parallel3d.checkpoint.start import check_start, find_start
 from parallel3d.checkpoint.store import find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
-from parallel3d.config.rules import warnings_for
-from parallel3d.errors import ConfigError, Parallel3dError, PreemptedError
+from parallel3d.config.rules import fit_to_workers, product, warnings_for
+from parallel3d.errors import ConfigError, CtrlCError, Parallel3dError, PreemptedError
+from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
 from parallel3d.launch.devices import choose_device, may_refuse_the_device
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.local import launch_local
@@ -31,6 +33,7 @@ from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, has_earlier_run, locked, prepare_run_dir
 from parallel3d.launch.run_lock import RunLock
+from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.range_test import range_test_settings
@@ -61,7 +64,8 @@ exit status:
    71  the loss or the gradient norm is not finite
    73  a checkpoint cannot be written, another run writes into the folder, or a replay to a dashboard failed
    75  stopped by SIGTERM, with the state saved
-  130  stopped by Ctrl-C (143: by SIGTERM, with nothing saved)
+  130  stopped by Ctrl-C, with the state saved where checkpoint.every is set (a second Ctrl-C ends at once)
+  143  stopped by SIGTERM, with nothing saved
 """
 
 
@@ -74,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "replay":
             return finished_run.replay(options)
         rendezvous = Rendezvous.from_environment()
-        if options.print_config or rendezvous is None:
+        if options.print_config:
+            recipe = options.load(options).recipe
+            print(to_yaml(recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)), end="")
+            return 0
+        if rendezvous is None:
             return _launch(options)
         return _join(options, rendezvous)
     except Parallel3dError as error:
@@ -108,7 +116,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
     if is_range_test:
         options.overrides = [*range_test_settings(options.recipe), *options.overrides]
-    options.command, options.load = "train", _load
+    options.command, options.load, options.command_line = "train", _load, arguments
     return options
 
 
@@ -119,15 +127,13 @@ def _load(options: argparse.Namespace) -> Job:
 def _launch(options: argparse.Namespace) -> int:
     """Starts the workers on this machine, even if it is only one. Returns the exit status."""
     job: Job = options.load(options)
+    job = _restarted(job) if was_requeued() else job
     recipe = job.recipe
-    if options.print_config:
-        print(to_yaml(recipe), end="")
-        return 0
     world_size = recipe.parallel.world_size
     if world_size > _MOST_LOCAL_WORKERS:
         raise ConfigError(
-            f"parallel needs {_product(recipe)} workers, and one machine is given at most {_MOST_LOCAL_WORKERS}; "
-            "start them with torchrun on each machine, or shrink the layout"
+            f"parallel needs {product(recipe.parallel.axes)} workers, and one machine is given at most "
+            f"{_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the layout"
         )
     check_model(recipe.model)
     notes = _check(job)
@@ -139,23 +145,27 @@ def _launch(options: argparse.Namespace) -> int:
                     return status
             _begin(recipe, lock, notes)
         target = f"parallel3d.recipes:{job.function}"
-        return launch_local(
+        status = launch_local(
             target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose
         )
+    if status in (PreemptedError.exit_status, CtrlCError.exit_status) and recipe.checkpoint.every is not None:
+        kept = [each for each in options.command_line if not each.startswith("checkpoint.resume=")]
+        print(f"go on with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}", file=sys.stderr)
+    return status
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike: rank 0 says so."""
     speaks = rendezvous.rank == 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its workers behind where it is killed
+        die_with_the_parent()
     try:
         job: Job = options.load(options)
+        job = replace(job, recipe=fit_to_workers(job.recipe, rendezvous.world_size))
+        check_model(job.recipe.model)
+        rendezvous = join_attempt(rendezvous, job.recipe.train.start_timeout_s)
+        job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
-        if recipe.parallel.world_size != rendezvous.world_size:
-            raise ConfigError(
-                f"WORLD_SIZE = {rendezvous.world_size}: parallel needs {_product(recipe)} workers; "
-                "start that many, or change the layout"
-            )
-        check_model(recipe.model)
         if speaks:
             notes = _check(job)
     except ConfigError as error:
@@ -167,6 +177,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
             if has_earlier_run(recipe) and may_refuse_the_device(recipe.train.device):
                 choose_device(recipe.train.device, rendezvous.local_rank)
             _begin(recipe, lock, notes)
+            tell_prepared()
         status, is_left_open = _work(job, rendezvous, options)
     if is_left_open:
         end_process(status)
@@ -203,6 +214,19 @@ def _work(job: Job, rendezvous: Rendezvous, options: argparse.Namespace) -> tupl
     return outcome.exit_status, False
 
 
+def _restarted(job: Job) -> Job:
+    """Returns the job as a launcher's restart does it: it goes on from the newest checkpoint of the run's folder,
+    whatever the recipe says, and where there is none yet from the checkpoint that the recipe names."""
+    recipe, resume = job.recipe, job.recipe.checkpoint.resume
+    if not job.trains or resume == "auto":
+        return job
+    if resume != "none" and not find_checkpoints("auto", Path(recipe.run_dir or "") / "checkpoints"):
+        return job
+    note = f"the launcher has started this run again, which goes on as with checkpoint.resume=auto, not {resume}"
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
+    return replace(job, recipe=recipe, notes=(note,))
+
+
 def _record_for_torchrun(error: Exception) -> None:
     """Writes the error where torchrun reads the cause of a failure from, if torchrun has started this process."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -229,7 +253,7 @@ def _check(job: Job) -> list[str]:
     saved = find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints")
     if start is not None and not saved:
         notes = check_start(find_start(start)[0], recipe.model)  # a run that goes on needs its beginning no more
-    return [*warnings_for(recipe), *notes]
+    return [*job.notes, *warnings_for(recipe), *notes]
 
 
 def _folder_of(job: Job) -> AbstractContextManager[RunLock | None]:
@@ -241,12 +265,6 @@ def _begin(recipe: Recipe, lock: RunLock, notes: Sequence[str]) -> None:
     """Makes the folder that `lock` holds that of this run. What can be refused before the workers start has been."""
     for line in (*notes, *prepare_run_dir(recipe, lock)):
         print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def _product(recipe: Recipe) -> str:
-    """Returns the layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
-    factors = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1) or "1"
-    return f"{factors} = {recipe.parallel.world_size}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainC
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
 from parallel3d.launch.local import Patience, launch_local
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.signals import catch_sigterm
+from parallel3d.launch.signals import catch_stop_signals
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -75,7 +75,7 @@ def sleeps_and_ignores_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def saves_at_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    with catch_sigterm() as stop:
+    with catch_stop_signals() as stop:
         _sign_in(recipe, rendezvous)
         while not stop.is_made:
             time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -102,23 +103,35 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
     assert outcome["exit_status"] == 70 and "SIGKILL" in outcome["reason"]
 
 
-def test_a_worker_that_hears_sigterm_has_all_save_and_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     two = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=2"]
     command = [*COMMAND, *SMALL, *two, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=90000"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("step 3/"))
-        os.kill(descendants(process.pid)[-1], signal.SIGTERM)
-        errors = [line for line in process.stderr.read().splitlines() if "error" in line.lower()]
-    assert process.returncode == 75
+        os.killpg(process.pid, signum)  # as a terminal at Ctrl-C; as systemd, timeout(1) and SLURM
+        said = process.stderr.read().splitlines()
+    is_ctrl_c = signum == signal.SIGINT
+    assert process.returncode == (130 if is_ctrl_c else 75)
     last = int(metrics(run_dir)[-1]["step"])
-    (saved,) = (run_dir / "checkpoints").iterdir()
-    assert saved.name == f"step_{last:08d}" and last < 100
-    (told,) = errors
-    assert told == f"error: stopped by SIGTERM after step {last}, saved: {saved}; checkpoint.resume=auto goes on"
-    outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["status"], outcome["exit_status"]) == ("failed", 75)
+    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir() and last < 100
+    (told,) = [line for line in said if line.startswith("error: ")]
+    assert told.startswith(f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: ")
+    (goes_on,) = [line for line in said if line.startswith("go on with: ")]
+    assert goes_on == f"go on with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
+    assert json.loads((run_dir / "outcome.json").read_text())["exit_status"] == process.returncode
 
 
 def descendants(pid: int) -> list[int]:

@@ -55,6 +55,7 @@ class SavedProgress:
     loss_scale_good_steps: int = 0  # finite steps in a row at that scale
     optimizer: str = "adamw"  # the optimizer whose states the checkpoint has
     local_sgd: dict[str, Any] | None = None  # replicas that train apart (training/local_sgd/state.py)
+    data_fingerprint: tuple[dict[str, Any], ...] | None = None  # what identifies each corpus; None: not known
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
+    # Under torchrun or srun dp_shard is what their number of workers leaves for it, and need not be given.
+    elastic: bool = False
 
     @property
     def strategy(self) -> ShardingName:
@@ -381,6 +383,7 @@ class CheckpointConfig:
     keep_every: int | None = None  # steps: a checkpoint of each multiple stays for good; None: of none
     keep_best: int = within("at least 0", 0)  # the checkpoints to keep beside them whose validation losses are lowest
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
+    allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.
     start_from: str | None = None
 

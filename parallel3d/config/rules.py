@@ -9,13 +9,14 @@ this file what an optimizer reads, which layouts can step in the backward, and w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
 from parallel3d.config.mixture import mixture_errors
-from parallel3d.config.ranges import any_of, multiple_from, multiples_near, range_errors
+from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest, range_errors
 from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
 from parallel3d.config.rules_layout import (
     at_most,
@@ -30,6 +31,7 @@ from parallel3d.config.rules_layout import (
 from parallel3d.config.sharding_strategies import HYBRID_OF
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
+from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES
 
 _MOST_PROBLEMS = 5  # lines of an error; further problems are counted
@@ -70,6 +72,50 @@ def refuse(problems: list[str]) -> None:
         raise ConfigError("\n".join([*problems[:_MOST_PROBLEMS], *more]))
 
 
+def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
+    """Returns the recipe for so many workers, which the launcher has started. An elastic one keeps tp, pp and
+    dp_replicate and gets another dp_shard; the global batch stays, so that the losses do, to rounding. Raises
+    ConfigError where the layout needs another number of workers, with those that it could have."""
+    parallel, train = recipe.parallel, recipe.train
+    if workers == parallel.world_size:
+        return recipe
+    if not parallel.elastic:
+        raise ConfigError(
+            f"WORLD_SIZE = {workers}: parallel needs {product(parallel.axes)} workers; start that many, change the "
+            "layout, or try parallel.elastic=true, which sets dp_shard"
+        )
+    fixed = {axis: size for axis, size in parallel.axes.items() if axis != "dp_shard"}
+    each, most = prod(fixed.values()), train.global_batch_size // (parallel.dp_replicate * parallel.microbatch_size)
+    fitting = [dp_shard for dp_shard in divisors(most) if not _problem(recipe, dp_shard)]
+    dp_shard, rest = divmod(workers, each)
+    if dp_shard in fitting and not rest:
+        return _with_dp_shard(recipe, dp_shard)
+    reason = f"must be a multiple of {product(fixed)}, which parallel.elastic keeps"
+    if dp_shard and not rest:
+        reason = f"makes dp_shard = {dp_shard}, and then {_problem(recipe, dp_shard)}"
+    numbers = any_of(nearest([each * dp_shard for dp_shard in fitting], workers))
+    raise ConfigError(f"WORLD_SIZE = {workers}: {reason}; try {numbers} workers")
+
+
+def product(axes: Mapping[str, int]) -> str:
+    """Returns a layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
+    factors = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1"
+    return f"{factors} = {prod(axes.values())}"
+
+
+def _with_dp_shard(recipe: Recipe, dp_shard: int) -> Recipe:
+    return replace(recipe, parallel=replace(recipe.parallel, dp_shard=dp_shard))
+
+
+def _problem(recipe: Recipe, dp_shard: int) -> str:
+    """Returns the first rule that the recipe breaks with this dp_shard; nothing where it breaks none."""
+    try:
+        validate(_with_dp_shard(recipe, dp_shard))
+    except ConfigError as error:
+        return str(error).partition("\n")[0].partition("; try ")[0]
+    return ""
+
+
 @rule
 def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of local SGD that does not fit the layout, the model or the length of the run."""
@@ -81,6 +127,11 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
             if getattr(local, key.name) != key.default:
                 yield f"<local_sgd.{key.name}>: means nothing while gradients are summed in every step; try {tries}"
         return
+    if recipe.parallel.elastic:
+        words = (
+            "would give the ranks of a lost node to other replicas, across the slow links that <local_sgd.sync_every>"
+        )
+        yield f"<parallel.elastic>: {words} spares; try parallel.elastic=false"
     if recipe.parallel.dp_replicate == 1:
         tries = "parallel.dp_replicate=2, or local_sgd.sync_every=null"
         yield f"<local_sgd.sync_every>: needs replicas that train apart, and <parallel.dp_replicate>; try {tries}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError
-from parallel3d.launch.signals import ignore_sigterm
+from parallel3d.launch.signals import ignore_stop_signals
 
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
 # gloo, NCCL and the store use these words when a peer has gone.
@@ -119,7 +119,7 @@ def end_process(exit_status: int) -> None:
 
     No process group is destroyed, because NCCL's wait for work of peers that has no end; they are aborted. Exit
     handlers are left out for the same reason. What peers wait for closes with the process."""
-    ignore_sigterm()
+    ignore_stop_signals()
     with suppress(OSError, ValueError):  # nobody reads any more
         sys.stdout.flush()
         sys.stderr.flush()

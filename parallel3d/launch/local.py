@@ -8,22 +8,26 @@ who failed and why, and no process outlives its launcher.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import PreemptedError
+from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.launch.failure import Failure, print_error, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
-from parallel3d.launch.signals import handled
+from parallel3d.launch.signals import STOP_SIGNALS, handled
 from parallel3d.launch.worker_process import run_worker_process
+
+_SAVED = (PreemptedError.exit_status, CtrlCError.exit_status)  # how workers end that have saved and were asked to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +52,17 @@ def launch_local(
 
     The function is called with the recipe, its `Rendezvous` and `arguments`. `preload` names modules that are imported
     once for all workers. A failure is reported on stderr in one line, with a traceback where the error is not the
-    user's (or with `verbose`), and in `outcome.json` of an existing run_dir. Ctrl-C gives 130. SIGTERM is passed on to
-    the workers, which may save and end; the status is 143 where they end otherwise, or at a second SIGTERM."""
+    user's (or with `verbose`), and in `outcome.json` of an existing run_dir. SIGTERM is passed on to the workers, and
+    so is Ctrl-C where the recipe has checkpoints, so that they may save and end; the status is 143 or 130 where they
+    end otherwise, or at a second signal."""
     workers: list[_Worker] = []
-    relay = SignalRelay(workers)
+    relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
     # What nohup or a shell's & has started ignores Ctrl-C on purpose.
-    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, handled(heard, relay):
         try:
             forkserver.set_forkserver_preload([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
-            with handled([signal.SIGINT], signal.SIG_IGN):  # the server that forks the workers inherits this
+            with handled(STOP_SIGNALS, signal.SIG_IGN):  # the server that forks the workers inherits this
                 forkserver.ensure_running()
             for rank in range(world_size):
                 rendezvous = Rendezvous(
@@ -67,12 +72,12 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{meeting_place}/store",
                 )
-                workers.append(_Worker(target, recipe, rendezvous, arguments))
+                workers.append(_Worker(target, recipe, rendezvous, arguments, heard))
                 workers[-1].start()
             relay.passes_on = True
             failures = _watch(workers, patience or Patience())
-            if relay.has_passed_on and failures and root_cause(failures).exit_status != PreemptedError.exit_status:
-                raise _Stopped(signal.SIGTERM)
+            if relay.passed_on and failures and root_cause(failures).exit_status not in _SAVED:
+                raise _Stopped(relay.passed_on)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
             (signum,) = stop.args
@@ -97,13 +102,20 @@ class _Stopped(KeyboardInterrupt):
 class _Worker:
     """A local worker process, with its report and the time of its end."""
 
-    def __init__(self, target: str, recipe: Recipe, rendezvous: Rendezvous, arguments: Sequence[object]) -> None:
+    def __init__(
+        self,
+        target: str,
+        recipe: Recipe,
+        rendezvous: Rendezvous,
+        arguments: Sequence[object],
+        heard: Sequence[signal.Signals],
+    ) -> None:
         self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
         self._run_dir = recipe.run_dir
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
-        args = (target, recipe, rendezvous, self._sender, arguments)
+        args = (target, recipe, rendezvous, self._sender, arguments, heard)
         self.process: BaseProcess = context.Process(target=run_worker_process, args=args, name=f"rank-{self.rank}")
 
     def start(self) -> None:
@@ -175,17 +187,23 @@ def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOut
 
 class SignalRelay:
     """The launcher's handler of SIGINT and SIGTERM, which raises `_Stopped`. Once `passes_on` is set, the first SIGTERM
-    is sent on to the workers instead; once `is_deaf` is set, signals are ignored."""
+    is sent on to the workers instead, and so is the first SIGINT if they can save (`saves`); once `is_deaf` is set,
+    signals are ignored."""
 
-    def __init__(self, workers: Sequence[_Worker]) -> None:
-        self._workers = workers
-        self.passes_on = self.has_passed_on = self.is_deaf = False
+    def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
+        self._workers, self._saves = workers, saves
+        self.passes_on = self.is_deaf = False
+        self.passed_on = 0  # the signal that was sent on
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.is_deaf:
             return
-        if signum != signal.SIGTERM or not self.passes_on or self.has_passed_on:
+        if not self.passes_on or self.passed_on or (signum == signal.SIGINT and not self._saves):
             raise _Stopped(signum)
-        self.has_passed_on = True
+        self.passed_on = signum
+        if signum == signal.SIGINT:  # not by print, which this handler may have interrupted
+            os.write(2, b"\nsaves and ends after this step; Ctrl-C again ends at once, and saves nothing\n")
         for worker in self._workers:
-            worker.process.terminate()
+            if worker.ended_at is None and worker.process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signum)

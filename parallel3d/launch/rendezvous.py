@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from parallel3d.config.recipe import Recipe
@@ -17,7 +18,7 @@ from parallel3d.errors import ConfigError, PreemptedError, RendezvousError
 from parallel3d.launch.devices import Place, check_places, choose_device, exchange_places, tp_warning
 from parallel3d.launch.failure import Failure, record_flights
 from parallel3d.launch.peer_watch import PeerWatch
-from parallel3d.launch.signals import ignore_sigterm
+from parallel3d.launch.signals import ignore_stop_signals
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +29,17 @@ _STORE_S = 10.0  # a store that takes longer to answer is gone
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The place of one worker among all. `init_method` is torch's name for where they meet."""
+    """The place of one worker among all. `init_method` is torch's name for where they meet, `attempt` what tells this
+    start of the workers from earlier ones at the same store, and `is_restart` says that the launcher has started the
+    run again (`attempt.join_attempt` sets both)."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     init_method: str
+    attempt: str = ""
+    is_restart: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
@@ -117,6 +122,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         timedelta = datetime.timedelta(seconds=timeout)
         store, _, _ = next(meet(rendezvous.init_method, rank, size, timeout=timedelta))
         store.set_timeout(timedelta)
+        if rendezvous.attempt:
+            store = dist.PrefixStore(rendezvous.attempt, store)
         own = Place.of_this_process(device, problem)
         places = exchange_places(dist.PrefixStore("parallel3d", store), rank, size, own)
         check_places(places, recipe.train.device)
@@ -131,7 +138,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         )
         if rendezvous.init_method == "env://" and size > 1:  # launch_local's workers meet through a file
             coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
-            watch = PeerWatch(_connect, rank, places, coordinates.__getitem__, recipe.run_dir)
+            connect = partial(connect_to_store, f"parallel3d/{rendezvous.attempt}")
+            watch = PeerWatch(connect, rank, places, coordinates.__getitem__, recipe.run_dir)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} within {timeout:.0f} s: "
@@ -142,13 +150,13 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     try:
         yield device
     except PreemptedError:
-        ignore_sigterm()
+        ignore_stop_signals()
         _leave(watch)
         raise
     except Exception as error:
         if watch is None:
             raise
-        ignore_sigterm()  # which a launcher sends to all as soon as it sees a peer end, and this rank has not told why
+        ignore_stop_signals()  # a launcher sends them as soon as it sees a peer end, and this rank has not told why
         failure = Failure.of(error, rank, coordinates[rank]).with_record(recipe.run_dir)
         raise watch.settle(failure) from error
     _leave(watch)
@@ -164,12 +172,11 @@ def _leave(watch: PeerWatch | None) -> None:
     dist.destroy_process_group()
 
 
-def _connect() -> dist.Store:
-    """Opens a connection to the store of the ranks that torchrun or srun has started."""
+def connect_to_store(prefix: str) -> dist.Store:
+    """Opens a connection to the store of the ranks that torchrun or srun has started, for keys below `prefix`."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = datetime.timedelta(seconds=_STORE_S)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    # torchrun starts a failed run again at the same store.
-    return dist.PrefixStore(f"parallel3d/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(prefix, store)

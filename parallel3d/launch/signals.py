@@ -1,5 +1,5 @@
-"""SIGTERM as a request to end the run, because its time limit nears or its machine is taken back. Each training step
-sums the requests over the mesh, so a signal to any one worker ends all ranks after the same step."""
+"""SIGTERM (a time limit nears, a machine is taken back) and SIGINT (Ctrl-C) as requests to end the run. Each training
+step sums the requests over the mesh, so a signal to any one worker ends all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @dataclass
 class StopRequest:
-    """Set by SIGTERM in this process; polled once a step."""
+    """Set by a signal in this process; polled once a step. Launchers may send a signal again, so a further one changes
+    nothing: what ends a run at once at a second Ctrl-C is its launcher."""
 
-    is_made: bool = False
+    signum: int = 0  # the last signal's number; 0 before any
+
+    @property
+    def is_made(self) -> bool:
+        return self.signum != 0
 
 
 @contextmanager
-def catch_sigterm() -> Iterator[StopRequest]:
-    """Turns SIGTERM into a request, from here to the end of the block; in another thread than the main one never."""
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Turns the signals that ask for an end into a request, from here to the end of the block; in another thread than
+    the main one never. A signal that this process ignores, as nohup or a shell's & has it, stays ignored."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        request.is_made = True
+        request.signum = signum
 
-    with handled([signal.SIGTERM], hear):
+    with handled([each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN], hear):
         yield request
 
 
-def ignore_sigterm() -> None:
+def ignore_stop_signals() -> None:
     """Lets this process, which has failed, say so to the end: a launcher that sees a peer end sends SIGTERM to all."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
 
 
 @contextmanager

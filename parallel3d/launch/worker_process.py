@@ -16,17 +16,27 @@ from multiprocessing.connection import Connection
 from parallel3d.config.recipe import Recipe
 from parallel3d.launch.failure import Failure, end_process
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 
 
 def run_worker_process(
-    target: str, recipe: Recipe, rendezvous: Rendezvous, reports: Connection, arguments: Sequence[object]
+    target: str,
+    recipe: Recipe,
+    rendezvous: Rendezvous,
+    reports: Connection,
+    arguments: Sequence[object],
+    heard: Sequence[signal.Signals],
 ) -> None:
     """The main function of a worker process: returns when the target ("module:function") has, and ends the process
-    where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host."""
+    where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host.
+
+    The signals that the launcher has `heard` end the worker, until it catches them. A terminal sends Ctrl-C to every
+    process, so what the launcher ignores the worker ignores, too."""
     _die_with_the_launcher()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher answers for all
+    for each in STOP_SIGNALS:  # all of which the fork server ignores
+        signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -50,17 +60,28 @@ def run_worker_process(
 def _die_with_the_launcher() -> None:
     """Makes this worker end with its launcher, even if that is killed: a thread waits for the launcher's end.
 
-    The kernel does the same for the end of the fork server, which is this process's parent."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = multiprocessing.parent_process()
+    The thread ends the fork server as well, which is this process's parent, and so every worker, also one that is
+    stopped and whose own thread sleeps."""
+    die_with_the_parent()
+    launcher, fork_server = multiprocessing.parent_process(), os.getppid()
     assert launcher is not None
 
     def follow() -> None:
         launcher.join()
+        if os.getppid() == fork_server:
+            os.kill(fork_server, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="die-with-the-launcher", daemon=True).start()
+
+
+def die_with_the_parent() -> None:
+    """Has the kernel kill this process when its parent ends, also while this process is stopped."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before the kernel knew
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.store import checkpoint_path, retain
 from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
-from parallel3d.errors import PreemptedError, writing
+from parallel3d.errors import CtrlCError, PreemptedError, writing
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
@@ -57,7 +58,8 @@ def fit(
                     is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop
                     result = trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
                 collect(step)
-            is_preempted = result.is_asked_to_stop and _is_any(stop.is_made, trainer.device)
+            signum = _signal_on_any(stop, trainer.device) if result.is_asked_to_stop else 0
+            is_preempted = signum != 0
             last = step == recipe.train.steps or (result.is_asked_to_stop and not is_preempted)
             progress.step_done(step)
             callbacks.tell("step_done", step, result)
@@ -82,9 +84,8 @@ def fit(
                         retain(checkpoints, recipe.checkpoint, path)
                 callbacks.tell("saved", step, path)
             if is_preempted and not last:
-                raise PreemptedError(
-                    f"stopped by SIGTERM after step {step}, saved: {path}; checkpoint.resume=auto goes on"
-                )
+                by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
+                raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
             if last and step < recipe.train.steps:
                 progress.say(f"stopped after step {step}: {callbacks.stop_reason}")
                 break
@@ -114,11 +115,12 @@ def garbage_collected(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def _is_any(flag: bool, device: torch.device) -> bool:
-    """Returns whether the flag is set on any rank; every rank calls it."""
-    votes = torch.tensor(float(flag), device=device)
-    dist.all_reduce(votes)
-    return votes.item() > 0
+def _signal_on_any(stop: StopRequest, device: torch.device) -> int:
+    """Returns the number of the signal that any rank has heard, or 0; every rank calls it. Of two signals SIGTERM
+    counts, which has the larger number."""
+    heard = torch.tensor(float(stop.signum), device=device)
+    dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+    return int(heard.item())
 
 
 def measure(

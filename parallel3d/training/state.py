@@ -14,6 +14,7 @@ from parallel3d.checkpoint.manifest import SavedProgress
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.config.load import to_yaml
+from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
@@ -44,20 +45,22 @@ def save_trainer(trainer: Trainer, path: Path, val_loss: float | None = None) ->
         loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
         optimizer=trainer.optimizer.label,
         local_sgd=None if local_sgd is None else replica_state.saved_replicas(local_sgd),
+        data_fingerprint=trainer.data_fingerprint,
     )
     save_tensors(tensors, progress, path, to_yaml(recipe))
 
 
-def load_trainer(trainer: Trainer, path: Path) -> None:
+def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
     """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises CheckpointError, with nothing
     changed, where the checkpoint is damaged, or is of another model, another optimizer, or a run with other batches:
-    the place in the data is a count of sequences, which must mean the same."""
+    the place in the data is a count of sequences, which must mean the same. Returns the progress of that run."""
     for parameter in trainer.parameters:
         parameter.sync_views()
     state, local_sgd = tensors_of(trainer.parameters, trainer.optimizer), trainer.local_sgd
 
     def choose(saved: SavedProgress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
+        told_of_other_data(trainer, path, saved)
         return replica_state.tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path))
 
     progress = load_tensors(state, path, choose)
@@ -70,6 +73,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
     if trainer.scaler is not None and progress.loss_scale is not None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
+    return progress
 
 
 def load_start(trainer: Trainer, path: Path) -> None:
@@ -102,6 +106,19 @@ def _begin(trainer: Trainer) -> None:
         trainer.local_sgd.begin()
     for data in trainer.data:
         data.publish()
+
+
+def told_of_other_data(trainer: Trainer, path: Path, progress: SavedProgress) -> list[str]:
+    """Raises CheckpointError if the checkpoint's run had other data, or returns a line about it where the recipe allows
+    that. Nothing is compared where either is not known."""
+    then, now = progress.data_fingerprint, trainer.data_fingerprint
+    differing = [] if then is None or now is None else differences(then, now)
+    if not differing:
+        return []
+    told = f"{path}: was trained on other data ({'; '.join(differing)})"
+    if not trainer.recipe.checkpoint.allow_other_data:
+        raise CheckpointError(f"{told}; resume with the same data, or with checkpoint.allow_other_data=true")
+    return [f"{told}, which checkpoint.allow_other_data allows"]
 
 
 def _copy_to_twins(trainer: Trainer) -> None:

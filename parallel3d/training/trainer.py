@@ -49,6 +49,8 @@ class Trainer:
         self.step = 0  # steps done
         self.tokens = 0  # labels seen in them
         self.skipped_steps = 0  # steps that were left out because their gradients overflowed
+        # What identifies the data that it is trained on (parallel3d/data/fingerprint.py); None: not known.
+        self.data_fingerprint: tuple[dict[str, Any], ...] | None = None
         replicas = Axis.of(mesh["dp_replicate"])
         if recipe.local_sgd.sync_every is not None:  # from here on a replica is a run of its own
             recipe, mesh = recipe.of_one_replica, replica_mesh(mesh)

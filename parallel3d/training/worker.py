@@ -19,6 +19,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import Corpus, load_corpora
 from parallel3d.data.evaluation import evaluation_windows
+from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.windows import WindowSource
@@ -38,7 +39,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
-from parallel3d.training.state import load_start, load_trainer
+from parallel3d.training.state import load_start, load_trainer, told_of_other_data
 from parallel3d.training.trainer import Trainer
 
 
@@ -80,6 +81,7 @@ def run_worker(
             gpu_bytes=gpu_bytes(device),
         )
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
+        trainer.data_fingerprint = data_fingerprint(recipe.data, corpora)
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
         resumed = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
@@ -230,7 +232,13 @@ def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list
     """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's `folder` that are damaged
     or newer. Returns lines for the user: the ones that were passed over, and where the run goes on. Raises
     CheckpointError, with no damaged one renamed, where all are damaged, or one is of another model."""
-    path, lines = first_whole(checkpoints, partial(load_trainer, trainer))
+    notes: list[str] = []
+
+    def load(path: Path) -> None:
+        notes[:] = told_of_other_data(trainer, path, load_trainer(trainer, path))
+
+    path, lines = first_whole(checkpoints, load)
+    lines += notes
     if dist.get_rank() == 0:
         with writing(folder):
             lines += after_resume(folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)])

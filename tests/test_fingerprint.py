@@ -1,0 +1,99 @@
+"""What identifies a run's data: the same elsewhere is no difference, and each change of it is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel3d.config.recipe import DataConfig, SourceConfig
+from parallel3d.data.corpus import load_corpora
+from parallel3d.data.fingerprint import data_fingerprint, differences
+from parallel3d.data.megatron import MegatronWriter
+from parallel3d.data.token_files import FolderWriter
+
+
+def fingerprint(data: DataConfig) -> tuple[dict[str, Any], ...]:
+    return data_fingerprint(data, load_corpora(data))
+
+
+def write_text(folder: Path) -> str:
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"the text of file {number}")
+    return str(folder)
+
+
+def write_tokens(folder: Path) -> str:
+    rng = np.random.default_rng(0)
+    with FolderWriter(folder, vocab_size=300, end_of_text=256) as writer:
+        for part in ("train", "validation"):
+            writer.add(part, rng.integers(0, 256, 200).astype(np.uint16))  # type: ignore[arg-type]
+    return str(folder)
+
+
+def write_megatron(folder: Path) -> str:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    with MegatronWriter(folder / "ids.bin", dtype="uint16", vocab_size=300, end_of_text=256) as writer:
+        for _ in range(8):
+            writer.add(rng.integers(0, 256, 50).astype(np.uint16))
+    return str(folder / "ids")
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+WRITERS: dict[str, tuple[Callable[[Path], str], str]] = {
+    "text": (write_text, "0.txt"),
+    "tokens": (write_tokens, "tokens.json"),
+    "megatron": (write_megatron, "ids.bin"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_moved_data_is_the_same_and_changed_data_is_not(kind: str, tmp_path: Path) -> None:
+    write, victim = WRITERS[kind]
+    path = write(tmp_path / "here")
+    data = DataConfig(source="text" if kind == "text" else "tokens", path=path, validation_fraction=0.25)
+    then = fingerprint(data)
+    shutil.move(tmp_path / "here", tmp_path / "elsewhere")
+    moved = replace(data, path=path.replace("here", "elsewhere"))
+    assert fingerprint(moved) == then
+    assert differences(then, fingerprint(moved)) == []
+    changed = tmp_path / "elsewhere" / victim
+    if kind == "tokens":  # another crc32 is another shard
+        before = changed.read_text()
+        changed.write_text(before.replace('"crc32": ', '"crc32": 1', 1))
+    else:
+        flip_a_byte(changed)
+    (difference,) = differences(then, fingerprint(moved))
+    assert difference.startswith(f"checksum {then[0]['checksum']}, now ")
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    data = DataConfig(source="text", path=write_text(tmp_path / "a"), validation_fraction=0.25)
+    then = fingerprint(data)
+    assert then[0]["tokenizer"] == "bytes" and then[0]["source"] == "text"
+    (tmp_path / "a" / "more.txt").write_text("more")
+    told = differences(then, fingerprint(data))
+    assert any(line.startswith(("train_tokens ", "validation_tokens ")) for line in told) and len(told) == 2
+    other = {**then[0], "tokenizer": "f00d"}
+    assert differences(then, (other,)) == ["tokenizer bytes, now f00d"]
+    assert differences(then, (then[0], other)) == ["1 sources, now 2"]
+    assert differences((then[0], then[0]), (then[0], other)) == ["tokenizer of source 2 bytes, now f00d"]
+
+
+def test_a_mixture_has_a_fingerprint_of_each_source(tmp_path: Path) -> None:
+    paths = [write_tokens(tmp_path / "a"), write_tokens(tmp_path / "b")]
+    data = DataConfig(source="tokens", sources=tuple(SourceConfig(path=path) for path in paths))
+    first, second = fingerprint(data)
+    assert first == second and first["train_tokens"] == 201

@@ -1,0 +1,135 @@
+"""Runs under torchrun whose workers, agents or nodes are killed: they go on from the last save by themselves, with the
+losses of a run that was never interrupted. Real processes and signals; most of it takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_launch import is_alive
+
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
+
+STEPS = 14
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def write_recipe(folder: Path, name: str, parallel: ParallelConfig, **checkpoint: Any) -> Path:
+    """Writes the recipe of a small run, which rank 0 interrupts as the file `plan` says, and returns its path."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(f"line {number} of a text" for number in range(400)))
+    recipe = Recipe(
+        model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=258),
+        train=TrainConfig(
+            steps=STEPS, global_batch_size=8, seq_len=16, device="cpu", callbacks=("restart_callbacks:Interrupts",)
+        ),
+        parallel=parallel,
+        data=DataConfig(source="text", path=str(corpus)),
+        checkpoint=CheckpointConfig(every=3, **checkpoint),
+        logging=LoggingConfig(every=1),
+        run_dir=str(folder / name),
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(to_yaml(recipe))
+    return path
+
+
+def torchrun(recipe: Path, *options: str) -> subprocess.Popen[str]:
+    """Starts torchrun, in a session of its own, on workers that find the callback beside this file."""
+    here = Path(__file__).parent
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, "-m", "parallel3d.recipes.pretrain", str(recipe)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def plan(folder: Path, step: int, whom: str | int, signum: int) -> None:
+    (folder / "plan").write_text(json.dumps([step, whom, signum]))
+
+
+def wait_for_the_end(pids: list[int], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{alive} are alive"
+        time.sleep(0.02)
+
+
+STANDALONE = ("--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.long
+def test_a_killed_worker_is_started_again_from_the_last_save_ten_times_of_ten(tmp_path: Path) -> None:
+    """With the default `checkpoint.resume = none`, in a folder that holds an earlier run, which the first start alone
+    sets aside."""
+    straight = write_recipe(tmp_path, "straight", ParallelConfig(dp_shard=2))
+    _, said = torchrun(straight, *STANDALONE).communicate(timeout=120)
+    expected = losses(tmp_path / "straight")
+    for trial in range(10):
+        folder = tmp_path / f"trial{trial}"
+        (folder / "run" / "checkpoints").mkdir(parents=True)
+        recipe = write_recipe(folder, "run", ParallelConfig(dp_shard=2))
+        plan(folder, 4 + trial, trial % 2, signal.SIGKILL)
+        agent = torchrun(recipe, *STANDALONE, "--max-restarts", "1")
+        _, said = agent.communicate(timeout=120)
+        assert agent.returncode == 0, said
+        assert (folder / "done").exists()
+        assert losses(folder / "run") == expected
+        assert said.count("is now") == 1 and (folder / "run.1").is_dir() and not (folder / "run.2").exists()
+        assert "as with checkpoint.resume=auto, not none" in said
+        assert f"goes on from step {(3 + trial) // 3 * 3} of " in said
+        assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
+
+
+@pytest.mark.long
+def test_no_worker_outlives_a_killed_agent_of_torchrun_not_even_a_stopped_one(tmp_path: Path) -> None:
+    plan(tmp_path, 2, 1, signal.SIGSTOP)
+    agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "workers").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    workers = json.loads((tmp_path / "workers").read_text())
+    assert len(workers) == 2 and all(is_alive(pid) for pid in workers)
+    agent.kill()
+    wait_for_the_end(workers)
+    agent.communicate(timeout=10)
+
+
+@pytest.mark.long
+def test_ctrl_c_to_torchrun_saves_and_ends(tmp_path: Path) -> None:
+    plan(tmp_path, 4, "launcher", signal.SIGINT)
+    agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
+    _, said = agent.communicate(timeout=60)
+    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    last = len(losses(tmp_path / "run"))
+    assert outcome["exit_status"] == 130
+    assert outcome["reason"].startswith(f"stopped by Ctrl-C after step {last}, saved: "), said
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}").is_dir() and last < STEPS
