@@ -22,12 +22,12 @@ from torch import Tensor
 from parallel3d.checkpoint.hugging_face import TensorOfTheirs, tensors_of_theirs
 from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
 from parallel3d.checkpoint.reader import read_box
-from parallel3d.checkpoint.store import commit, sync_folder
+from parallel3d.checkpoint.store import sync_folder
 from parallel3d.checkpoint.writer import save_file
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer
-from parallel3d.errors import CheckpointError, ConfigError, DataError, SaveError
+from parallel3d.errors import CheckpointError, ConfigError, DataError, SaveError, writing
 
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SPARE_BYTES = 16 << 20  # for what is not a tensor: headers, the index, a tokenizer
@@ -82,26 +82,30 @@ def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> 
     _check_free(checkpoint, to, overwrite)
     manifest = read_manifest(checkpoint)
     tensors = _planned(checkpoint, manifest, form)
-    partial = to.with_name(f"{to.name}.partial")
+    partial, replaced = (to.with_name(f"{to.name}.{kind}") for kind in ("partial", "replaced"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        needed, free = sum(each.bytes for each in tensors) + _SPARE_BYTES, shutil.disk_usage(partial).free
-        if free < needed:
-            raise SaveError(f"{to}: needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
-        for name, written in _files(tensors, form.largest_file_bytes).items():
-            with (partial / name).open("wb") as file:
-                _write_header(file, written)
-                for tensor in written:
-                    file.write(_read(checkpoint, manifest, tensor).view(-1).view(torch.uint8).numpy().data)
-                    yield tensor.source.name
-                file.flush()
-                os.fsync(file.fileno())
-        _write_others(partial, tensors, form)
-        sync_folder(partial)
-        commit(partial, to)
-    except OSError as error:
-        raise SaveError(f"{to}: cannot be written: {error.strerror or error}") from error
+        with writing(to):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            needed, free = sum(each.bytes for each in tensors) + _SPARE_BYTES, shutil.disk_usage(partial).free
+            if free < needed:
+                raise SaveError(f"{to}: needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+            for name, written in _files(tensors, form.largest_file_bytes).items():
+                with (partial / name).open("wb") as file:
+                    _write_header(file, written)
+                    for tensor in written:
+                        file.write(_read(checkpoint, manifest, tensor).view(-1).view(torch.uint8).numpy().data)
+                        yield tensor.source.name
+                    file.flush()
+                    os.fsync(file.fileno())
+            _write_others(partial, tensors, form)
+            sync_folder(partial)
+            if to.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                to.rename(replaced)
+            partial.rename(to)
+            sync_folder(to.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # which is not there any more where all went well
 

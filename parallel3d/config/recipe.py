@@ -386,6 +386,8 @@ class CheckpointConfig:
     allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.
     start_from: str | None = None
+    # Which of the checkpoints saved on time are also written to run_dir/export, as a folder that transformers opens.
+    export: Literal["none", "last", "all"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
+from parallel3d.config.hugging_face import family_of
 from parallel3d.config.mixture import mixture_errors
 from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest, range_errors
 from parallel3d.config.recipe import OPTIMIZER_KEYS, ParallelConfig, Recipe
@@ -196,6 +197,7 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
     yield from start_errors(recipe)
+    yield from _export_errors(recipe)
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
     if recipe.run_dir is not None and not recipe.run_dir.strip():
@@ -226,6 +228,18 @@ def _kept_errors(recipe: Recipe) -> Iterator[str]:
     if every is not None and recipe.checkpoint.keep_best and recipe.train.eval_every is None:
         tries = f"train.eval_every={every}, or checkpoint.keep_best=0"
         yield f"<checkpoint.keep_best>: needs validation losses, and <train.eval_every>; try {tries}"
+
+
+def _export_errors(recipe: Recipe) -> Iterator[str]:
+    """One line, for a `rule` to yield, where a run could not export its model."""
+    if recipe.checkpoint.export == "none":
+        return
+    if recipe.checkpoint.every is None:
+        yield "<checkpoint.export>: exports checkpoints, and <checkpoint.every>; try checkpoint.every=100"
+    try:
+        family_of(recipe.model)
+    except ConfigError as error:
+        yield f"{error}; try that, or checkpoint.export=none"
 
 
 def rate_errors(recipe: Recipe, end: str, last: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel3d.checkpoint.store import checkpoint_path, retain
 from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.errors import CtrlCError, PreemptedError, writing
+from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
@@ -58,7 +59,8 @@ def fit(
                     is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop
                     result = trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
                 collect(step)
-            signum = _signal_on_any(stop, trainer.device) if result.is_asked_to_stop else 0
+            # SIGTERM has a larger number than SIGINT, and counts where both were heard.
+            signum = _largest(stop.signum, trainer.device) if result.is_asked_to_stop else 0
             is_preempted = signum != 0
             last = step == recipe.train.steps or (result.is_asked_to_stop and not is_preempted)
             progress.step_done(step)
@@ -83,6 +85,9 @@ def fit(
                     with writing(checkpoints):
                         retain(checkpoints, recipe.checkpoint, path)
                 callbacks.tell("saved", step, path)
+                exported = recipe.checkpoint.export
+                if (exported == "all" and not is_preempted) or (exported != "none" and last):
+                    progress.say(export_saved(trainer, path, checkpoints.parent / "export" / path.name))
             if is_preempted and not last:
                 by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
                 raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
@@ -115,12 +120,22 @@ def garbage_collected(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def _signal_on_any(stop: StopRequest, device: torch.device) -> int:
-    """Returns the number of the signal that any rank has heard, or 0; every rank calls it. Of two signals SIGTERM
-    counts, which has the larger number."""
-    heard = torch.tensor(float(stop.signum), device=device)
-    dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-    return int(heard.item())
+def export_saved(trainer: Trainer, checkpoint: Path, to: Path) -> str:
+    """Writes the model of a checkpoint as a folder that transformers opens, and returns a line for the user. Rank 0
+    writes, and tells the others after each tensor that it goes on, so that none waits for longer than a tensor takes.
+    Every rank calls it."""
+    form = ExportForm.of(trainer.recipe)
+    written: Iterator[str] = export(checkpoint, to, form, overwrite=True) if dist.get_rank() == 0 else iter(())
+    while _largest(next(written, None) is not None, trainer.device):
+        pass
+    return "; ".join((f"exported: {to}", *form.notes))
+
+
+def _largest(number: int, device: torch.device) -> int:
+    """Returns the largest of all ranks' numbers; every rank calls it."""
+    found = torch.tensor(float(number), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
 
 
 def measure(

@@ -4,6 +4,8 @@ over, and the logits are the trainer's."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,14 @@ import pytest
 import torch
 import transformers
 
+from parallel3d.checkpoint.files import save_tensors
+from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
+from parallel3d.layers.parameter import named_specs
+from parallel3d.models import model_class
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
+from parallel3d.training.loop import export_saved
 from parallel3d.training.state import save_trainer
 from tests.distributed.training_cases import make_recipe, make_trainer, train
 from tests.test_hugging_face import FAMILIES, SEQ_LEN
@@ -33,7 +41,12 @@ def train_and_save(
         recipe = replace(make_recipe(model, parallel, seq_len=SEQ_LEN), local_sgd=local_sgd)
         trainer = make_trainer(recipe)
         train(trainer, 3)
-        save_trainer(trainer, folder / f"{number}/step_00000003")
+        path = folder / f"{number}/step_00000003"
+        path.parent.mkdir(exist_ok=True)
+        save_trainer(trainer, path)
+        if local_sgd.sync_every is not None:  # as a run does, all ranks at once
+            line = export_saved(trainer, path, folder / "by-the-run")
+            assert line == f"exported: {folder / 'by-the-run'}"
         logits = trainer.logits(IDS.view(1, 1, SEQ_LEN))
         found.append(logits[0][0].tolist() if logits else None)
     return found
@@ -91,3 +104,47 @@ def test_of_replicas_that_train_apart_the_outer_parameters_are_exported(world: C
     (trained,) = world(2).run(train_and_save, [model], tmp_path, APART, local_sgd)[0]
     found = exported_logits(tmp_path / "0", tmp_path / "exported")
     assert (found - torch.tensor(trained)).abs().max() < 1e-5
+    by_the_run = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "by-the-run")
+    assert torch.equal(by_the_run(IDS.view(1, SEQ_LEN)).logits[0], found)
+
+
+# 1 GiB of float32, of which the embedding is the largest tensor, with 256 MiB.
+LARGE = ModelConfig(layers=18, hidden=1024, heads=16, ffn_hidden=2432, vocab=65_536, tied_embeddings=True)
+_PEAK = """
+import re, sys
+from pathlib import Path
+import torch
+from parallel3d.tools.checkpoint.command import main
+import parallel3d.tools.checkpoint.export
+torch.set_num_threads(1)
+def kib(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+assert main(["export", *sys.argv[1:]]) == 0
+print("KiB", kib("VmHWM") - before)
+"""
+
+
+def save_large(path: Path) -> None:
+    """Saves random weights under the names of LARGE's parameters, as a run in one process does."""
+    llama = model_class("llama")(
+        LARGE, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+    )
+    state = {f"model.{name}": torch.rand(spec.shape) for name, spec in named_specs(llama)}
+    progress = SavedProgress(step=1, tokens=1, seed=0, global_batch_size=1, seq_len=SEQ_LEN, parameters=1, parallel={})
+    save_tensors(state, progress, path, to_yaml(make_recipe(LARGE, ParallelConfig())))
+
+
+@pytest.mark.long
+def test_exporting_a_gibibyte_takes_the_memory_of_the_largest_tensor(world: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001"
+    world(1).run(save_large, path)
+    assert sum(file.stat().st_size for file in path.iterdir()) > 2**30
+    for dtype in ("fp32", "bf16"):
+        words = [sys.executable, "-c", _PEAK, str(path), str(tmp_path / dtype), "--dtype", dtype]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        grown = int(done.stdout.split("KiB ")[1]) * 1024
+        largest = LARGE.vocab * LARGE.hidden * (4 if dtype == "fp32" else 2)
+        print(f"exporting {dtype}: {grown / 2**20:.0f} MiB, of which the largest tensor has {largest / 2**20:.0f}")
+        assert largest < grown < largest + (256 << 20)

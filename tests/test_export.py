@@ -1,0 +1,195 @@
+"""`parallel3d-checkpoint export` and `checkpoint.export`: what is written of a checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from parallel3d import recipes
+from parallel3d.checkpoint.manifest import read_manifest
+from parallel3d.checkpoint.reader import read_tensor
+from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.config.rules import validate
+from parallel3d.data.tokenizers import ByteTokenizer
+from parallel3d.errors import ConfigError
+from parallel3d.export import ExportForm, export
+from parallel3d.launch.run_dir import locked, prepare_run_dir
+from parallel3d.tools.checkpoint.command import main
+from tests.test_finished_run import place
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+    train=TrainConfig(steps=3, global_batch_size=2, seq_len=16, device="cpu"),
+    optimizer=OptimizerConfig(warmup_steps=2),
+    checkpoint=CheckpointConfig(every=2, export="last"),
+)
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps, saved after step 2 and after the last one."""
+    folder = tmp_path_factory.mktemp("exported") / "run"
+    recipe = replace(RECIPE, run_dir=str(folder))
+    with locked(Path(recipe.run_dir or "")) as lock:
+        prepare_run_dir(recipe, lock)
+    recipes.work(recipe, place(folder.parent))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def saved(checkpoint: Path, name: str) -> torch.Tensor:
+    return read_tensor(checkpoint, read_manifest(checkpoint).tensors[name])
+
+
+def test_a_run_exports_its_last_checkpoint_and_the_command_writes_the_same(
+    run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    assert [path.name for path in (run_dir / "export").iterdir()] == ["step_00000003"]
+    assert main(["export", str(run_dir), str(tmp_path / "a/model"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["checkpoint"] == str(run_dir / "checkpoints/step_00000003") and said["notes"] == []
+    there = {path.name: path.read_bytes() for path in (tmp_path / "a/model").iterdir()}
+    assert {name: len(content) for name, content in there.items()} == said["files"]
+    assert there == {path.name: path.read_bytes() for path in (run_dir / "export/step_00000003").iterdir()}
+    assert "model.safetensors" in there and [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
+
+
+def test_a_run_exports_every_checkpoint(tmp_path: Path) -> None:
+    checkpoint = CheckpointConfig(every=2, keep=1, export="all")
+    recipe = replace(RECIPE, run_dir=str(tmp_path / "run"), checkpoint=checkpoint)
+    with locked(Path(recipe.run_dir or "")) as lock:
+        prepare_run_dir(recipe, lock)
+    recipes.work(recipe, place(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    checkpoint = run_dir / "checkpoints/step_00000002"
+    expected = saved(checkpoint, "model.layers.1.mlp.down.weight")
+    for option, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        assert main(["export", str(checkpoint), str(tmp_path / option), "--dtype", option]) == 0
+        found = weights(tmp_path / option)
+        assert {tensor.dtype for tensor in found.values()} == {dtype}
+        assert torch.equal(found["model.layers.1.mlp.down_proj.weight"], expected.to(dtype))
+        config = transformers.AutoConfig.from_pretrained(tmp_path / option)
+        assert config.dtype == dtype and config.eos_token_id == 256
+
+
+def test_the_tokenizer_of_a_run_on_bytes_is_one_of_transformers(run_dir: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "export/step_00000003")
+    text = "def f(x):\n\treturn 'ä€😀' + \x00\x7f\xad"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == ByteTokenizer().end_of_text
+    assert len(tokenizer) == ByteTokenizer().vocab_size
+
+
+def test_transformers_goes_on_with_a_text(run_dir: Path) -> None:
+    generator = transformers.pipeline("text-generation", model=str(run_dir / "export/step_00000003"), device="cpu")
+    (text,) = generator("def ", max_new_tokens=3, do_sample=False)
+    assert text["generated_text"].startswith("def ")
+
+
+def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(run_dir: Path, tmp_path: Path) -> None:
+    files = ByteTokenizer().files_for_transformers()
+    (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    data = replace(RECIPE.data, tokenizer=str(tmp_path / "tokenizer.json"))
+    form = ExportForm.of(replace(RECIPE, data=data))
+    assert dict(form.tokenizer_files) == {**files, "special_tokens_map.json": b'{"eos_token": "<|end_of_text|>"}'}
+    (tmp_path / "tokenizer.json").unlink()
+    without = ExportForm.of(replace(RECIPE, data=data))
+    (note,) = without.notes
+    assert note.startswith("exported without a tokenizer: data.tokenizer = ") and not without.tokenizer_files
+    assert [*export(run_dir / "checkpoints/step_00000002", tmp_path / "bare", without, overwrite=False)]
+    assert json.loads((tmp_path / "bare/generation_config.json").read_text()) == {}
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
+    run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    damaged = tmp_path / "step_00000002"
+    damaged.mkdir()
+    for file in (run_dir / "checkpoints/step_00000002").iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    shard = next(damaged.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    assert main(["export", str(damaged), str(tmp_path / "out")]) == 65
+    assert f"{shard}: is not what was saved" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
+    checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
+
+    def answer(*options: str) -> str:
+        status = main(["export", str(checkpoint), *options])
+        said = capsys.readouterr()
+        assert len(said.err.splitlines()) == (status != 0)
+        return said.err
+
+    there.mkdir()
+    assert answer(str(there)) == ""  # an empty folder is taken
+    assert f"DIR = {there}: is there already; try another folder, or --overwrite" in answer(str(there))
+    assert answer(str(there), "--overwrite", "--dtype", "bf16") == ""
+    assert weights(there)["model.norm.weight"].dtype == torch.bfloat16
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter").touch()
+    assert "is no exported model, and is not deleted" in answer(str(tmp_path / "thesis"), "--overwrite")
+    assert "lies in the checkpoint" in answer(str(checkpoint / "out"))
+    (tmp_path / "file").touch()
+    assert "cannot be written: " in answer(str(tmp_path / "file/out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there", "thesis"]
+
+
+def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
+    written = export(run_dir / "checkpoints/step_00000002", tmp_path / "out", ExportForm.of(RECIPE), overwrite=False)
+    assert next(written) == "model.embed_tokens.weight"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    written.close()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"layers": 3}, "has no model.layers.2.attention_norm.weight"),
+        ({"layers": 1}, "has model.layers.1.attention.k.weight, which its config.yaml says nothing of"),
+        ({"vocab": 300}, "has an embedding of 257 ids, its config.yaml says 300"),
+        ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm = true"),
+        ({"architecture": "mine:Mine"}, "model.architecture = mine:Mine"),
+    ],
+)
+def test_another_model_is_refused(run_dir: Path, tmp_path: Path, change: dict[str, object], refusal: str) -> None:
+    form = ExportForm(model=replace(RECIPE.model, **change), seq_len=16)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match=refusal):
+        next(export(run_dir / "checkpoints/step_00000002", tmp_path / "out", form, overwrite=False))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_could_not_export_is_refused_before_it_starts() -> None:
+    checkpoint = replace(RECIPE.checkpoint, every=None)
+    with pytest.raises(ConfigError, match="checkpoint.export = last: exports checkpoints.*try checkpoint.every=100"):
+        validate(replace(RECIPE, checkpoint=checkpoint))
+    model = replace(RECIPE.model, qk_norm=True, qkv_bias=True)
+    with pytest.raises(ConfigError, match="model.qk_norm = true: .*or checkpoint.export=none"):
+        validate(replace(RECIPE, model=model))
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, capsys: Said) -> None:
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert "nowhere: there is no such folder; try a .../step_00000100 folder" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no whole checkpoint" in capsys.readouterr().err
