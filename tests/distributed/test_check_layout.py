@@ -98,8 +98,8 @@ def gathered_backwards(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return torch.cat(GATHER(x, axis, dim).chunk(axis.size, dim)[::-1], dim)
 
 
-def cut_backwards(self: ParameterSpec, axis: Axis) -> tuple[range, range]:
-    return BOX(self, replace(axis, rank=axis.size - 1 - axis.rank))
+def cut_backwards(self: ParameterSpec, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
+    return BOX(self, replace(tp, rank=tp.size - 1 - tp.rank), shards)
 
 
 def whole_gradient(*args: object, partial_gradient: bool = False, **kwargs: object) -> ParameterSpec:

@@ -114,6 +114,17 @@ FAULTS = {
         {"dp_replicate": 2},
         r"differs first before training: initial weight of layers\.0\.scale\.weight",
     ),
+    "something that no checkpoint has": (
+        "from palm import *\n"
+        "class FaultyBlock(ParallelBlock):\n"
+        "    gain = 1.0\n"
+        "    def forward(self, x, key=None, documents=None):\n"
+        "        if self.training:\n"
+        "            self.gain = 1.5\n"
+        "        return super().forward(x, key, documents) * self.gain\n",
+        {"tp": 2},
+        r"a start from one process's checkpoint is .* before it was saved: something that the class learns",
+    ),
     "a formula that miscounts": (
         "from palm import *\n"
         "class FaultyBlock(ParallelBlock):\n"

@@ -9,6 +9,7 @@ def test_my_model():
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,34 +56,37 @@ def assert_conforms(
     """Trains the recipe's model, shrunk and in float32 on the CPU, in each of `layouts` (keys of `parallel:`) that
     needs at most `most_processes`, and in one process. Returns a page with a line for each layout, or raises
     AssertionError with it where a layout trains another model: other initial weights, outputs, gradients, norms,
-    losses, numbers of parameters, or no training at all. `run` starts the processes.
+    losses, numbers of parameters, or no training at all, or where it starts otherwise from the checkpoint that one
+    process has saved after its training. `run` starts the processes.
 
     Raises ConfigError where the recipe or its class is refused as a run would refuse it, or no layout is left."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(find_recipe(str(recipe)), cards=shape_cards())
     alone = _small(recipe)
     check_model(alone.model)
-    reference = run(record_recipe, alone, WHOLE_STEPS, world_size=1)
-    faults = list(_faults_of_formula(alone, reference))
-    page, checked = [f"one process  {fault}" for fault in faults], 0
-    for settings in layouts:
-        job = replace(alone, parallel=ParallelConfig(**{"microbatch_size": MICROBATCH, **settings}))
-        name = ", ".join([layout_name(job.parallel), *(f"{k} {v}" for k, v in settings.items() if not _is_axis(k))])
-        try:
-            validate(job)
-        except ConfigError as error:
-            page.append(f"{name}  left out: {error}")
-            continue
-        if job.parallel.world_size > most_processes:
-            page.append(f"{name}  left out: needs {job.parallel.world_size} processes")
-            continue
-        checked += 1
-        try:
-            record = run(record_recipe, job, WHOLE_STEPS, world_size=job.parallel.world_size)
-            found = list(_faults(reference, record))
-        except Parallel3dError as error:
-            found = [str(error)]
-        faults += found
-        page.append("\n  ".join([f"{name}  {'differs' if found else 'the same model'}", *found]))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "trained"
+        reference = run(record_recipe, alone, WHOLE_STEPS, saved, world_size=1)
+        faults = list(_faults_of_formula(alone, reference))
+        page, checked = [f"one process  {fault}" for fault in faults], 0
+        for settings in layouts:
+            job = replace(alone, parallel=ParallelConfig(**{"microbatch_size": MICROBATCH, **settings}))
+            name = ", ".join([layout_name(job.parallel), *(f"{k} {v}" for k, v in settings.items() if not _is_axis(k))])
+            try:
+                validate(job)
+            except ConfigError as error:
+                page.append(f"{name}  left out: {error}")
+                continue
+            if job.parallel.world_size > most_processes:
+                page.append(f"{name}  left out: needs {job.parallel.world_size} processes")
+                continue
+            checked += 1
+            try:
+                record = run(record_recipe, job, WHOLE_STEPS, saved, world_size=job.parallel.world_size)
+                found = list(_faults(reference, record))
+            except Parallel3dError as error:
+                found = [str(error)]
+            faults += found
+            page.append("\n  ".join([f"{name}  {'differs' if found else 'the same model'}", *found]))
     if not checked:
         raise ConfigError("\n".join(["layouts: none of them can be checked; try most_processes=2", *page]))
     if faults:
@@ -121,6 +125,15 @@ def _faults(reference: TrainingRecord, record: TrainingRecord) -> Iterator[str]:
         if not math.isclose(theirs, ours, rel_tol=limit):
             number = step % len(record.curve) + 1
             yield f"the {what} of step {number} is {ours:.8g}, and {theirs:.8g} in one process (limit {limit:g})"
+    if record.changed:
+        yield f"a start from one process's checkpoint has other numbers in {', '.join(record.changed)}"
+    trained, started = reference.start_loss, record.start_loss
+    assert trained is not None and started is not None
+    if not math.isclose(trained, started, rel_tol=FIRST_LOSS):
+        words = (
+            f"the loss of a start from one process's checkpoint is {started:.8g}, and {trained:.8g} before it was saved"
+        )
+        yield f"{words}: something that the class learns is no parameter"
 
 
 def _faults_of_formula(recipe: Recipe, reference: TrainingRecord) -> Iterator[str]:

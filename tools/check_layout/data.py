@@ -36,3 +36,5 @@ class TrainingRecord:
     tied: list[str] = field(default_factory=list)  # parameters that the model uses twice
     parameter_count: int = 0  # as the trainer counts them
     curve: list[tuple[float, float]] = field(default_factory=list)  # loss and gradient norm of every step
+    start_loss: float | None = None  # of what one process has trained: there itself, and elsewhere started from it
+    changed: list[str] = field(default_factory=list)  # parameters that a start from it would save as other numbers

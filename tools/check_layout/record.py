@@ -10,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from parallel3d.checkpoint.files import MODEL
+from parallel3d.checkpoint.manifest import read_manifest
+from parallel3d.checkpoint.reader import read_tensor
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers.gradients import local_tensor
@@ -26,16 +30,18 @@ from parallel3d.parallelize import inside_compiled
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.torch_private import is_in_backward
+from parallel3d.training.state import load_start, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
 
-def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
+def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | None = None) -> TrainingRecord:
     """Trains on every rank of the default group; the record is whole on rank 0 alone. Batches are of random ids: the
     run's own data is not read. Tensors are kept of the first `whole_steps` steps, of the others the loss and the norm
-    (None: of all)."""
+    (None: of all). The first run saves what it has trained at `saved`, if that is given, and later ones start from it.
+    """
     mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
     record = TrainingRecord(recipe.parallel)
@@ -78,7 +84,27 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         result = trainer.train_step(loader.batch(step))
         record.curve.append((result.loss, result.grad_norm))
     record.parameter_count = trainer.parameter_count
+    if saved is not None:
+        if saved.exists():
+            trainer, record.changed = start_again(trainer, saved)
+        else:
+            save_trainer(trainer, saved)
+        record.start_loss = trainer.evaluate(loader.batch(train.steps - 1))
     return record
+
+
+def start_again(trained: Trainer, saved: Path) -> tuple[Trainer, list[str]]:
+    """Returns a trainer of the same recipe that starts from the checkpoint `saved`, and the names of the parameters
+    that it would save as other numbers."""
+    build, again = model_class(trained.recipe.model.architecture), saved.with_name("again")
+    mesh = build_mesh(trained.recipe.parallel, "cpu")
+    trainer = Trainer(trained.recipe, mesh=mesh, device=trained.device, model_class=build, initialize=False)
+    load_start(trainer, saved)
+    save_trainer(trainer, again)
+    first, second = read_manifest(saved).tensors, read_manifest(again).tensors
+    names = [name for name in first if name.startswith(MODEL)]
+    changed = [n for n in names if not torch.equal(read_tensor(saved, first[n]), read_tensor(again, second[n]))]
+    return trainer, [name.removeprefix(MODEL) for name in changed]
 
 
 def record_steps(
