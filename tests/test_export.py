@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +33,12 @@ RECIPE = Recipe(
     checkpoint=CheckpointConfig(every=2, export="last"),
 )
 Said = pytest.CaptureFixture[str]
+PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
+_COMMANDS = f"""
+python() {{ {sys.executable} "$@"; }}
+parallel3d-train() {{ python -m parallel3d.recipes.pretrain "$@"; }}
+parallel3d-checkpoint() {{ python -m parallel3d.tools.checkpoint "$@"; }}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +202,24 @@ def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, capsys: Said
     assert "nowhere: there is no such folder; try a .../step_00000100 folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "has no whole checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## To and from Hugging Face\n")[2].partition("\n## ")[0]
+    lines = [
+        line
+        for block in re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    commands = [line for line in lines if "# not run here" not in line]
+    assert len(commands) == 4 and len(lines) > 4
+    run = "parallel3d-train quickstart train.steps=4 run_dir=runs/demo checkpoint.every=2"
+    script = "\n".join([_COMMANDS, run, *commands])
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "generated_text" in done.stdout and "exported: runs/shown/export/step_00000060" in done.stdout + done.stderr
+    assert {tensor.dtype for tensor in weights(tmp_path / "exported/half").values()} == {torch.bfloat16}
+    checkpoint = tmp_path / "runs/shown/checkpoints/step_00000060"
+    found = weights(tmp_path / "runs/shown/export/step_00000060")
+    assert torch.equal(found["model.norm.weight"], saved(checkpoint, "model.norm.weight"))
