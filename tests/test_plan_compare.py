@@ -11,6 +11,7 @@ import pytest
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics
@@ -81,6 +82,26 @@ def test_the_page_of_a_run_on_a_cpu(tmp_path: Path, capsys: Said) -> None:
     figure = tree["figures"]["step_time_s"]
     assert figure["measured"] == 2.0
     assert figure["error_pct"] == pytest.approx(100 * (figure["predicted"] / 2.0 - 1), rel=1e-3)
+
+
+def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) -> None:
+    """The MFU of a run is the share of its own device's peak: here of an A100's 312 TFLOP/s, or of none known."""
+    folders = [tmp_path / name for name in ("a100", "cpu")]
+    for folder in folders:
+        folder.mkdir()
+        run_of(folder, [9.0, 0.5, 0.5])
+    flops = model_flops_per_token(from_config(RECIPE.model), RECIPE.train.seq_len)
+    metrics = MetricsFile(folders[0] / "metrics.jsonl", resumed_step=0)
+    for step in (1, 11):
+        line = replace(LINE, step=step, step_time_s=0.5, tokens_per_s_per_device=4096.0)
+        metrics.write(replace(line, mfu=4096.0 * flops / 312e12))
+    cautions = [
+        compare(folder, find_cluster(name)).other_device for folder in folders for name in ("a100", "h100", "cpu")
+    ]
+    assert [caution is not None for caution in cautions] == [False, True, True, True, True, False]
+    assert plan.main(["compare", str(folders[0]), "--gpu", "h100"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "its MFU is of a peak of 312 TFLOP/s, and that of H100-80GB-SXM is 989.4" in page
 
 
 @pytest.mark.parametrize(

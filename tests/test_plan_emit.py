@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_the_trainer_takes_an_emitted_recipe_as_it_is(arguments: str, capsys: Sa
     recipe = emit(arguments, capsys)
     assert plan.main(shlex.split(f"{arguments} --json")) == 0
     best = json.loads(capsys.readouterr().out)["strategies"][0]
-    assert best["parallel"].items() <= vars(recipe.parallel).items()
+    strategy = replace(recipe.parallel, sharding=recipe.parallel.strategy)
+    assert best["parallel"].items() <= vars(strategy).items()
     assert pretrain.main(["plan.yaml", "--print-config"]) == 0
     assert "error" not in capsys.readouterr().err
 
@@ -197,3 +199,23 @@ def test_torchrun_is_told_how_the_nodes_meet(gpus: int, meets: str, capsys: Said
     done = subprocess.run(["bash", "launch.sh"], env=with_fakes(HEAD="node-1"), capture_output=True, text=True)
     assert done.stdout.startswith(meets)
     assert done.stdout.endswith("--nproc-per-node 8 -m parallel3d.recipes.pretrain plan.yaml\n")
+
+
+def test_a_recipe_has_what_differs_from_the_defaults_and_in_full_every_key(capsys: Said) -> None:
+    short = emit(f"{SMALL} --tokens 300B", capsys)
+    text = Path("plan.yaml").read_text()
+    assert "weight_decay" not in text and "loss_scale" not in text and len(text.splitlines()) < 45
+    assert "the data is a stand-in" in text.splitlines()[2].lower()
+    full = emit(f"{SMALL} --tokens 300B --full", capsys)
+    assert full == short and "weight_decay: 0.1" in Path("plan.yaml").read_text()
+
+
+def test_a_page_says_that_its_recipe_has_a_stand_in_for_data(tmp_path: Path, capsys: Said) -> None:
+    assert plan.main(shlex.split(f"{TINY} --emit-recipe plan.yaml")) == 0
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert before == "next      # set data: in plan.yaml to your corpus; its stand-in is Python's own source"
+    assert last == "next      parallel3d-train plan.yaml --print-config"
+    own = Path("plan.yaml").read_text().replace("source: stdlib ", "source: tokens\n  path: data/mine\n  #")
+    Path("own.yaml").write_text(own)
+    assert plan.main(shlex.split("--model own.yaml --gpu cpu --emit-recipe again.yaml")) == 0
+    assert "stand-in" not in capsys.readouterr().out + Path("again.yaml").read_text()

@@ -18,6 +18,7 @@ from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.report.json import memory_tree
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
@@ -26,6 +27,7 @@ from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
+_SAME_PEAK = 0.02
 _LABELS = {
     "step_time_s": "step, s",
     "tokens_per_s_per_device": "tokens/s a device",
@@ -44,6 +46,8 @@ class RunMetrics:
     least_s: float  # the tenth and the ninetieth percentile
     most_s: float
     peak_memory_bytes: int
+    tokens_per_s: float  # of a device, as its last line says
+    mfu: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,22 @@ class RunComparison:
     cost: Cost
     memory: RankMemory
     measured: RunMetrics
+
+    @property
+    def other_device(self) -> str | None:
+        """What tells that the run was on another device than it is compared with: the peak that its MFU is the share
+        of, which the trainer takes from the hardware file of the device that CUDA names. None where nothing does."""
+        device, mfu = self.run.cluster.device, self.measured.mfu
+        if self.recipe.logging.peak_tflops is not None:
+            return None  # the user's own
+        if mfu is None:
+            known = bool(device.cuda_names)
+            return "its metrics have no MFU, as on a CPU or a GPU that no hardware file lists" if known else None
+        flops = self.measured.tokens_per_s * model_flops_per_token(self.run.shape, self.run.seq_len)
+        real, named = (peak / 1e12 for peak in (flops / mfu if mfu else 0.0, device.peak(self.run.precision)))
+        if mfu == 0 or abs(real / named - 1) < _SAME_PEAK:
+            return None
+        return f"its MFU is of a peak of {real:.4g} TFLOP/s, and that of {device.name} is {named:.4g}"
 
     @property
     def figures(self) -> dict[str, tuple[float, float]]:
@@ -103,13 +123,20 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
         ]
         times = [float(line["step_time_s"]) for line in steady]
         peak = max((int(line["peak_memory_bytes"]) for line in steady), default=0)
+        rates = [(float(line["tokens_per_s_per_device"]), line["mfu"]) for line in steady]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not the metrics of a run ({type(error).__name__}: {error})") from error
     if not times:
         raise DataError(f"{path}: has too few lines; the first has the start in it: train on, or lower logging.every")
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     return RunMetrics(
-        lines=len(times), step_time_s=median(times), least_s=tenths[0], most_s=tenths[-1], peak_memory_bytes=peak
+        lines=len(times),
+        step_time_s=median(times),
+        least_s=tenths[0],
+        most_s=tenths[-1],
+        peak_memory_bytes=peak,
+        tokens_per_s=rates[-1][0],
+        mfu=rates[-1][1],
     )
 
 
@@ -118,6 +145,8 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     name = recipe.model.name or recipe.model.architecture
     yield from wrapped("run", f"{run_dir}: {name}, {layout_text(recipe.parallel)}")
     yield from wrapped("hardware", f"{recipe.parallel.world_size} x {run.cluster.device.name}")
+    if found.other_device is not None:
+        yield from wrapped("CAUTION", f"the run was not on such a device: {found.other_device}")
     yield ""
     yield f"{'':<28}{'predicted':>12}{'measured':>12}{'error':>9}"
     for kind, (predicted, real) in found.figures.items():
@@ -140,6 +169,7 @@ def _tree(found: RunComparison) -> object:
     return rounded({
         "schema": "parallel3d.compare/1",
         "layout": layout_text(found.recipe.parallel),
+        "other_device": found.other_device,
         "lines": measured.lines,
         "step_time_s_p10_p90": [measured.least_s, measured.most_s],
         "figures": figures,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import CheckpointConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import CheckpointConfig, DataConfig, OptimizerConfig, Recipe, TrainConfig
 from parallel3d.config.rules import can_step_in_backward, validate
-from parallel3d.config.yaml_text import shown
+from parallel3d.config.yaml_text import dump_yaml, shown
 from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.model.named import card_config
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
@@ -40,6 +41,8 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     """Returns where a launcher is written: as the user said, or beside the recipe. Raises ConfigError for what can be
     refused before the search is made."""
     outputs, file = [options.emit_recipe, options.html], None
+    if options.full and options.emit_recipe is None:
+        raise ConfigError("--full: writes a recipe with every key; add --emit-recipe plan.yaml")
     if options.emit_launch is not None:
         kind, *said = options.emit_launch
         if kind not in LAUNCHERS or len(said) > 1:
@@ -69,7 +72,10 @@ def emit(options: argparse.Namespace, asked: ParsedQuestion, plan: Plan, launch:
         return
     recipe = recipe_of_plan(asked, plan, best, run=path.stem)
     validate(recipe)
-    write_output("--emit-recipe", path, "".join(f"{line}\n" for line in _lines(recipe, asked, plan, best)))
+    lines = _lines(recipe, asked, plan, best, is_full=options.full)
+    write_output("--emit-recipe", path, "".join(f"{line}\n" for line in lines))
+    if recipe.data == DataConfig():
+        yield f"# set data: in {path} to your corpus; its stand-in is Python's own source"
     if launch is None:
         yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
     else:
@@ -83,7 +89,8 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     q, base = plan.question, asked.model.recipe
     if not q.program.is_parallel3d:
         raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
-    parallel = replace(best.parallel, sharding=best.parallel.strategy)
+    own = replace(best.parallel, sharding=None)
+    parallel = own if own.strategy == best.parallel.strategy else best.parallel
     steps = _TRIAL_STEPS if plan.tokens is None else ceil(plan.tokens / (q.global_batch_size * q.seq_len))
     planned: dict[str, Any] = {key: getattr(q, key) for key in ("global_batch_size", "seq_len", "precision")}
     if base is not None:
@@ -115,11 +122,14 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     )
 
 
-def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:
-    """Yields the recipe's YAML below a comment that says what the plan expects of it."""
+def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy, *, is_full: bool) -> Iterator[str]:
+    """Yields the recipe's YAML below a comment that says what the plan expects of it: what differs from the defaults
+    and what a comment explains, or every key where it `is_full`."""
     q, answer, known = plan.question, plan.answer, plan.accuracy
     yield f"# {q.shape.name} on {q.gpus} x {q.cluster.device.name}: planned by parallel3d-plan, the best of"
     yield f"# {answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them."
+    if recipe.data == DataConfig():
+        yield "# THE DATA IS A STAND-IN, Python's own source: set `data:` to your corpus before you train in earnest."
     yield f"#   step    {best.cost.step_time_s:.3g} s: {time_text(best.cost.parts)}"
     yield f"#   speed   {best.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {best.cost.mfu:.1%}"
     yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"
@@ -129,13 +139,38 @@ def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) ->
         yield f"#           whose source was left out, scored {known['date']}; parallel3d was never measured on a GPU"
     comments = dict(_comments(recipe, asked, plan, best))
     section = ""
-    for line in to_yaml(recipe).splitlines():
+    tree = asdict(recipe) if is_full else differing(recipe, shape_cards(), also=comments)
+    for line in dump_yaml(tree).splitlines():
         key = line.partition(":")[0]
         if not line.startswith(" "):
             section = key
             yield ""
         comment = comments.get(f"{section}.{key.strip()}")
         yield f"{line:<{_COMMENT_COLUMN}}# {comment}" if comment else line
+
+
+def differing(recipe: Recipe, cards: Mapping[str, Path], *, also: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the sections of a recipe with the keys whose values are not the defaults (for the model those of the
+    shape card that it names), and with the keys of `also`, such as data.source."""
+    tree, name = asdict(recipe), recipe.model.name
+    if name in cards:
+        card = asdict(card_config(name, cards[name]))
+        tree["model"] = {key: value for key, value in tree["model"].items() if key == "name" or value != card[key]}
+    else:
+        tree["model"] = _without_defaults(recipe.model, also)
+    for section in fields(recipe):
+        if is_dataclass(value := getattr(recipe, section.name)) and section.name != "model":
+            tree[section.name] = _without_defaults(value, {key.removeprefix(f"{section.name}.") for key in also})
+    return {section: value for section, value in tree.items() if value not in ({}, None)}
+
+
+def _without_defaults(section: Any, also: Collection[str]) -> dict[str, Any]:
+    values = asdict(section)
+    for key in fields(section):
+        usual = key.default if key.default_factory is MISSING else key.default_factory()
+        if getattr(section, key.name) == usual and key.name not in also:
+            del values[key.name]
+    return values
 
 
 def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:

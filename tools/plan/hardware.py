@@ -13,20 +13,9 @@ from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import hardware_tree
 from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.plan.names import find_name, unknown_name
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import Reply
-
-# A name that stands for several files means the one that most clusters have.
-_USUAL = {
-    "a100": "a100-80gb",
-    "a800": "a800-80gb",
-    "h100": "h100-80gb",
-    "h100-sxm": "h100-80gb",
-    "v100": "v100-32gb",
-    "rtx-4090": "rtx4090",
-    "4090": "rtx4090",
-    "tpu": "tpu-v5p",
-}
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -49,11 +38,14 @@ def cluster_files() -> list[str]:
 
 
 def file_of(name: str) -> str:
-    """Returns the name of the file that a person's name for a device stands for; a path stays as it is."""
+    """Returns the name of the file that a person's name for a device or a cluster stands for; a path stays as it is.
+    Raises ConfigError for a name that nobody knows."""
     if Path(name).suffix in (".yaml", ".yml"):
         return name
-    plain = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
-    return _USUAL.get(plain, plain)
+    found = find_name("hardware", name)
+    if found is None:
+        raise unknown_name("hardware", name)
+    return found
 
 
 def asked_cluster(options: argparse.Namespace) -> Cluster:

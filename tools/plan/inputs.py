@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
-from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, TrainingProgram
+from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
@@ -18,6 +19,7 @@ from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.models import Model, find_model
+from parallel3d.tools.plan.names import find_name, unknown_name
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
@@ -43,6 +45,19 @@ _ALIASES = {
     "shard": "dp_shard",
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
+}
+# Keys of other programs that no key here stands for, and what to do instead.
+_ELSEWHERE = {
+    "cp": "context parallelism is not among this trainer's axes; longer sequences fit with recompute=full",
+    "ep": "expert parallelism is not among this trainer's axes, which has no mixtures of experts",
+    "dp": "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both",
+    "zero": "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3",
+}
+_ELSEWHERE |= {
+    "context_parallel_size": _ELSEWHERE["cp"],
+    "expert_model_parallel_size": _ELSEWHERE["ep"],
+    "data_parallel_size": _ELSEWHERE["dp"],
+    "zero_stage": _ELSEWHERE["zero"],
 }
 _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
@@ -123,8 +138,12 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_").lower()
         name = _ALIASES.get(key, key)
+        if name in _ELSEWHERE:
+            raise ConfigError(f"{option} {text}: {_ELSEWHERE[name]}")
         if not equals or name not in _FIXABLE:
-            raise ConfigError(f"{option} {text}: write key=value with a key of {', '.join(_FIXABLE)}; try tp=8")
+            near = get_close_matches(name, [*_FIXABLE, *_ALIASES], n=1)
+            advice = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else f"keys are {', '.join(_FIXABLE)}"
+            raise ConfigError(f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}")
         if name in found:
             raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
         value = value.strip()
@@ -149,8 +168,11 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
 
 def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool) -> TrainingProgram:
     """Returns the program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
-    named = named_program(options.engine)
-    program = COMPILED_PARALLEL3D if named.is_parallel3d and compiled else in_precision(named, precision)
+    is_own = options.engine == PARALLEL3D.name  # which needs no table read
+    name = options.engine if is_own else find_name("engine", options.engine)
+    if name is None:
+        raise unknown_name("engine", options.engine)
+    program = COMPILED_PARALLEL3D if is_own and compiled else in_precision(named_program(name), precision)
     said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
     if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
         raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")

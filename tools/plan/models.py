@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from parallel3d.config.hugging_face import check_model, from_hugging_face, notes_on, read_config_json
@@ -21,6 +20,7 @@ from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
 from parallel3d.recipes import shipped_recipes
+from parallel3d.tools.plan.names import find_name, unknown_name
 from parallel3d.tools.reply import Reply
 
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")  # options, and keys of a recipe
@@ -90,13 +90,9 @@ def read_model(text: str) -> Model:
     if path.suffix in (".yaml", ".yml") or text in recipes:
         recipe = load_recipe(recipes.get(text, path), cards=cards)
         return Model(shape=from_config(recipe.model), said=text, recipe=recipe)
-    names = shape_names(cards)
-    plain = text.strip().lower().replace("_", "-")
-    known = text if text in names else plain
-    if known not in names:
-        near = get_close_matches(plain, [*names, *recipes], n=3, cutoff=0.5)
-        advice = f"did you mean {' or '.join(near)}?" if near else "see parallel3d-plan models"
-        raise ConfigError(f"--model {text}: unknown; {advice}")
+    known = find_name("model", text)
+    if known is None:
+        raise unknown_name("model", text)
     card = card_config(known, cards[known]) if known in cards else None
     return Model(shape=named_shape(known, cards), said=text, config=card)
 

@@ -65,9 +65,9 @@ def _shared(order: ActionOrder, times: Sequence[StageTimes], at_once: float) -> 
 def closed_form_s(
     name: ScheduleName, pp: int, microbatches: int, times: list[StageTimes], send_s: float = 0.0, at_once: float = inf
 ) -> float:
-    """Adds the slowest rank's work and the bubble of an even pipeline, in seconds; ranks that share processors take no
-    less than all their work. The bubble is known for the classic schedules (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2) and simulated once for the others."""
+    """Adds the work of the slowest rank (where ranks have several stages, of the slowest in each turn) and the bubble
+    of an even pipeline, in seconds; ranks that share processors take no less than all their work. The bubble is known
+    for the classic schedules (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) and simulated once for others."""
     per_rank, virtual_stages = [0.0] * pp, len(times) // pp
     for rank, stage in zip(placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True):
         per_rank[rank] += stage.forward + stage.backward
@@ -76,7 +76,10 @@ def closed_form_s(
         bubble = (work - slowest) / virtual_stages
     else:
         bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * work / pp
-    return max(microbatches * slowest + bubble + 2 * (pp - 1) * send_s, microbatches * work / at_once)
+    in_turns = sum(
+        max(stage.forward + stage.backward for stage in times[at : at + pp]) for at in range(0, len(times), pp)
+    )
+    return max(microbatches * in_turns + bubble + 2 * (pp - 1) * send_s, microbatches * work / at_once)
 
 
 @lru_cache(maxsize=256)

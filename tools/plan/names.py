@@ -1,0 +1,69 @@
+"""Names as people write them: what names.toml has beside the names of models, hardware files and engines, and for a
+name that nobody knows the nearest ones. A name is found as a whole, never by a part of it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.model.named import shape_names
+from parallel3d.planner.published.programs import programs
+from parallel3d.recipes import shipped_recipes
+from parallel3d.tools.arguments import HARDWARE
+
+Kind = Literal["model", "hardware", "engine"]
+_OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
+_ALIASES: dict[Kind, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
+
+
+def find_name(kind: Kind, text: str) -> str | None:
+    """Returns the project's own name for what a person calls so; None where there is none. Hardware may be called by
+    what CUDA calls the device, and a model as a hub does, after its owner's name."""
+    plain = _plain(text.rpartition("/")[2] if kind == "model" else text)
+    if plain in (found := _by_plain_name(kind)):
+        return found[plain]
+    if kind == "hardware":
+        for name in known_names(kind):
+            if plain in map(_plain, load_cluster(name, [HARDWARE]).device.cuda_names):
+                return load_cluster(name, [HARDWARE]).device_file
+    return None
+
+
+def known_names(kind: Kind) -> Collection[str]:
+    """Returns all names of a kind."""
+    if kind == "model":
+        return [*shape_names(shape_cards()), *shipped_recipes()]
+    return programs() if kind == "engine" else sorted(path.stem for path in HARDWARE.glob("*.yaml"))
+
+
+def unknown_name(kind: Kind, text: str) -> ConfigError:
+    """Returns the error for a name that `find_name` does not find, which offers the nearest, or the option that the
+    name belongs to."""
+    place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
+    for other, option in _OPTIONS.items():
+        if other != kind and (found := find_name(other, text)) is not None:
+            return ConfigError(f"{place}: unknown, and the name of another thing; try {option} {found}")
+    table = _by_plain_name(kind)
+    near = dict.fromkeys(table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.5))
+    lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}
+    known = lists.get(kind) or f"known are {', '.join(sorted(known_names(kind)))}"
+    return ConfigError(f"{place}: unknown; " + (f"did you mean {', '.join([*near][:3])}?" if near else known))
+
+
+@cache
+def _by_plain_name(kind: Kind) -> dict[str, str]:
+    aliases = {_plain(alias): name for name, others in _ALIASES[kind].items() for alias in others}
+    return {**aliases, **{_plain(name): name for name in known_names(kind)}}
+
+
+def _plain(name: str) -> str:
+    """Returns a name without what people write in different ways."""
+    return re.sub(r"[\s_-]+", "", name.strip().lower()).removeprefix("nvidia").removeprefix("amd")
