@@ -153,7 +153,7 @@ def differing(recipe: Recipe, cards: Mapping[str, Path], *, also: Collection[str
     """Returns the sections of a recipe with the keys whose values are not the defaults (for the model those of the
     shape card that it names), and with the keys of `also`, such as data.source."""
     tree, name = asdict(recipe), recipe.model.name
-    if name in cards:
+    if name is not None and name in cards:
         card = asdict(card_config(name, cards[name]))
         tree["model"] = {key: value for key, value in tree["model"].items() if key == "name" or value != card[key]}
     else:

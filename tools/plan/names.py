@@ -21,7 +21,7 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "engine"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
-_ALIASES: dict[Kind, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
+_ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 
 
 def find_name(kind: Kind, text: str) -> str | None:
