@@ -46,7 +46,7 @@ class RunMetrics:
     least_s: float  # the tenth and the ninetieth percentile
     most_s: float
     peak_memory_bytes: int
-    tokens_per_s: float  # of a device, as its last line says
+    tokens_per_s: float  # what its last line says of a device
     mfu: float | None
 
 

@@ -17,9 +17,9 @@ from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.tools.names.lookup import find_name, unknown_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.models import Model, find_model
-from parallel3d.tools.plan.names import find_name, unknown_name
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),

@@ -20,7 +20,7 @@ from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
 from parallel3d.recipes import shipped_recipes
-from parallel3d.tools.plan.names import find_name, unknown_name
+from parallel3d.tools.names.lookup import find_name, unknown_name
 from parallel3d.tools.reply import Reply
 
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")  # options, and keys of a recipe
