@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from parallel3d import Callback
+from parallel3d.checkpoint import saver
+from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.errors import SaveError
 from parallel3d.launch.failure import Failure
@@ -206,3 +210,92 @@ def test_a_disk_that_becomes_read_only_ends_the_run(run: Callable, small_disk: P
     with pytest.raises(SaveError, match="metrics.jsonl: cannot be written: Read-only file system"):
         run(RECIPE, After(2, lambda run_dir: subprocess.run(remount, check=True)), folder=small_disk)
     assert saved_in(small_disk) == ["step_00000001"]
+
+
+BACKGROUND = replace(RECIPE, checkpoint=CheckpointConfig(every=2, keep=9, in_background=True))
+WAITS_S = 60.0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds every save in the background back until it is set."""
+    opened, write = threading.Event(), saver.write_and_commit
+
+    def held_back(*args: Any) -> None:
+        assert opened.wait(WAITS_S), "training waits for the save"
+        write(*args)
+
+    monkeypatch.setattr(saver, "write_and_commit", held_back)
+    return opened
+
+
+def lines_of(folder: Path) -> list[tuple[int, float, float]]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def test_a_run_trains_on_while_a_checkpoint_is_written(run: Callable, gate: threading.Event, tmp_path: Path) -> None:
+    """The save of step 2 is held back until step 3 is done: a run that waited for it would never get there."""
+    told_before: list[object] = []
+    note = After(3, lambda run_dir: (told_before.extend(run_dir.glob("checkpoints/step_00000002")), gate.set()))
+    assert run(BACKGROUND, note) == [("step_00000002", True), ("step_00000004", True)]
+    assert told_before == []
+    assert saved_in(tmp_path) == ["step_00000002", "step_00000004"]
+    (tmp_path / "second").mkdir()
+    run(replace(BACKGROUND, checkpoint=CheckpointConfig()), folder=tmp_path / "second")
+    assert lines_of(tmp_path) == lines_of(tmp_path / "second")  # the same to the bit
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    run(resumed_from("auto", steps=4))  # the copy of step 2 has nothing of step 3
+    assert lines_of(tmp_path) == lines_of(tmp_path / "second")
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(
+    run: Callable, gate: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threading.Timer(0.5, gate.set).start()
+    recipe = replace(BACKGROUND, checkpoint=replace(BACKGROUND.checkpoint, every=1))
+    assert run(recipe) == [(f"step_{step:08d}", True) for step in (1, 2, 3, 4)]
+    assert "step_00000002 waits until step_00000001 is written" in capsys.readouterr().err
+
+
+FAILING = {"in the background": replace(BACKGROUND.checkpoint, every=1), "at once": replace(RECIPE.checkpoint, keep=9)}
+
+
+def disk_full_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    write = saver.write_and_commit
+
+    def full(save: PlannedSave, group: object) -> None:
+        if save.progress.step in steps:
+            raise SaveError(f"{save.path}: cannot be written: No space left on device")
+        write(save, group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saver, "write_and_commit", full)
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_a_save_that_fails_ends_the_run(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    disk_full_at(monkeypatch, 2)
+    with pytest.raises(SaveError, match=r"step_00000002: cannot be written: No space left"):
+        run(replace(RECIPE, train=replace(RECIPE.train, steps=9), checkpoint=FAILING[way]))
+    assert saved_in(tmp_path)[0] == "step_00000001" and "step_00000002" not in saved_in(tmp_path)
+    assert lines_of(tmp_path)[-1][0] <= 4  # the ranks agree in a step that follows
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_a_run_that_is_to_warn_trains_on_and_saves_again(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    disk_full_at(monkeypatch, 2, 3)
+    recipe = replace(RECIPE, checkpoint=replace(FAILING[way], on_error="warn"))
+    assert run(recipe) == [("step_00000001", True), ("step_00000004", True)]
+    said = capsys.readouterr().err
+    assert (
+        "not saved: " in said and "step_00000003: cannot be written: No space left on device; the run goes on" in said
+    )
+    assert "2 of 4 checkpoints could not be saved" in said
+    disk_full_at(monkeypatch, 5)
+    again = replace(resumed_from("auto", steps=5), checkpoint=replace(recipe.checkpoint, resume="auto"))
+    with pytest.raises(SaveError, match="step_00000005: cannot be written"):  # the last one: nothing comes after it
+        run(again)

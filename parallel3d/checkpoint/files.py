@@ -1,8 +1,8 @@
 """Saves tensors that are laid over the mesh, by their global names, and loads them. Each rank writes its own parts with
 their place in the global tensors, so any other layout can read the parts that it needs.
 
-A save has three steps: `plan_save`, in which the ranks agree who writes what; `PlannedSave.stage`, which copies the
-parts, for a save that goes on while training does; and `write_and_commit`."""
+A save has two steps: `plan_save`, in which the ranks agree who writes what, and `write_and_commit`. Between them
+`parallel3d.checkpoint.saver` copies the parts, for a save that goes on while training does."""
 
 from __future__ import annotations
 
@@ -58,10 +58,6 @@ class PlannedSave:
     @property
     def partial(self) -> Path:
         return self.path.with_name(f"{self.path.name}.partial")
-
-    def stage(self) -> None:
-        """Copies the parts to the CPU: the state may change while they are written."""
-        self.parts = [(item, part.to("cpu", copy=True)) for item, part in self.parts]
 
 
 def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str) -> None:

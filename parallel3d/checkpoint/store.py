@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE, read_manifest
 from parallel3d.config.recipe import CheckpointConfig
-from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.errors import CheckpointError, ConfigError, writing
 
 _NAME = re.compile(r"step_\d{8,}")
 
@@ -66,14 +66,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Puts a written checkpoint in place. One of the same step moves aside before and is deleted after, so that `tidy`
+    """Puts a written folder in place. One that has its name moves aside before and is deleted after, so that `tidy`
     finds one of the two wherever this is cut off."""
     replaced = _named(final, "replaced")
-    if is_whole(final):
+    if final.exists():
         _delete(replaced)  # an earlier one, whose successor is `final`
         final.rename(replaced)
-    elif final.exists():
-        set_aside(final, "damaged")
     partial.rename(final)
     sync_folder(final.parent)
     _delete(replaced)
@@ -118,11 +116,12 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
-    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place."""
-    paths = {_step_of(path): path for path in list_checkpoints(folder)}
-    losses = {step: _loss_of(path) if rule.keep_best else None for step, path in paths.items()}
-    for step in superfluous(losses, rule, _step_of(saved)):
-        _delete(paths[step])
+    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place. Raises SaveError."""
+    with writing(folder):
+        paths = {_step_of(path): path for path in list_checkpoints(folder)}
+        losses = {step: _loss_of(path) if rule.keep_best else None for step, path in paths.items()}
+        for step in superfluous(losses, rule, _step_of(saved)):
+            _delete(paths[step])
 
 
 def superfluous(losses: Mapping[int, float | None], rule: CheckpointConfig, saved: int) -> list[int]:

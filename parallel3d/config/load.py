@@ -78,6 +78,7 @@ _OTHER_NAMES = {
     "checkpoint.every": "save_interval save_steps save_every",
     "checkpoint.keep": "save_total_limit keep_last",
     "checkpoint.keep_best": "save_top_k",
+    "checkpoint.in_background": "async_save async_mode",
     "checkpoint.resume": "load resume_from_checkpoint",
     "checkpoint.start_from": "init_from pretrained_checkpoint initial_load_path finetune",
     "logging.every": "log_interval logging_steps log_freq log_every",

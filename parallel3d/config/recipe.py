@@ -382,6 +382,8 @@ class CheckpointConfig:
     keep: int = 2  # the newest checkpoints to keep
     keep_every: int | None = None  # steps: a checkpoint of each multiple stays for good; None: of none
     keep_best: int = within("at least 0", 0)  # the checkpoints to keep beside them whose validation losses are lowest
+    in_background: bool = False  # train on while a copy in the host's memory is written
+    on_error: Literal["stop", "warn"] = "stop"  # warn: say that a save has failed, and train on to the next one
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
     allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.

@@ -6,14 +6,19 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from parallel3d.checkpoint.store import checkpoint_path, retain
+from parallel3d.checkpoint.saver import Saver
+from parallel3d.checkpoint.store import checkpoint_path
+from parallel3d.checkpoint.together import collect as collect_from_all
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
-from parallel3d.errors import CtrlCError, PreemptedError, writing
+from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting import metrics
@@ -22,7 +27,7 @@ from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import VALIDATION, Callbacks
 from parallel3d.training.hooks import StepResult
-from parallel3d.training.state import save_trainer
+from parallel3d.training.state import state_of
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import Trainer
 
@@ -47,7 +52,8 @@ def fit(
     ahead = batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)
     folder = checkpoints.parent / "profile"
     profiler = ProfilerWindow(recipe.logging, folder, rank=dist.get_rank(), device=trainer.device)
-    with closing(ahead) as batches, profiler, garbage_collected(recipe.train.gc_every) as collect:
+    saver = Saver(recipe.checkpoint, saved=lambda path: callbacks.tell("saved", trainer.step, path), say=progress.say)
+    with closing(ahead) as batches, profiler, saver, garbage_collected(recipe.train.gc_every) as collect:
         for step in range(trainer.step + 1, recipe.train.steps + 1):
             report, losses = None, None
             with profiler.step(step), watch.timing():
@@ -56,11 +62,16 @@ def fit(
                 if step == recipe.logging.timeline:
                     result, report = traced_step(trainer, batch, checkpoints.parent)
                 else:
-                    is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop
+                    is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop or saver.has_failed
                     result = trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
                 collect(step)
-            # SIGTERM has a larger number than SIGINT, and counts where both were heard.
-            signum = _largest(stop.signum, trainer.device) if result.is_asked_to_stop else 0
+            signum = 0
+            if result.is_asked_to_stop:
+                # SIGTERM has a larger number than SIGINT, and counts where both were heard.
+                signum, has_failed = _largest((stop.signum, saver.has_failed), trainer.device)
+                if has_failed:
+                    saver.finish()  # raises the error, on all ranks
+            saver.step_done()
             is_preempted = signum != 0
             last = step == recipe.train.steps or (result.is_asked_to_stop and not is_preempted)
             progress.step_done(step)
@@ -80,14 +91,11 @@ def fit(
                 callbacks.tell("measured", step, line)
             path = checkpoint_path(checkpoints, step)
             if is_preempted or _due(recipe.checkpoint.every, step, last):
-                save_trainer(trainer, path, None if losses is None else losses.get(VALIDATION))
-                if dist.get_rank() == 0:
-                    with writing(checkpoints):
-                        retain(checkpoints, recipe.checkpoint, path)
-                callbacks.tell("saved", step, path)
-                exported = recipe.checkpoint.export
+                state, saved_progress = state_of(trainer, None if losses is None else losses.get(VALIDATION))
+                exported, then = recipe.checkpoint.export, None
                 if (exported == "all" and not is_preempted) or (exported != "none" and last):
-                    progress.say(export_saved(trainer, path, checkpoints.parent / "export" / path.name))
+                    then = partial(export_saved, recipe, path, checkpoints.parent / "export" / path.name)
+                saver.save(state, saved_progress, path, to_yaml(recipe), is_last=last or is_preempted, then=then)
             if is_preempted and not last:
                 by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
                 raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
@@ -120,22 +128,36 @@ def garbage_collected(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def export_saved(trainer: Trainer, checkpoint: Path, to: Path) -> str:
+def export_saved(recipe: Recipe, checkpoint: Path, to: Path, group: dist.ProcessGroup | None) -> str:
     """Writes the model of a checkpoint as a folder that transformers opens, and returns a line for the user. Rank 0
     writes, and tells the others after each tensor that it goes on, so that none waits for longer than a tensor takes.
-    Every rank calls it."""
-    form = ExportForm.of(trainer.recipe)
+    Every rank of the group calls it; an error is raised on all of them."""
+    form = ExportForm.of(recipe)
     written: Iterator[str] = export(checkpoint, to, form, overwrite=True) if dist.get_rank() == 0 else iter(())
-    while _largest(next(written, None) is not None, trainer.device):
+    failed: list[Parallel3dError] = []
+
+    def goes_on() -> bool:
+        try:
+            return next(written, None) is not None
+        except Parallel3dError as error:
+            failed.append(error)
+            return False
+
+    def end() -> None:
+        if failed:
+            raise failed[0]
+
+    while any(_largest([goes_on()], torch.device("cpu"), group)):
         pass
+    collect_from_all(end, lambda everyone: everyone, group)
     return "; ".join((f"exported: {to}", *form.notes))
 
 
-def _largest(number: int, device: torch.device) -> int:
-    """Returns the largest of all ranks' numbers; every rank calls it."""
-    found = torch.tensor(float(number), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found.item())
+def _largest(numbers: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the largest that any rank of the group has of each number; every rank calls it."""
+    found = torch.tensor([float(number) for number in numbers], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in found.tolist()]
 
 
 def measure(

@@ -24,9 +24,14 @@ from parallel3d.training.local_sgd.state import SavedReplicas
 from parallel3d.training.trainer import Trainer
 
 
-def save_trainer(trainer: Trainer, path: Path, val_loss: float | None = None) -> None:
-    """Writes a checkpoint of the trainer's step, whose validation loss is `val_loss`; every rank calls it. Raises
-    SaveError."""
+def save_trainer(trainer: Trainer, path: Path) -> None:
+    """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
+    save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
+
+
+def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], SavedProgress]:
+    """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`: tensors by their
+    global names, which share the trainer's memory, and the progress. Every rank calls it."""
     recipe, local_sgd = trainer.recipe, trainer.local_sgd
     tensors = replica_state.tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
     progress = SavedProgress(
@@ -47,7 +52,7 @@ def save_trainer(trainer: Trainer, path: Path, val_loss: float | None = None) ->
         local_sgd=None if local_sgd is None else replica_state.saved_replicas(local_sgd),
         data_fingerprint=trainer.data_fingerprint,
     )
-    save_tensors(tensors, progress, path, to_yaml(recipe))
+    return tensors, progress
 
 
 def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:

@@ -1,0 +1,175 @@
+"""What a run does about its saves: when it waits for them, whom it tells, what it keeps, and what it makes of errors.
+
+With `checkpoint.in_background` the training's thread only agrees with the other ranks on who writes what, and copies
+this rank's parts into memory of the host. Another thread writes the copies, waits until all ranks have written, gives
+the checkpoint its name and deletes older ones. It talks to the other ranks over a gloo group of its own, so that
+nothing of it comes between the collectives of training. One save is under way at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
+from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.store import retain
+from parallel3d.checkpoint.together import collect
+from parallel3d.config.recipe import CheckpointConfig
+from parallel3d.errors import Parallel3dError, RankError, SaveError
+
+
+@dataclass
+class StagingMemory:
+    """Memory of the host for this rank's parts of a checkpoint, pinned where they are on a GPU. It is made at the first
+    save and used again."""
+
+    buffers: dict[MetadataIndex, Tensor] = field(default_factory=dict)
+
+    def copy(self, save: PlannedSave) -> None:
+        """Has the save write copies of its parts, made before this returns, so that the parts may change. The save
+        before must have been written, because its copies are in the same memory."""
+        earlier, self.buffers = self.buffers, {}
+        for item, part in save.parts:
+            buffer = earlier.get(item.index)
+            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self.buffers[item.index] = buffer.copy_(part, non_blocking=True)
+        for device in {part.device for _, part in save.parts if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
+        save.parts = [(item, self.buffers[item.index]) for item, _ in save.parts]
+
+
+@dataclass
+class _SaveUnderWay:
+    """A save that has begun, and what has become of it."""
+
+    path: Path
+    is_last: bool  # the run ends with it, so no later one can make up for its failure
+    then: Callable[[dist.ProcessGroup | None], str] | None
+    is_in_place: bool = False
+    line: str | None = None  # what `then` has returned
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+
+class Saver(AbstractContextManager["Saver"]):
+    """Saves a run's checkpoints as the section `checkpoint` of its recipe says. Every rank has one, and calls its
+    methods after the same steps. `saved` is told of each checkpoint that is in place, and `say` shows a line."""
+
+    def __init__(self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]) -> None:
+        self._rule, self._saved, self._say = rule, saved, say
+        self._group = dist.new_group(backend="gloo", group_desc="saves") if rule.in_background else None
+        self._memory = StagingMemory()
+        self._under_way: _SaveUnderWay | None = None
+        self._begun, self._failed = 0, 0
+
+    def save(
+        self,
+        state: dict[str, Tensor],
+        progress: SavedProgress,
+        path: Path,
+        config: str,
+        *,
+        is_last: bool,
+        then: Callable[[dist.ProcessGroup | None], str] | None = None,
+    ) -> None:
+        """Saves, or with `in_background` begins to, when the save before is done; waits for the run's last. `then` is
+        called on all ranks when the checkpoint is in place, with the group over which they may agree, and returns a
+        line to show. Raises SaveError, on all ranks, unless `on_error` says to go on."""
+        before = self._under_way
+        if before is not None and not before.is_done:
+            self._say(
+                f"{path.name} waits until {before.path.name} is written, which takes longer than checkpoint.every"
+            )
+        self.finish()
+        self._begun += 1
+        self._under_way = begun = _SaveUnderWay(path, is_last, then)
+        try:
+            save = plan_save(state, progress, path, config)
+        except SaveError as error:
+            begun.error = error
+        else:
+            if self._rule.in_background:
+                self._memory.copy(save)
+                begun.thread = threading.Thread(target=self._write, args=(begun, save), name="save", daemon=True)
+                begun.thread.start()
+            else:
+                self._write(begun, save)
+        if begun.thread is None or is_last:
+            self.finish()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the save under way has ended on this rank with an error that is to end the run."""
+        return self._under_way is not None and self._under_way.is_done and self._ends_the_run(self._under_way)
+
+    def step_done(self) -> None:
+        """Tells of a save that is in place. An error that is to end the run waits for `finish`, because the ranks do
+        not hear of it after the same step."""
+        if self._under_way is not None and self._under_way.is_done and not self.has_failed:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save under way, and tells what has become of it. Every rank calls it; raises as `save` does."""
+        done, self._under_way = self._under_way, None
+        if done is None:
+            return
+        done.wait()
+        if done.is_in_place:
+            self._saved(done.path)
+        if done.line is not None:
+            self._say(done.line)
+        if self._ends_the_run(done):
+            assert done.error is not None
+            raise done.error
+        if done.error is not None:
+            self._failed += 1
+            self._say(f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = warn)")
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Waits for the save under way at the end of a run, also where an error ends it that all ranks have: a lost
+        peer would never write its part."""
+        if error is None:
+            self.finish()
+        elif self._under_way is not None and isinstance(error, Parallel3dError) and not isinstance(error, RankError):
+            self._under_way.wait()
+        if self._failed:
+            self._say(f"{self._failed} of {self._begun} checkpoints could not be saved")
+
+    def _ends_the_run(self, done: _SaveUnderWay) -> bool:
+        if done.error is None:
+            return False
+        return done.is_last or self._rule.on_error == "stop" or not isinstance(done.error, SaveError)
+
+    def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
+        """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes what came of it."""
+
+        def drop(everyone: list[None]) -> list[None]:
+            retain(begun.path.parent, self._rule, begun.path)
+            return everyone
+
+        try:
+            write_and_commit(save, self._group)
+            begun.is_in_place = True
+            collect(lambda: None, drop, self._group)
+            if begun.then is not None:
+                begun.line = begun.then(self._group)
+        except BaseException as error:  # in a thread nobody else would see it
+            begun.error = error
