@@ -147,7 +147,7 @@ def test_each_file_that_is_cut_deleted_or_replaced_is_told(
 def test_a_file_that_was_added_is_told(saved: Path) -> None:
     (saved / "__2_0.distcp").touch()
     assert [str(damage.error(saved)) for damage in find_damage(saved)] == [
-        f"{saved / '__2_0.distcp'}: is no file of this checkpoint; remove it; take an older checkpoint"
+        f"{saved / '__2_0.distcp'}: is no file of this checkpoint; remove it"
     ]
 
 
@@ -174,12 +174,12 @@ def forged(folder: Path, old: str, new: str) -> None:
         ('"offsets": [4, 0]', '"offsets": [3, 0]', "pieces of rows that do not cover its shape [7, 5]"),
         ('"offsets": [4, 0]', '"offsets": [-4, 0]', "pieces of rows that do not cover its shape [7, 5]"),
         ('"shape": [7, 5]', '"shape": [1000000000, 1000000000]', "do not cover its shape"),
-        ('"shape": [7, 5]', f'"shape": {[1] * 17}', "17 dims"),
+        ('"shape": [7, 5]', f'"shape": {[1] * 17}', "rows of the shape"),
         ('"sizes": [3, 5]', '"sizes": [300000000, 5]', "a piece of rows that lies in no file"),
         ('"dtype": "float32"', '"dtype": "object"', "of the type object, which no checkpoint has"),
         ('"at": 0', '"at": 1', "pieces that do not cover __0_0.distcp"),
         ('"step": 1', '"step": "1"', "progress.step is 1, not of the type <class 'int'>"),
-        ('"step": 1', f'"step": {10**30}', "larger than any number"),
+        ('"shape": [0, 3]', f'"shape": [0, {10**30}]', "empty of the shape (0, 1000"),
         ('"step": 1, ', "", "has no key step"),
         ('"step": 1', '"stop": 1', "unknown key stop"),
         ('"torch": "0"', f'"torch": {"[" * 200_000}', "recursion"),
@@ -192,7 +192,7 @@ def test_a_forged_manifest_is_refused_though_its_checksum_is_right(
     forged(saved, old, new)
     with pytest.raises(DamagedCheckpointError) as told:
         read_manifest(saved)
-    assert refusal in str(told.value) and len(str(told.value)) < 400
+    assert refusal in str(told.value) and len(str(told.value)) < 600
 
 
 def test_a_piece_that_is_missing_from_the_manifest_is_missed(saved: Path) -> None:

@@ -28,7 +28,7 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
         lost = [each.tensor for each in manifest.extents if each.file == name and each.at + each.bytes > held]
         yield Damage(name, reason, tuple(dict.fromkeys(tensor for tensor in lost if tensor is not None)))
     for name in sorted(there.keys() - {MANIFEST_FILE}):
-        yield Damage(name, "is no file of this checkpoint; remove it")
+        yield Damage(name, "is no file of this checkpoint", advice="remove it")
 
 
 def damaged_extents(folder: Path, extents: Sequence[Extent]) -> Iterator[Damage]:
@@ -55,7 +55,8 @@ def find_damage(folder: Path) -> Iterator[Damage]:
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpointError as error:
-        yield Damage(MANIFEST_FILE, str(error).removeprefix(f"{folder / MANIFEST_FILE}: "))
+        reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ").removesuffix(f"; {Damage.advice}")
+        yield Damage(MANIFEST_FILE, reason)
         return
     lost = {damage.file: damage for damage in missing_files(folder, manifest)}
     yield from lost.values()

@@ -33,7 +33,7 @@ _FILE_NAME = re.compile(r"\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 _CRC = re.compile(r"[0-9a-f]{8}")
 _END = re.compile(rb',\n"crc32": "([0-9a-f]{8})"\n}\n')
 _END_BYTES = len(b',\n"crc32": "01234567"\n}\n')
-_MOST_DIMS, _SHOWN_TENSORS = 16, 3
+_MOST_DIMS, _LARGEST_DIM, _SHOWN_TENSORS = 16, 1 << 62, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +103,18 @@ class Extent:
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not what was saved, why, and the names of the tensors that are damaged with it."""
+    """A file that is not what was saved, why, the names of the tensors that are damaged with it, and what to do."""
 
     file: str
     reason: str
     tensors: tuple[str, ...] = ()
+    advice: str = "take an older checkpoint"
 
     def error(self, folder: Path) -> DamagedCheckpointError:
         shown = ", ".join(self.tensors[:_SHOWN_TENSORS])
         more = f" and {len(self.tensors) - _SHOWN_TENSORS} more" * (len(self.tensors) > _SHOWN_TENSORS)
         held = f" (in {shown}{more})" if shown else ""
-        return DamagedCheckpointError(f"{folder / self.file}: {self.reason}{held}; take an older checkpoint")
+        return DamagedCheckpointError(f"{folder / self.file}: {self.reason}{held}; {self.advice}")
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,7 @@ def _values(text: bytes) -> int:
 def _as(kind: Any, value: Any) -> Any:
     """Returns `value`, which was read from JSON, as a value of the annotation `kind`. Raises ValueError, with where it
     is, if it is of another type, has a key that `kind` lacks, or lacks one."""
-    if type(value) is kind:
-        if kind is int and not abs(value) < 1 << 62:
-            raise ValueError(" is larger than any number of a checkpoint")
-        return value
-    if kind is Any:
+    if type(value) is kind or kind is Any:
         return value
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple and isinstance(value, list):
@@ -259,8 +256,8 @@ def _check(manifest: Manifest) -> None:
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"has {name} of the type {tensor.dtype[:40]}, which no checkpoint has")
-        if len(tensor.shape) > _MOST_DIMS:
-            raise ValueError(f"has {name} of {len(tensor.shape)} dims, which no checkpoint has")
+        if len(tensor.shape) > _MOST_DIMS or max(tensor.shape, default=0) >= _LARGEST_DIM:
+            raise ValueError(f"has {name} of the shape {str(tensor.shape):.40}, which no checkpoint has")
         for piece in tensor.pieces:
             data_bytes = math.prod(piece.sizes) * ITEM_BYTES[tensor.dtype]
             inside = piece.at >= 0 and piece.at <= piece.data and piece.data + data_bytes <= piece.at + piece.bytes

@@ -122,6 +122,18 @@ def test_damage_that_one_rank_finds_changes_no_tensor_of_any(world: Callable, tm
     assert damage.tensors and f"(in {damage.tensors[0]})" in refusals[0]
 
 
+def lose_a_peer_while_loading(path: Path) -> str:
+    lost = RuntimeError("Connection closed by peer")
+    with patch("torch.distributed.gather_object", side_effect=lost), pytest.raises(RuntimeError) as failure:
+        load_tensors(make_state(7.0), path)
+    return str(failure.value)
+
+
+def test_a_peer_that_is_lost_while_loading_is_no_damage(world: Callable, tmp_path: Path) -> None:
+    world(2).run(save, tmp_path / "step_00000001", 1.0)
+    assert world(2).run(lose_a_peer_while_loading, tmp_path / "step_00000001") == ["Connection closed by peer"] * 2
+
+
 def test_the_benchmark_times_contestants_that_agree(world: Callable) -> None:
     for measure in (measure_saves, measure_loads):
         for peer in ("DCP", "torch"):
