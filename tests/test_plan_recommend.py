@@ -23,6 +23,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.search.fastest import Objective
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.plan import command as plan
+from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
 from parallel3d.tools.plan.emit import LAUNCHERS
 
@@ -65,9 +66,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         fit_runs=600,
         blind=figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
         fitted=figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
+        spread={
+            "level": 0.8,
+            "throughput": {"known": {"all": 0.12}, "unknown": {"all": 0.15, "sharded_many": 0.4}},
+            "memory": {"fitted": {"all": 0.07}, "known": {"all": 0.12}, "unknown": {"all": 0.2}},
+            "data_sheet": 0.1,
+        },
         runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
     )
-    monkeypatch.setattr(plan_recommend, "recorded_accuracy", lambda: accuracy)
+    for user in (plan_recommend, plan_inputs):
+        monkeypatch.setattr(user, "recorded_accuracy", lambda: accuracy)
 
 
 def run(arguments: str) -> int:

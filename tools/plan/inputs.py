@@ -12,6 +12,7 @@ from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
+from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
@@ -20,7 +21,9 @@ from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.names.lookup import find_name, unknown_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.models import Model, find_model
+from parallel3d.tools.plan.score import recorded_accuracy
 
+_RISK = 0.05  # the chance of not fitting that a plan takes by default
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
     "recompute": get_args(Recompute),
@@ -103,6 +106,7 @@ def read_question(
     bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
     cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))
     precision = options.precision or (train.precision if train else "bf16")
+    program = _program(options, cluster, precision, compiled=bool(train and train.compile))
     question = Question(
         shape=model.shape,
         cluster=cluster,
@@ -110,10 +114,10 @@ def read_question(
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        program=_program(options, cluster, precision, compiled=bool(train and train.compile)),
+        program=program,
         fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
-        memory_fraction=options.mem_fraction,
+        **_memory_limit(options, program, devices, precision),
     )
     more = list(notes(model.recipe)) if model.recipe else []
     if model.longest is not None and seq_len > model.longest:
@@ -164,6 +168,22 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     if "recompute_every" in said:
         said = {"recompute": "every_n", **said}
     return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
+
+
+def _memory_limit(
+    options: argparse.Namespace, program: TrainingProgram, devices: int, precision: str
+) -> dict[str, Any]:
+    """Returns how full a device may be predicted to get: as --mem-fraction says, or as full as leaves the risk of not
+    fitting that --risk says."""
+    if options.mem_fraction is not None:
+        if options.risk is not None:
+            raise ConfigError("--risk: --mem-fraction says how full a device may get; keep one of the two")
+        return {"memory_fraction": options.mem_fraction}
+    risk = _RISK if options.risk is None else options.risk
+    if not 0 < risk < 1:
+        raise ConfigError(f"--risk {risk:g}: must be a chance above 0 and below 1; try 0.05")
+    spread = memory_spread(program, devices, precision, recorded_accuracy())
+    return {"memory_fraction": min(1.0, round(safe_share(spread, risk), 3)), "risk": risk}
 
 
 def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool) -> TrainingProgram:

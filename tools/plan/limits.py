@@ -12,6 +12,7 @@ from math import prod
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
 from parallel3d.planner.report.page import header
 from parallel3d.planner.report.text import (
@@ -37,6 +38,7 @@ from parallel3d.planner.search.question import Question, RunLength, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
+from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 # The limits that are found for a word of the command line, where that is more than the one of its name.
@@ -132,7 +134,7 @@ def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit
         limit.name: {
             **{key: getattr(limit.strategy.question, key) for key in ("gpus", "seq_len", "global_batch_size")},
             "model": model_tree(limit.strategy.question.shape),
-            "strategy": strategy_tree(limit.strategy, limit.length),
+            "strategy": strategy_tree(limit.strategy, limit.length, spread_of(limit.strategy.run, recorded_accuracy())),
             "told": limit.told,
         }
         for limit in limits
@@ -209,7 +211,8 @@ def _sizes_tree(
     tokens = options.tokens
 
     def tree(found: Strategy) -> dict[str, object]:
-        return strategy_tree(found, None if tokens is None else found.length(tokens))
+        length = None if tokens is None else found.length(tokens)
+        return strategy_tree(found, length, spread_of(found.run, recorded_accuracy()))
 
     return rounded({
         "schema": "parallel3d.sweep/1",

@@ -83,7 +83,7 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     yield from explained(found, whole=whole)
     yield ""
     short = found.memory.total - question.usable_bytes
-    usable = f"{question.usable_bytes / GIB:.1f} GiB that --mem-fraction {question.memory_fraction:g} leaves"
+    usable = f"{question.usable_bytes / GIB:.1f} GiB that {question.memory_rule} leaves"
     if short > 0:
         yield f"does not fit: {short / GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
     else:

@@ -18,6 +18,7 @@ from parallel3d.planner.search.fastest import compare, fastest, rank
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed
+from parallel3d.planner.search.ties import settle_ties
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_layout, read_question
@@ -59,6 +60,8 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
         found = rank(question, options.objective, top=options.top or _TOP)
     finally:
         gc.enable()
+    if options.objective == "throughput":
+        found = settle_ties(found)
     seconds = time.perf_counter() - start
     why = None
     if options.why:

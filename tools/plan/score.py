@@ -8,14 +8,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
+from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.knowledge import LeaveOut
 from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.published.score import Errors, Score, score
+from parallel3d.planner.published.spread import recorded_spread
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.reply import Reply, write_output
 
@@ -29,16 +32,14 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.engine is not None:
         named_program(options.engine)
     folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
-    file = read_cases(options.cases, folders, engine=options.engine)
-    result, blind = score(file), None
+    read = partial(read_cases, options.cases, folders)
+    file = read(engine=options.engine)
+    result, blind = with_ranges(file), None
     if options.leave_out is not None:
-        blind = score(read_cases(options.cases, folders, leave_out=options.leave_out, engine=options.engine))
+        blind = with_ranges(read(leave_out=options.leave_out, engine=options.engine))
     if options.record is not None:
-        by_source = (
-            blind if options.leave_out == "source" else score(read_cases(options.cases, folders, leave_out="source"))
-        )
-        assert by_source is not None
-        write_output("--record", options.record, json.dumps(accuracy_of(result, by_source, file), indent=2) + "\n")
+        figures = accuracy_of(file, *(score(read(leave_out=kind)) for kind in (None, "source", "device")))
+        write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
 
     def tree() -> Any:
         return result.to_json() | ({} if blind is None else {f"{options.leave_out}_left_out": blind.to_json()})
@@ -48,7 +49,13 @@ def answer(options: argparse.Namespace) -> Reply:
 
 def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
     """Returns the score of a file of cases on the shipped hardware."""
-    return score(read_cases(cases, [HARDWARE], leave_out=leave_out))
+    return with_ranges(read_cases(cases, [HARDWARE], leave_out=leave_out))
+
+
+def with_ranges(file: CaseFile) -> Score:
+    """Returns the score of cases whose predictions have the ranges that the recorded spread gives."""
+    recorded = recorded_accuracy()
+    return score(file, spread_of_case=lambda case: spread_of(case.run, recorded))
 
 
 def recorded_accuracy() -> dict[str, Any]:
@@ -57,17 +64,19 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(result: Score, blind: Score, file: CaseFile) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today: `blind` are those with each run's source left out."""
-    counted = {case.id for case in result.cases if not case.apart and case.errors_pct}
+def accuracy_of(file: CaseFile, fitted: Score, blind: Score, device_blind: Score) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today: `blind` are those with each run's source left out,
+    `device_blind` with what was set on its device left out."""
+    counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
-        throughput_runs=result.throughput.cases,
-        memory_runs=result.memory.cases,
-        fit_runs=result.fit.cases,
+        throughput_runs=fitted.throughput.cases,
+        memory_runs=fitted.memory.cases,
+        fit_runs=fitted.fit.cases,
         blind=_figures(blind),
-        fitted=_figures(result),
+        fitted=_figures(fitted),
+        spread=recorded_spread(file, fitted, blind, device_blind),
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 
@@ -86,15 +95,15 @@ def _figures(of: Score) -> dict[str, float]:
 def page(fitted: Score, blind: Score | None = None, how: str = "") -> Iterator[str]:
     """Yields the totals, then a line for each source; with a `blind` score its columns stand beside the fitted ones."""
     both = [("fitted", fitted), *([(how, blind)] if blind is not None else [])]
-    yield f"{'':24}{'':6}" + "".join(f"{name:^32}" for name, _ in both)
-    yield f"{'':24}{'runs':>6}" + f"{'median':>8}{'p90':>8}{'worst':>8}{'bias':>8}" * len(both)
+    yield f"{'':24}{'':6}" + "".join(f"{name:^34}" for name, _ in both)
+    yield f"{'':24}{'runs':>6}" + f"{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}" * len(both)
     for kind in ("throughput", "memory"):
         found: list[Errors] = [getattr(each, kind) for _, each in both]
         cells = (
-            f"{_percent(e.median):>8}{_percent(e.p90):>8}{_percent(e.worst):>8}{_signed(e.bias):>8}" for e in found
+            f"{_percent(e.median):>8}{_percent(e.p90):>8}{_signed(e.bias):>8}{_percent(e.covered):>10}" for e in found
         )
         yield f"{kind:24}{found[0].cases:>6}{''.join(cells)}"
-    cells = (f"{_percent(e.fit.accuracy):>8} right, balanced{_percent(e.fit.balanced_accuracy):>7} " for _, e in both)
+    cells = (f"{_percent(e.fit.accuracy):>8} right, balanced{_percent(e.fit.balanced_accuracy):>7}   " for _, e in both)
     yield f"{'fits or out of memory':24}{fitted.fit.cases:>6}{''.join(cells)}"
     for title, groups in (("source", "by_source"), ("reported apart", "apart")):
         yield ""

@@ -13,6 +13,7 @@ class TrainingProgram:
     """Kernels, overlap and bytes of a training program."""
 
     name: str
+    is_measured: bool = False  # published runs of it were looked at while its figures were set
     # kernels
     attention: Literal["flash", "softmax"] = "flash"  # one tiled kernel; matmuls around a fused softmax
     attention_speed: float = 1.0  # of the device's figure, which is of the best kernel

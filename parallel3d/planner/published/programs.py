@@ -71,7 +71,8 @@ def entries() -> dict[str, ProgramEntry]:
             seen=frozenset(fields.pop("seen", ())) | (frozenset() if parent is None else parent.seen),
             family=fields.pop("family", TYPICAL if parent is None else parent.family),
         )
-        found[name] = replace(entry, program=replace(entry.program, **{"name": name, **fields}))
+        own = {"name": name, "is_measured": bool(entry.seen), **fields}
+        found[name] = replace(entry, program=replace(entry.program, **own))
     return found
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, log1p
 from statistics import mean, median
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
+from parallel3d.planner.model.spread import FIGURES, Figure, Spread
 from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
@@ -40,6 +41,7 @@ class ScoredCase:
     measured: Measurement
     error_pct: float | None
     errors_pct: dict[str, float]  # by "throughput" and "memory"
+    spread: Spread | None  # of what is predicted; None where none is recorded
     apart: str  # why it is not in the totals, or empty
     filled: tuple[str, ...]  # fields that the source leaves open, and where their values are from
 
@@ -53,6 +55,7 @@ class Errors:
     p90: float | None
     worst: float | None
     bias: float | None  # above 0 where the planner says more than was measured
+    covered: float | None = None  # the share of runs that lie within the range of their prediction, in per cent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +82,31 @@ class Score:
     apart: dict[str, dict[str, Errors]]
 
     def to_json(self) -> Any:
-        """Returns plain data with rounded floats."""
-        return rounded(asdict(self))
+        """Returns plain data with rounded floats, and the range of each figure that is predicted."""
+        tree = asdict(self)
+        for case, row in zip(self.cases, tree["cases"], strict=True):
+            row["ranges"] = None if case.spread is None else _ranges(case.predicted, case.spread)
+            del row["spread"]
+        return rounded(tree)
 
 
-def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None = None) -> Score:
+def _ranges(of: Prediction, spread: Spread) -> dict[str, Any]:
+    figures: dict[str, Figure] = dict.fromkeys(
+        ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"), "throughput"
+    )
+    figures["memory_gib"] = "memory"
+    return {name: asdict(spread.around(figure, getattr(of, name))) for name, figure in figures.items()}
+
+
+def score(
+    file: CaseFile,
+    predict: Callable[[PublishedCase], Prediction] | None = None,
+    *,
+    spread_of_case: Callable[[PublishedCase], Spread] | None = None,
+) -> Score:
     """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals leave out what is
-    reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's."""
+    reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's.
+    `spread_of_case`: how far off a prediction may be, by which it has a range."""
     scored: list[ScoredCase] = []
     skipped = list(file.skipped)
     counted: list[ScoredCase] = []
@@ -93,7 +114,7 @@ def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None 
     of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
     for case in file.cases:
         try:
-            one = _score_case(case, (predict or predict_case)(case))
+            one = _score_case(case, (predict or predict_case)(case), spread_of_case and spread_of_case(case))
         except (ArithmeticError, LookupError, ValueError) as problem:
             skipped.append((case.id, f"cannot be priced ({problem})"))
             continue
@@ -123,7 +144,7 @@ def score(file: CaseFile, predict: Callable[[PublishedCase], Prediction] | None 
     )
 
 
-def _score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
+def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | None) -> ScoredCase:
     """Raises ValueError where the predicted memory or time is no positive number."""
     for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
         if not (isfinite(value) and value > 0):
@@ -144,6 +165,7 @@ def _score_case(case: PublishedCase, predicted: Prediction) -> ScoredCase:
         measured=measured,
         error_pct=errors.get("throughput", errors.get("memory")),
         errors_pct=errors,
+        spread=spread,
         apart=case.apart,
         filled=case.filled,
     )
@@ -185,7 +207,19 @@ def prediction(
 
 
 def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
-    return {name: _errors(one.errors_pct.get(name) for one in group) for name in ("throughput", "memory")}
+    return {
+        name: replace(_errors(one.errors_pct.get(name) for one in group), covered=_covered(group, name))
+        for name in FIGURES
+    }
+
+
+def _covered(group: Sequence[ScoredCase], figure: Figure) -> float | None:
+    inside = [
+        abs(log1p(one.errors_pct[figure] / 100)) <= getattr(one.spread, figure)
+        for one in group
+        if one.spread is not None and figure in one.errors_pct
+    ]
+    return 100 * mean(inside) if inside else None
 
 
 def _errors(signed: Iterable[float | None]) -> Errors:

@@ -11,6 +11,7 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.model.spread import Spread
 from parallel3d.planner.report.page import Plan, limits, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.question import Answer, Question, Rejected, RunLength, Strategy
@@ -21,7 +22,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     tree = {
         "schema": "parallel3d.plan/1",
         "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
-        "strategies": [strategy_tree(each, plan.length(each)) for each in plan.answer.strategies],
+        "strategies": [strategy_tree(each, plan.length(each), plan.spread(each)) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
@@ -43,7 +44,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         nearest = other.rejected[0] if isinstance(other, Answer) and found is None else None
         tree["why"] = {
             "asked": asked,
-            "strategy": found and strategy_tree(found, plan.length(found)),
+            "strategy": found and strategy_tree(found, plan.length(found), plan.spread(found)),
             "rejected": nearest and rejected_tree(nearest, plan.question),
             "refused": other if isinstance(other, str) else None,
             "layout": found and layout_text(found.parallel),
@@ -113,15 +114,22 @@ def question_tree(question: Question) -> dict[str, Any]:
         "hardware": hardware_tree(question.cluster),
         **{key: getattr(question, key) for key in ("gpus", "seq_len", "global_batch_size", "precision")},
         "memory_fraction": question.memory_fraction,
+        "risk": question.risk,
         "usable_gib": question.usable_bytes / GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
         "schedules": list(question.schedules),
     }
 
 
-def strategy_tree(found: Strategy, length: RunLength | None) -> dict[str, Any]:
-    """A strategy, with how long the run takes where its tokens are known."""
+def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread | None) -> dict[str, Any]:
+    """A strategy, with how long the run takes where its tokens are known, and the range of each figure."""
     question, parallel, cost = found.question, found.parallel, found.cost
+    ranges: dict[str, Any] = {}
+    if spread is not None:
+        speeds = {name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")}
+        speeds |= {} if length is None else {name: value for name, value in asdict(length).items() if value is not None}
+        ranges = {name: asdict(spread.around("throughput", value)) for name, value in speeds.items()}
+        ranges["memory_gib"] = asdict(spread.around("memory", found.memory.total / GIB))
     vocab = question.planned_shape(parallel.tp).vocab
     return {
         "parallel": parallel_tree(parallel),
@@ -138,4 +146,6 @@ def strategy_tree(found: Strategy, length: RunLength | None) -> dict[str, Any]:
         "mfu": cost.mfu,
         "hfu": cost.hfu,
         "run": asdict(length) if length else None,
+        "ranges": ranges or None,
+        "chance_to_fit": spread and spread.chance_to_fit(found.memory.total, question.cluster.device.memory_bytes),
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
 from parallel3d.planner.report.text import (
     TIME_KINDS,
     bar,
@@ -28,11 +29,12 @@ from parallel3d.planner.report.text import (
 )
 from parallel3d.planner.search.fastest import Objective
 from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy
+from parallel3d.planner.search.ties import TIE, tied
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
 _RANKED = {
-    "throughput": "ranked by tokens per second, ties by memory",
+    "throughput": "ranked by tokens per second",
     "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
     "cost": "ranked by GPU-hours a token, halves of the cluster among them",
 }
@@ -62,6 +64,10 @@ class Plan:
 
     def length(self, found: Strategy) -> RunLength | None:
         return None if self.tokens is None else found.length(self.tokens)
+
+    def spread(self, found: Strategy) -> Spread | None:
+        """How far off the figures of a layout may be; None where no score is recorded."""
+        return None if self.accuracy is None else spread_of(found.run, self.accuracy)
 
 
 def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
@@ -106,6 +112,9 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
         rest = "".join(f"; {count} more {what}" for what, count in counts.items() if count > 0)
         looked = f"{answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them"
         yield "searched", f"{looked}; {_RANKED[plan.objective]}{rest}"
+        if plan.objective == "throughput" and (equal := tied(answer.strategies)) > 1:
+            closer = f"layouts 1 to {equal} are within {TIE:.0%}, closer than the planner can tell"
+            yield "ties", f"{closer}: less memory goes first, then tp within a node, then the simpler schedule"
         microbatches = q.global_batch_size // (parallel.dp * parallel.microbatch_size)
         yield "layout 1", f"{layout_text(parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
         vocab = q.planned_shape(parallel.tp).vocab
@@ -118,6 +127,8 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory"
         yield "time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"
         yield "run", _run(plan, best)
+        if (spread := plan.spread(best)) is not None:
+            yield "range", _ranges(best, plan.length(best), spread)
         yield "limits", "; ".join(limits(best))
     if plan.why is not None:
         asked, other = plan.why
@@ -142,6 +153,30 @@ def _how_sure(known: Mapping[str, Any], question: Question) -> str:
         f"{blind['memory_median']:.1f}% of memory ({known['memory_runs']} runs, {blind['memory_p90']:.0f}%); fitted to "
         f"them {fitted['throughput_median']:.1f}% and {fitted['memory_median']:.1f}%; {here}; scored {known['date']}"
     )
+
+
+def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
+    """Where the best layout's figures lie in so many cases of ten."""
+
+    def between(figure: Figure, value: float, unit: str) -> str:
+        around = spread.around(figure, value)
+        return f"{_three_digits(around.low)} to {_three_digits(around.high)} {unit}"
+
+    told = [
+        between("throughput", best.cost.step_time_s, "s a step"),
+        between("throughput", best.cost.tokens_per_s_per_gpu, "tokens/s a device"),
+        between("memory", best.memory.total / GIB, "GiB"),
+    ]
+    if length is not None:
+        told.append(between("throughput", length.days, "days"))
+        if length.price is not None:
+            around = spread.around("throughput", length.price)
+            told.append(f"{money(around.low)} to {money(around.high)}")
+    return f"{', '.join(told)}; {10 * LEVEL:.0f} in 10"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def missing_memory(plan: Plan) -> str:
@@ -176,7 +211,7 @@ def limits(best: Strategy) -> Iterator[str]:
     """What breaks first: how much memory is left, and what twice as long or as many sequences would need."""
     question = best.question
     left = question.usable_bytes - best.memory.total
-    yield f"{left / GIB:.1f} GiB are left under --mem-fraction {question.memory_fraction:g}"
+    yield f"{left / GIB:.1f} GiB are left under {question.memory_rule}"
     longer = Strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
     yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
     twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
@@ -199,14 +234,16 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     answer, usable = plan.answer, plan.question.usable_bytes
     sizes = len({each.parallel.world_size for each in answer.strategies}) > 1
     head = "  #" + " gpus" * sizes + "  tp  pp  vs  dp s x r  mb recompute"
-    head += f"{f'GiB of {usable / GIB:.1f}':>17}       tok/s/gpu    MFU" + " step s" * (not sizes)
+    head += f"{f'GiB of {usable / GIB:.1f}':>17}  fits tok/s/gpu    MFU" + " step s" * (not sizes)
     if plan.tokens is not None:
         head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
     yield head
     for number, found in enumerate(answer.strategies[: plan.top or _MOST_SHOWN], 1):
-        total, length = found.memory.total, plan.length(found)
+        total, length, spread = found.memory.total, plan.length(found), plan.spread(found)
+        limit = found.question.cluster.device.memory_bytes
+        fits = "-" if spread is None else f"{min(0.99, spread.chance_to_fit(total, limit)):.2f}"
         line = f"{'>' if number == 1 else ' '}{number:>2}" + f"{found.parallel.world_size:>5}" * sizes
-        line += f"{layout_columns(found.parallel)}{gib(total):>7} {bar(total / usable)} {total / usable:>4.0%}"
+        line += f"{layout_columns(found.parallel)}{gib(total):>7} {bar(total / usable)} {fits:>4}"
         line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
         line += f"{found.cost.step_time_s:>7.3g}" * (not sizes)
         if length is not None:

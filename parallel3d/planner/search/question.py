@@ -43,7 +43,8 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be trained, on what. `memory_fraction`: how full a device may get."""
+    """What is to be trained, on what. `memory_fraction`: how full a device may be predicted to get; where a `risk` of
+    not fitting was asked for, it is what that leaves."""
 
     shape: ModelShape
     cluster: Cluster
@@ -55,7 +56,13 @@ class Question:
     fixed: Fixed = Fixed()
     training: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
     memory_fraction: float = 0.95
+    risk: float | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
+
+    @property
+    def memory_rule(self) -> str:
+        """The option that says how full a device may get."""
+        return f"--mem-fraction {self.memory_fraction:g}" if self.risk is None else f"--risk {self.risk:g}"
 
     @property
     def usable_bytes(self) -> float:

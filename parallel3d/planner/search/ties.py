@@ -1,0 +1,37 @@
+"""Layouts whose speeds differ by less than the planner can tell: the one that is safer to run goes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel3d.planner.search.question import Answer, Strategy
+
+# Of the speed: two layouts of one job share most of what a prediction has wrong, yet not all.
+TIE = 0.02
+
+
+def tied(strategies: tuple[Strategy, ...]) -> int:
+    """Returns how many of the first strategies are as fast as the fastest of all, as far as can be told."""
+    if not strategies:
+        return 0
+    fastest = max(_speed(each) for each in strategies)
+    slower = (i for i, each in enumerate(strategies) if _speed(each) < (1 - TIE) * fastest)
+    return next(slower, len(strategies))
+
+
+def settle_ties(answer: Answer) -> Answer:
+    """Returns an answer, fastest first, whose tied layouts come with less memory (in tenths of a device) first, then with
+    tp within a node, then with the simpler schedule."""
+    equal = tied(answer.strategies)
+    settled = sorted(answer.strategies[:equal], key=_risks)
+    return replace(answer, strategies=(*settled, *answer.strategies[equal:]))
+
+
+def _risks(found: Strategy) -> tuple[float, ...]:
+    parallel, node = found.parallel, found.question.cluster.gpus_per_node
+    tenths = round(10 * found.memory.total / found.question.usable_bytes)
+    return tenths, parallel.tp if parallel.tp > node else 0, parallel.stages, -_speed(found)
+
+
+def _speed(found: Strategy) -> float:
+    return found.cost.tokens_per_s_per_gpu
