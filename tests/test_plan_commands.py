@@ -75,7 +75,7 @@ def test_the_memory_of_a_layout_is_that_of_the_recommendation(capsys: Said) -> N
     found = tree(f"{asked} --gpus 32", capsys)["strategies"]
     best = next(each for each in found if each["parallel"]["gather"] == each["parallel"]["reduce"] == "step")
     words = {True: "true", False: "false"}
-    of_the_data_dimension = ("sharding", "gather", "reduce", "reduce_dtype", "bucket_mib")
+    of_the_data_dimension = ("sharding", "gather", "reduce", "reduce_dtype", "bucket_mib", "elastic")
     keys = [key for key in best["parallel"] if key not in of_the_data_dimension]
     layout = ",".join(
         f"{key}={words.get(best['parallel'][key], best['parallel'][key])}"
@@ -228,11 +228,14 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
 
 def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
     file = read_cases(CASES, [HARDWARE])
-    blind = plan_score.score_file(CASES, leave_out="source")
-    today, recorded = plan_score.accuracy_of(score(file), blind, file), plan_score.recorded_accuracy()
+    blind, device_blind = (plan_score.score_file(CASES, leave_out=kind) for kind in ("source", "device"))
+    today, recorded = plan_score.accuracy_of(file, score(file), blind, device_blind), plan_score.recorded_accuracy()
     near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/plan/accuracy.json"
     for column in ("blind", "fitted"):
         assert today[column] == pytest.approx(recorded[column], abs=0.2), near
+    assert today["spread"]["throughput"]["unknown"] == pytest.approx(
+        recorded["spread"]["throughput"]["unknown"], abs=0.01
+    ), near
     assert today["runs_by_hardware"] == recorded["runs_by_hardware"], near
     path = tmp_path / "accuracy.json"
     some = tmp_path / "some.json"

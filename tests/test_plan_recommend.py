@@ -143,7 +143,8 @@ def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
     assert said["schema"] == "parallel3d.plan/1"
     assert asked["model"]["name"] == "llama3.2-1b" and asked["model"]["parameters"] == 1_235_814_400
     assert asked["fixed"] == {"tp": 2, "max_pp": 4}
-    assert (asked["precision"], asked["memory_fraction"], asked["objective"]) == ("bf16", 0.95, "throughput")
+    assert (asked["precision"], asked["risk"], asked["objective"]) == ("bf16", 0.05, "throughput")
+    assert asked["memory_fraction"] == 0.914
     assert asked["tokens"] == 3e11 and asked["hardware"]["price_per_hour"] == 2
     assert asked["hardware"]["memory_gib"] == pytest.approx(80e9 / 2**30, rel=1e-4)
 

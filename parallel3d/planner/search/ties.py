@@ -20,8 +20,8 @@ def tied(strategies: tuple[Strategy, ...]) -> int:
 
 
 def settle_ties(answer: Answer) -> Answer:
-    """Returns an answer, fastest first, whose tied layouts come with less memory (in tenths of a device) first, then with
-    tp within a node, then with the simpler schedule."""
+    """Returns an answer, fastest first, with its tied layouts in another order: less memory (in tenths of a device)
+    first, then tp within a node, then the simpler schedule."""
     equal = tied(answer.strategies)
     settled = sorted(answer.strategies[:equal], key=_risks)
     return replace(answer, strategies=(*settled, *answer.strategies[equal:]))
