@@ -156,7 +156,7 @@ def _how_sure(known: Mapping[str, Any], question: Question) -> str:
 
 
 def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
-    """Where the best layout's figures lie in so many cases of ten."""
+    """Returns the ranges in which the best layout's figures lie in so many cases of ten."""
 
     def between(figure: Figure, value: float, unit: str) -> str:
         around = spread.around(figure, value)

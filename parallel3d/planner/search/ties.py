@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parallel3d.planner.search.question import Answer, Strategy
 
-# Of the speed: two layouts of one job share most of what a prediction has wrong, yet not all.
+# Two layouts of one job share most of what a prediction has wrong, yet not all: this share of their speed is unsure.
 TIE = 0.02
 
 
