@@ -90,7 +90,7 @@ def check_files(exported: Path, vocab: int) -> None:
 
 
 def test_transformers_opens_what_was_trained(world: Callable, tmp_path: Path) -> None:
-    check_families(world, tmp_path, ["llama3.1", "qwen2", "gpt2"])
+    check_families(world, tmp_path, ["llama3.1", "gpt2"])
 
 
 @pytest.mark.long
