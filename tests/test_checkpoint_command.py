@@ -82,7 +82,7 @@ def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> No
     assert found["recipe"]["model.hidden"] == 16 and found["recipe"]["checkpoint.every"] == 2
     assert main(["inspect", str(run_dir / "checkpoints/step_00000002")]) == 0
     said = capsys.readouterr().out
-    assert "step 2, 64 tokens" in said and "2 sequences of 16 tokens" in said
+    assert "step 2, 64 tokens" in said and "  layout    one process\n" in said and "2 sequences of 16 tokens" in said
     assert "  model.layers.{0-1}.attention.q.weight float32 [16, 16]\n" in said
     assert "  model.hidden: 16\n" in said
 

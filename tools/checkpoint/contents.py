@@ -14,6 +14,7 @@ from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.integrity import find_damage, missing_files
 from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
 from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.tools.reply import Reply
@@ -101,8 +102,8 @@ def inspect(checkpoint: Path) -> Reply:
         yield f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
         yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
         yield f"  optimizer {progress.optimizer}" + (", replicas that train apart" if progress.local_sgd else "")
-        layout = {key: value for key, value in progress.parallel.items() if value not in (None, 1, False)}
-        yield f"  layout    {', '.join(f'{key} {shown(value)}' for key, value in layout.items())}"
+        axes = (f"{axis} {progress.parallel.get(axis, 1)}" for axis in ParallelConfig().axes)
+        yield f"  layout    {' x '.join(axis for axis in axes if not axis.endswith(' 1')) or 'one process'}"
         yield f"  model     {progress.parameters:,} parameters"
         yield f"tensors ({len(tensors):,}):"
         yield from (
