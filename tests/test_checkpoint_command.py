@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -194,3 +195,31 @@ def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Sai
     (tmp_path / "model.safetensors").unlink()
     assert main(["import", str(tmp_path)]) == 2
     assert "has no safetensors (pickles are not read)" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text()
+    commands = ""
+    for title in ("Start from", "What is there"):
+        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        commands += "".join(re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    assert commands.count("parallel3d-") == 6 and "not run here" not in commands
+    script = f"""
+        python() {{ {sys.executable} "$@"; }}
+        parallel3d-train() {{ python -m parallel3d.recipes.pretrain "$@"; }}
+        parallel3d-checkpoint() {{ python -m parallel3d.tools.checkpoint "$@"; }}
+        parallel3d-train quickstart train.steps=40 run_dir=runs/demo checkpoint.every=40
+        parallel3d-checkpoint export runs/demo exported/demo
+        {commands}"""
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "starts from the weights of runs/demo/checkpoints/step_00000040" in done.stderr
+    assert "starts from the weights of exported/demo" in done.stderr
+    before, tuned, imported = (
+        [json.loads(line)["loss"] for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("demo", "tuned", "llama")
+    )
+    assert max(tuned[0], imported[0]) < before[0] - 1.0, "the first loss is that of trained weights"
+    for said in ("1 whole of 1", "step 40, ", "step_00000040: every byte is what was saved"):
+        assert said in done.stdout
