@@ -39,6 +39,7 @@ _SCALING = {  # the keys of its rope_scaling, by those of a recipe's
 
 _SILU = ("hidden_act", "silu", "swish")  # the key of a Llama's activation, and its two names
 _ALWAYS = ("factor", "original_max_positions")  # which every type of rope_scaling has
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as Mixtral, Qwen and DeepSeek call them
 _CLASSES = {  # of transformers, by `model_type`
     "gpt2": "GPT2LMHeadModel",
     **{family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")},
@@ -64,7 +65,8 @@ def from_hugging_face(path: Path) -> ModelConfig:
     config = read_config_json(path)
     kind = config.get("model_type", "(not given)")
     if kind not in _KEYS:
-        raise ConfigError(f"{path}: model_type = {kind}: must be one of {', '.join(_KEYS)}")
+        what = _what_is_missing(str(kind), config)
+        raise ConfigError(f"{path}: model_type = {kind}: {what}must be one of {', '.join(_KEYS)}")
     if kind == "qwen3":
         config.setdefault("head_dim", 128)  # transformers' own default
     numbers: dict[str, Any] = {}
@@ -233,6 +235,20 @@ def to_hugging_face(model: ModelConfig, *, seq_len: int, dtype: str, end_of_text
     if family.startswith("qwen"):
         config |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
     return config
+
+
+def _what_is_missing(kind: str, config: Mapping[str, Any]) -> str:
+    """Says what a model has that no model of this project has, where its config.json shows it; it ends with a colon."""
+    experts = next((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), None)
+    if experts is not None:
+        each = config.get("num_experts_per_tok")
+        some = f", {each} of them for a token," if each is not None else ""
+        return f"a mixture of {experts} experts{some} and models here are dense: "
+    if kind.startswith("gemma"):
+        return "Gemma's scaled embeddings, its norms after each half of a block and its GeGLU are in no model here: "
+    if kind.startswith("phi"):
+        return "Phi's packed or partly rotated projections are in no model here: "
+    return ""
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
