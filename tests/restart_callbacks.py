@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -13,26 +12,28 @@ from parallel3d.training.hooks import StepResult
 
 
 class Interrupts(Callback):
-    """Sends a signal to a rank, or to its launcher, after a step; a plan that is carried out is renamed."""
+    """Sends a signal to a rank, or another process, after a step; a plan that is carried out is renamed."""
 
     def step_done(self, run: RunView, result: StepResult) -> None:
         plan = run.run_dir.parent / "plan"
         time.sleep(0.02)
         if not plan.exists():
             return
-        step, whom, signum = json.loads(plan.read_text())
-        if run.step != step:
+        wanted = json.loads(plan.read_text())
+        if (run.step, run.recipe.parallel.world_size) != (wanted["step"], wanted["ranks"]):
             return
         plan.rename(plan.with_name("done"))
-        victims = [os.getppid()] if whom == "launcher" else [pid for pid in workers() if is_rank(pid, whom)]
+        victims = (
+            [pid for pid in workers() if is_rank(pid, wanted["rank"])] if wanted["pid"] is None else [wanted["pid"]]
+        )
         (run.run_dir.parent / "workers").write_text(json.dumps(workers()))
         for pid in victims:
-            os.kill(pid, signal.Signals(signum))
+            os.kill(pid, wanted["signal"])
         time.sleep(0.2)
 
 
 def workers() -> list[int]:
-    """The workers on this machine of the launcher that has started this one, or of a second one beside it."""
+    """The workers on this machine of the launch that has started this one."""
     own = environment(os.getpid())["TORCHELASTIC_RUN_ID"]
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return [pid for pid in pids if environment(pid).get("TORCHELASTIC_RUN_ID") == own]

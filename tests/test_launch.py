@@ -154,9 +154,10 @@ def test_workers_may_save_and_end_at_the_first_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
+def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: Path) -> None:
     launcher = start("sleeps", 3, tmp_path)
     pids = signed_in(tmp_path, 3)
+    os.kill(pids[1], signal.SIGSTOP)
     launcher.kill()
     launcher.communicate(timeout=20)
     deadline = time.monotonic() + 10

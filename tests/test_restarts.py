@@ -70,8 +70,14 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def plan(folder: Path, step: int, whom: str | int, signum: int) -> None:
-    (folder / "plan").write_text(json.dumps([step, whom, signum]))
+def plan(
+    folder: Path, step: int, signum: int, *, rank: int | None = None, pid: int | None = None, ranks: int = 2
+) -> None:
+    """Has rank 0 of a run on so many ranks signal a rank, or a process, after a step."""
+    wanted = {"step": step, "ranks": ranks, "signal": signum, "rank": rank, "pid": pid}
+    partial = folder / "plan.partial"
+    partial.write_text(json.dumps(wanted))
+    partial.rename(folder / "plan")
 
 
 def wait_for_the_end(pids: list[int], within_s: float = 10.0) -> None:
@@ -95,7 +101,7 @@ def test_a_killed_worker_is_started_again_from_the_last_save_ten_times_of_ten(tm
         folder = tmp_path / f"trial{trial}"
         (folder / "run" / "checkpoints").mkdir(parents=True)
         recipe = write_recipe(folder, "run", ParallelConfig(dp_shard=2))
-        plan(folder, 4 + trial, trial % 2, signal.SIGKILL)
+        plan(folder, 4 + trial, signal.SIGKILL, rank=trial % 2)
         agent = torchrun(recipe, *STANDALONE, "--max-restarts", "1")
         _, said = agent.communicate(timeout=120)
         assert agent.returncode == 0, said
@@ -109,7 +115,7 @@ def test_a_killed_worker_is_started_again_from_the_last_save_ten_times_of_ten(tm
 
 @pytest.mark.long
 def test_no_worker_outlives_a_killed_agent_of_torchrun_not_even_a_stopped_one(tmp_path: Path) -> None:
-    plan(tmp_path, 2, 1, signal.SIGSTOP)
+    plan(tmp_path, 2, signal.SIGSTOP, rank=1)
     agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
     deadline = time.monotonic() + 60
     while not (tmp_path / "workers").exists():
@@ -125,11 +131,48 @@ def test_no_worker_outlives_a_killed_agent_of_torchrun_not_even_a_stopped_one(tm
 
 @pytest.mark.long
 def test_ctrl_c_to_torchrun_saves_and_ends(tmp_path: Path) -> None:
-    plan(tmp_path, 4, "launcher", signal.SIGINT)
     agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
+    plan(tmp_path, 4, signal.SIGINT, pid=agent.pid)
     _, said = agent.communicate(timeout=60)
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     last = len(losses(tmp_path / "run"))
     assert outcome["exit_status"] == 130
     assert outcome["reason"].startswith(f"stopped by Ctrl-C after step {last}, saved: "), said
     assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}").is_dir() and last < STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(lost: int, tmp_path: Path) -> None:
+    """Two agents on this machine are two nodes, of which one, with rank 0 or without, is killed. Two ranks sum in
+    another order than four, so the losses are those of one process to DESIGN's tolerance, not to the bit."""
+    from torch.distributed import TCPStore
+
+    alone = write_recipe(tmp_path, "alone", ParallelConfig())
+    _, said = torchrun(alone, "--standalone", "--nproc-per-node", "1").communicate(timeout=120)
+    recipe = write_recipe(tmp_path, "run", ParallelConfig(elastic=True))
+    meeting_place = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    conf = "is_host=false,last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    options += [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{meeting_place.port}",
+        "--rdzv-id",
+        "elastic",
+        "--local-addr",
+        "127.0.0.1",
+    ]
+    options += ["--rdzv-conf", conf]
+    agents = [torchrun(recipe, *options), torchrun(recipe, *options)]
+    goes, stays = agents[lost], agents[1 - lost]
+    plan(tmp_path, 7, signal.SIGKILL, pid=goes.pid, ranks=4)
+    _, said = stays.communicate(timeout=240)
+    goes.communicate(timeout=20)
+    assert stays.returncode == 0, said
+    assert (tmp_path / "done").exists(), said
+    wait_for_the_end(json.loads((tmp_path / "workers").read_text()))
+    found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == STEPS
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert "dp_shard: 2" in (tmp_path / "run" / "config.yaml").read_text()
+    assert not (tmp_path / "run.1").exists()

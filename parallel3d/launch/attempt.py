@@ -41,7 +41,7 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float, environ: Mapping[str,
     rank, size = rendezvous.rank, rendezvous.world_size
     try:
         store = _store_of_the_launch(timeout_s, environ)
-        told = _invite(store, size, timeout_s, environ) if rank == 0 else _accept(store, rank)
+        told = _invite(store, size, timeout_s, environ) if rank == 0 else _accept(store, rank, environ)
     except RuntimeError as error:
         raise RendezvousError(f"rank {rank} of {size} did not meet the others in {timeout_s:.0f} s: {error}") from error
     return replace(rendezvous, attempt=str(told["attempt"]), is_restart=bool(told["is_restart"]))
@@ -53,14 +53,18 @@ def tell_prepared(environ: Mapping[str, str] = os.environ) -> None:
         _store_of_the_launch(10.0, environ).set(_PREPARED, "")
 
 
+def _restarts(environ: Mapping[str, str]) -> int:
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def _store_of_the_launch(timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
     store = connect_to_store(f"parallel3d/{environ.get('TORCHELASTIC_RUN_ID')}")
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     return store
 
 
-def _accept(store: dist.Store, rank: int) -> dict[str, object]:
-    own = uuid4().hex
+def _accept(store: dist.Store, rank: int, environ: Mapping[str, str]) -> dict[str, object]:
+    own = f"{uuid4().hex} {_restarts(environ)}"
     store.set(f"here/{rank}", own)
     told: dict[str, object] = json.loads(store.get(f"invited/{own}"))
     store.add(f"{told['attempt']}/joined", 1)
@@ -69,19 +73,26 @@ def _accept(store: dist.Store, rank: int) -> dict[str, object]:
 
 def _invite(store: dist.Store, size: int, timeout_s: float, environ: Mapping[str, str]) -> dict[str, object]:
     """Rank 0's part: it invites whoever says to be here, until all have accepted. What a rank of an earlier attempt has
-    left is invited, too, and does not answer."""
-    attempt = uuid4().hex
-    told = {"attempt": attempt, "is_restart": store.check([_PREPARED]) or was_requeued(environ)}
-    invited, deadline = set[bytes](), time.monotonic() + timeout_s
+    left is invited, too, and does not answer.
+
+    A store that has seen an earlier attempt knows whether that has prepared the folder. One that is new was lost with
+    its node where any agent has restarted its workers before."""
+    attempt, is_new = uuid4().hex, store.add("attempts", 1) == 1
+    is_prepared = store.check([_PREPARED]) or was_requeued(environ)
+    invited, deadline = set[str](), time.monotonic() + timeout_s
+    told = {"attempt": attempt, "is_restart": is_prepared or (is_new and _restarts(environ) > 0)}
     while (joined := store.add(f"{attempt}/joined", 0)) < size - 1:
         present = [rank for rank in range(1, size) if store.check([f"here/{rank}"])]
         if time.monotonic() > deadline:
             missing = sorted({*range(1, size)} - {*present})
             who = f"{any_ranks(missing)} did not come" if missing else f"{size - 1 - joined} ranks did not answer"
             raise RuntimeError(who)
-        for own in store.multi_get([f"here/{rank}" for rank in present]) if present else ():
+        found = [each.decode() for each in store.multi_get([f"here/{rank}" for rank in present])] if present else []
+        if is_new and len(found) == size - 1:
+            told["is_restart"] = told["is_restart"] or any(own.split()[1] != "0" for own in found)
+        for own in found if len(found) == size - 1 else ():
             if own not in invited:
-                store.set(f"invited/{own.decode()}", json.dumps(told))
+                store.set(f"invited/{own}", json.dumps(told))
                 invited.add(own)
         time.sleep(_LOOK_S)
     return told

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 # A rank that hears of a failure may itself be about to raise, and a rank that has lost a peer may hear why.
 _GRACE_S = 2.0
-_KEY = "failure"
+_ROLL_S = 2.5  # two looks of a rank that lives, and some more
+_KEY, _ROLL = "failure", "roll"
 
 
 class SettledError(RankError):
@@ -71,16 +73,36 @@ class PeerWatch:
         """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
         in the place of the error."""
         self._is_closed.set()
-        deadline, cause = time.monotonic() + _GRACE_S, None
         # The loss of a peer has a cause, which that peer tells, or which is seen when its process has ended.
-        while failure.secondary and cause is None and time.monotonic() < deadline:
-            cause = self._look()
-            time.sleep(0.1)
+        cause = self._look_for(_GRACE_S) if failure.secondary else None
+        if failure.secondary and cause is None:  # it is stopped, or was alone on its host
+            cause = self._call_the_roll()
         teller, first = cause or self._tell(failure)
         if teller == self._rank:
             return SettledError(failure if first.rank == self._rank else first, True)
         time.sleep(0.5)  # launchers blame the process that ends first
         return SettledError(first, False)
+
+    def _look_for(self, seconds: float) -> tuple[int, Failure] | None:
+        """Looks for a cause until there is one, or the time is over."""
+        deadline, cause = time.monotonic() + seconds, None
+        while cause is None and time.monotonic() < deadline:
+            cause = self._look()
+            time.sleep(0.1)
+        return cause
+
+    def _call_the_roll(self) -> tuple[int, Failure] | None:
+        """Asks all ranks for a sign, and tells of the first that gives none. Returns what `_look` does."""
+        with suppress(RuntimeError):
+            self._store.set(_ROLL, "")
+            if cause := self._look_for(_ROLL_S):
+                return cause
+            silent = [rank for rank in range(len(self._places)) if not self._store.check([f"{_ROLL}/{rank}"])]
+            if silent:
+                others = f", and neither do {len(silent) - 1} others" * (len(silent) > 1)
+                message = f"gives no sign{others}: it was killed or stopped, or its host is lost or cut off"
+                return self._tell(self._died(silent[0], message))
+        return None
 
     def _watch(self) -> None:
         while not self._is_closed.wait(_LOOK_S):
@@ -100,6 +122,9 @@ class PeerWatch:
             except RuntimeError:
                 message = "does not answer: the store that it or its launcher holds has gone"
                 return min({*self._neighbours} - {*gone}), self._died(0, message)
+        with suppress(RuntimeError):
+            if self._store.check([_ROLL]):
+                self._store.set(f"{_ROLL}/{self._rank}", "")
         if is_told:  # a rank that tells of its own failure does so before it ends
             return _read(self._store.get(_KEY))
         if not gone:

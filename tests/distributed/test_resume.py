@@ -251,6 +251,33 @@ def flip_bits_and_load(path: Path, trials: int) -> list[tuple[str, bool]]:
     return results
 
 
+def test_other_data_is_refused_or_told(world: Callable, tmp_path: Path) -> None:
+    world(1).run(resume_on_other_data, tmp_path / "step_00000003")
+
+
+def resume_on_other_data(path: Path) -> None:
+    recipe = make_recipe(GROUPED, ParallelConfig(microbatch_size=8))
+    then = {"source": "text", "tokenizer": "bytes", "train_tokens": 900, "validation_tokens": 50, "checksum": "aa"}
+    trainer = make_trainer(recipe)
+    trainer.data_fingerprint = (then,)
+    save_trainer(trainer, path)
+    load_trainer(trainer, path)
+    trainer.data_fingerprint = ({**then, "train_tokens": 800, "checksum": "bb"},)
+    before = local_weights(trainer)
+    words = r"trained on other data \(train_tokens 900, now 800; checksum aa, now bb\)"
+    with pytest.raises(CheckpointError, match=f"{words}; .* checkpoint.allow_other_data=true"):
+        load_trainer(trainer, path)
+    assert has_weights(trainer, before)
+    trainer.recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, allow_other_data=True))
+    told = resume_from(trainer, [path], path.parent)
+    assert told[0] == (
+        f"{path}: was trained on other data (train_tokens 900, now 800; checksum aa, now bb), which "
+        "checkpoint.allow_other_data allows"
+    )
+    trainer.data_fingerprint = None  # a program's own data has none
+    load_trainer(trainer, path)
+
+
 def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
     flipped, short = saved.with_name("step_00000020"), saved.with_name("step_00000030")
     for newer, damage in ((flipped, b"x"), (short, b"")):

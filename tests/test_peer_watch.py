@@ -1,0 +1,69 @@
+"""Ranks that another launcher has started watch each other: which of them is told to have failed, and by whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure
+from parallel3d.launch.peer_watch import PeerWatch
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def watch(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerWatch:
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+    return PeerWatch(connect, rank, places, lambda rank: f"tp {rank}", None)
+
+
+def lost_peer(rank: int) -> Failure:
+    return Failure(rank=rank, coordinates="c", message="Connection closed by peer", secondary=True)
+
+
+def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(store: dist.TCPStore) -> None:
+    """Rank 2 is on another host and there is nothing of it. Two ranks have lost it, and both tell the same."""
+    places = [Place(host="here", pid=os.getpid()), Place(host="there", pid=os.getpid()), Place(host="lost", pid=1)]
+    watches = [watch(store, rank, places) for rank in range(2)]
+    told = {}
+
+    def settle(rank: int) -> None:
+        told[rank] = watches[rank].settle(lost_peer(rank))
+
+    threads = [threading.Thread(target=settle, args=[rank]) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [error.failure.rank for error in told.values()] == [2, 2]
+    assert "rank 2 (lost, tp 2) gives no sign: it was killed or stopped" in str(told[0])
+    assert sorted(error.is_ours_to_tell for error in told.values()) == [False, True]
+
+
+def test_where_all_give_a_sign_a_rank_tells_of_what_it_has_seen(store: dist.TCPStore) -> None:
+    places = [Place(host=host, pid=os.getpid()) for host in ("here", "there")]
+    watches = [watch(store, rank, places) for rank in range(2)]
+    error = watches[0].settle(lost_peer(0))
+    watches[1].close()
+    assert (error.failure.rank, error.is_ours_to_tell) == (0, True)
+    assert "Connection closed by peer" in str(error)
+
+
+def test_a_neighbour_whose_process_has_ended_is_named_without_a_roll(store: dist.TCPStore) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
+    error = watch(store, 0, places).settle(lost_peer(0))
+    assert "rank 1 (here, tp 1) ended without a word" in str(error)
+    assert not store.check(["roll"])
