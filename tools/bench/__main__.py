@@ -18,7 +18,7 @@ ON_GPUS = ("step", "layers", "pipeline")
 _EPILOG = """\
 benchmarks:
   checkpoint  saves and loads of what four processes share, checksums included, against torch.distributed.checkpoint and
-         torch.save and torch.load
+         torch.save and torch.load; the pause of a save in the background, against one that is waited for
   data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
          and fully_shard
   data-loading  batches of one process from shards of ids, against torch's DataLoader over the same files, Megatron's

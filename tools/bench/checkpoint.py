@@ -1,6 +1,8 @@
 """`bench checkpoint`: saving and loading float32 tensors that four processes share, against DCP
 (torch.distributed.checkpoint) with the same tensors, and against torch.save and torch.load of each process's own parts.
 
+The pause of a save in the background is compared with that of one that is waited for.
+
 All write into the temporary folder and sync; ours takes checksums on the way, and checks them all before it loads.
 Files that are loaded are in the page cache.
 """
@@ -13,7 +15,10 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -23,8 +28,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import SavedProgress
-from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_cases, time_in_turn, time_steps
-from parallel3d.tools.bench.report import Options, ResultRow, Round, Timing
+from parallel3d.checkpoint.saver import Saver
+from parallel3d.checkpoint.store import checkpoint_path
+from parallel3d.config.recipe import CheckpointConfig
+from parallel3d.tools.bench.harness import (
+    Case,
+    TimedCase,
+    check_agreement,
+    run_cases,
+    run_ranks,
+    time_in_turn,
+    time_steps,
+)
+from parallel3d.tools.bench.report import Options, ResultRow, Round, Timing, row_of
 
 RANKS, ROUNDS = 4, 5
 SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
@@ -34,7 +50,7 @@ Act = Callable[[State, Path], object]
 
 
 def bench_checkpoint(options: Options) -> list[ResultRow]:
-    """Returns a row for each of saving and loading, against each peer, in processor and in wall seconds."""
+    """Returns the rows of saving and loading against each peer, in processor and in wall seconds, and of the pause."""
     cases: dict[str, Case] = {}
     for size, tensors in SIZES.items():
         for verb, act in (("save", measure_saves), ("load", measure_loads)):
@@ -49,7 +65,18 @@ def bench_checkpoint(options: Options) -> list[ResultRow]:
                     cpu_bar=bar,
                     wall_bar=bar,
                 )
+        cases[f"pause {size}, a save that is waited for"] = partial(_pause_rows, size)
     return run_cases(cases, options)
+
+
+def _pause_rows(size: str, options: Options) -> list[ResultRow]:
+    """Returns the row of the wall time for which a save in the background stops training. Its processor time is spent
+    while training goes on."""
+    name = f"pause {size}, a save that is waited for"
+    rounds, steps = options.rounds or ROUNDS, options.steps or 1
+    found = run_ranks(measure_pauses, SIZES[size], rounds, steps, world_size=RANKS)
+    pairs = [(round.ours.wall_s, round.peer.wall_s) for round in found]
+    return [row_of(name, "wall_s_per_step", pairs, bar=0.25 if size == "1 GB" else None)]
 
 
 def make_state(tensors: int, seed: int = 0) -> State:
@@ -71,6 +98,31 @@ def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
             return taken
 
         return [Round(ours=timed(_save), peer=timed(_SAVES[peer])) for _ in range(rounds)]
+
+
+def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
+    """Times how long `Saver.save` takes to return: `steps` saves in the background, each begun when the last is done,
+    and as many that are waited for. The memory for copies is there, as it is from a run's second save on."""
+    state, rule = make_state(tensors), CheckpointConfig(every=1, in_background=True)
+    with (
+        common_folder() as folder,
+        Saver(rule, saved=lambda path: None, say=lambda line: None) as background,
+        Saver(replace(rule, in_background=False), saved=lambda path: None, say=lambda line: None) as waiting,
+    ):
+
+        def timed(saver: Saver) -> Timing:
+            def begin(number: int, _step: int) -> None:
+                saver.save(dict(state), _PROGRESS, checkpoint_path(folder, number), "", is_last=False)
+
+            taken = []
+            for number in range(steps):
+                taken.append(time_steps(partial(begin, number), 1))
+                saver.finish()
+            _empty(folder)
+            return Timing(wall_s=fmean(each.wall_s for each in taken), cpu_s=fmean(each.cpu_s for each in taken))
+
+        timed(background)
+        return [Round(ours=timed(background), peer=timed(waiting)) for _ in range(rounds)]
 
 
 def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
