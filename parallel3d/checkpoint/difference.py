@@ -38,7 +38,7 @@ def by_block(said: Iterable[tuple[str, str]]) -> list[str]:
 
 def _in_order(name: str) -> list[tuple[bool, int, str]]:
     """Returns what sorts block 10 after block 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _ranges(numbers: Iterable[int]) -> str:

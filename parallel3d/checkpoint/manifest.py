@@ -33,7 +33,8 @@ _FILE_NAME = re.compile(r"\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 _CRC = re.compile(r"[0-9a-f]{8}")
 _END = re.compile(rb',\n"crc32": "([0-9a-f]{8})"\n}\n')
 _END_BYTES = len(b',\n"crc32": "01234567"\n}\n')
-_MOST_DIMS, _LARGEST_DIM, _SHOWN_TENSORS = 16, 1 << 62, 3
+_MOST_DIMS, _LARGEST_DIM, _LONGEST_NAME = 16, 1 << 62, 500
+_SHOWN_TENSORS, _SHOWN_CHARACTERS = 3, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +112,18 @@ class Damage:
     advice: str = "take an older checkpoint"
 
     def error(self, folder: Path) -> DamagedCheckpointError:
-        shown = ", ".join(self.tensors[:_SHOWN_TENSORS])
+        shown = ", ".join(in_line(name) for name in self.tensors[:_SHOWN_TENSORS])
         more = f" and {len(self.tensors) - _SHOWN_TENSORS} more" * (len(self.tensors) > _SHOWN_TENSORS)
         held = f" (in {shown}{more})" if shown else ""
-        return DamagedCheckpointError(f"{folder / self.file}: {self.reason}{held}; {self.advice}")
+        where = folder / in_line(self.file)
+        return DamagedCheckpointError(f"{where}: {in_line(self.reason)}{held}; {self.advice}")
+
+
+def in_line(text: str) -> str:
+    """Returns a text that a checkpoint holds as it may stand in a message: on one line, cut short, and without the
+    characters that steer a terminal."""
+    text = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 @dataclass(frozen=True)
@@ -253,7 +262,12 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"names a file {name[:80]!r}, which no checkpoint has")
         if file.bytes < 0 or not _CRC.fullmatch(file.crc32):
             raise ValueError(f"has no size or no checksum of {name}")
+    progress = manifest.progress
+    if not 0 <= progress.skipped_steps <= progress.step or progress.tokens < 0:
+        raise ValueError("has a progress that no run can make")
     for name, tensor in manifest.tensors.items():
+        if not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise ValueError(f"names a tensor {name[:80]!r}, which no checkpoint has")
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"has {name} of the type {tensor.dtype[:40]}, which no checkpoint has")
         if len(tensor.shape) > _MOST_DIMS or max(tensor.shape, default=0) >= _LARGEST_DIM:

@@ -17,6 +17,7 @@ from parallel3d.errors import ConfigError
 
 COMMAND_LINE = "command line"
 _DEEPEST = 3  # levels of keys in a file: model.rope_scaling.factor
+_LONGEST_NAME = 100  # characters of a key
 _LARGEST_FILE_BYTES = 1 << 20  # a recipe has a few kB; nobody means to parse a checkpoint as YAML
 
 
@@ -104,6 +105,10 @@ def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str)
         name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
         key = f"{prefix}.{name}" if prefix else name
         origin = f"{file}:{key_node.start_mark.line + 1}"
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ConfigError(
+                f"{shown(name)} ({origin}): no key has such a name; see a recipe that --print-config writes"
+            )
         if not isinstance(value_node, yaml.MappingNode):
             yield Setting(key=key, value=_construct(loader, value_node, key, origin), origin=origin)
         elif key.count(".") + 1 < _DEEPEST:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import SavedProgress, in_line
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.config.load import to_yaml
@@ -161,13 +161,14 @@ def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> No
         )
     if progress.optimizer != trainer.optimizer.label:
         raise CheckpointError(
-            f"{path}: has the states of {progress.optimizer}, and this run's optimizer is {trainer.optimizer.label}; "
-            f"resume with optimizer.name={progress.optimizer.split()[0]} and its settings"
+            f"{path}: has the states of {in_line(progress.optimizer)}, and this run's optimizer is "
+            f"{trainer.optimizer.label}; resume with optimizer.name={in_line(progress.optimizer.partition(' ')[0])} "
+            "and its settings"
         )
 
 
 def _in_words(drawn: dict[str, int]) -> str:
-    return " and ".join(f"{count:,} {name}" for name, count in drawn.items()) or "the one corpus'"
+    return in_line(" and ".join(f"{count:,} {name}" for name, count in drawn.items())) or "the one corpus'"
 
 
 def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
