@@ -45,7 +45,7 @@ def train_and_save(
         path.parent.mkdir(exist_ok=True)
         save_trainer(trainer, path)
         if local_sgd.sync_every is not None:  # as a run does, all ranks at once
-            line = export_saved(trainer, path, folder / "by-the-run")
+            line = export_saved(recipe, path, folder / "by-the-run", None)
             assert line == f"exported: {folder / 'by-the-run'}"
         logits = trainer.logits(IDS.view(1, 1, SEQ_LEN))
         found.append(logits[0][0].tolist() if logits else None)
