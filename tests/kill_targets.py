@@ -1,7 +1,7 @@
 """Runs that are killed while they save, for test_checkpoint_kills.py. This process imports torch once and forks each
 run, so that a try costs a fraction of a second; what is forked is an ordinary worker, with the lock of its folder.
 
-python -m tests.kill_targets runs|replaced FOLDER KILLS
+python -m tests.kill_targets runs|background|replaced FOLDER KILLS
 """
 
 from __future__ import annotations
@@ -55,12 +55,21 @@ class Tells(Callback):
         self._pipe = pipe
 
     def saved(self, run: RunView, checkpoint: Path) -> None:
-        os.write(self._pipe, f"{run.step}\n".encode())
+        os.write(self._pipe, f"{int(checkpoint.name[5:])}\n".encode())
 
 
 def train(folder: Path, pipe: int) -> None:
     """Trains on from the newest checkpoint of the folder to the end."""
-    recipe = replace(RECIPE, run_dir=str(folder))
+    _train(replace(RECIPE, run_dir=str(folder)), folder, pipe)
+
+
+def train_with_saves_behind(folder: Path, pipe: int) -> None:
+    """Trains on as `train` does, and goes on while a checkpoint is written."""
+    saves = replace(RECIPE.checkpoint, in_background=True)
+    _train(replace(RECIPE, run_dir=str(folder), checkpoint=saves), folder, pipe)
+
+
+def _train(recipe: Recipe, folder: Path, pipe: int) -> None:
     with locked(folder) as lock:
         prepare_run_dir(recipe, lock)
         model = model_class(recipe.model.architecture)
@@ -130,8 +139,9 @@ def left_overs(checkpoints: Path) -> bool:
     return any(path.suffix for path in checkpoints.iterdir())
 
 
-def kill_runs(folder: Path, kills: int) -> dict[str, object]:
-    """Kills runs until it has been done so often, each started again in its folder until it is at its end."""
+def kill_runs(target: Callable[[Path, int], None], folder: Path, kills: int) -> dict[str, object]:
+    """Kills runs until it has been done so often, each started again in its folder until it is at its end. Losses are
+    compared with those of a run that nobody killed and whose saves are waited for."""
     draw, count, in_save, finished, wrong = random.Random(15), 0, 0, 0, list[str]()
     run_and_kill(train, folder / "straight", None)
     losses = _losses(folder / "straight")
@@ -139,7 +149,7 @@ def kill_runs(folder: Path, kills: int) -> dict[str, object]:
     while count < kills:
         run, acknowledged, killed = folder / f"run_{finished}", 0, True
         while killed:
-            told, killed = run_and_kill(train, run, draw.uniform(0, 0.2) if count < kills else None)
+            told, killed = run_and_kill(target, run, draw.uniform(0, 0.2) if count < kills else None)
             if told and told[0] <= acknowledged:
                 wrong.append(f"step {told[0]} was trained again, and {acknowledged} was acknowledged")
             acknowledged = max([acknowledged, *told])
@@ -184,4 +194,8 @@ def _losses(run: Path) -> list[tuple[int, float]]:
 
 if __name__ == "__main__":
     kind, where, times = sys.argv[1:]
-    print(json.dumps({"runs": kill_runs, "replaced": kill_replacements}[kind](Path(where), int(times))))
+    if kind == "replaced":
+        found = kill_replacements(Path(where), int(times))
+    else:
+        found = kill_runs({"runs": train, "background": train_with_saves_behind}[kind], Path(where), int(times))
+    print(json.dumps(found))
