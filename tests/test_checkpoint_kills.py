@@ -21,4 +21,4 @@ def test_no_kill_costs_a_checkpoint_that_was_acknowledged(tmp_path: Path, kind: 
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["kills"] >= kills
-    assert found["in a save"] > kills / 10  # or the kills came at other moments than they should
+    assert found["in a save"] > kills / 10, "the kills came at other moments than they should"
