@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 import parallel3d
 from parallel3d.checkpoint import store
@@ -45,6 +46,17 @@ MODEL = "model."  # the names of a model's parameters begin so, and no others
 _FRAME_BYTES = 4 << 10  # what a part takes beside its elements in its file, in the index and in the manifest
 
 
+@dataclass(frozen=True)
+class WrittenParts:
+    """Which parts of a state this rank writes, as the ranks have agreed, and on rank 0 what all write together. The
+    agreement holds for every state of the same names, shapes, types and placements."""
+
+    form: tuple[object, ...]
+    items: list[WriteItem]
+    index: Metadata | None  # DCP's, on rank 0
+    bytes: int | None  # on rank 0
+
+
 @dataclass
 class PlannedSave:
     """What one rank writes of a checkpoint, and on rank 0 what it writes for all."""
@@ -52,12 +64,12 @@ class PlannedSave:
     path: Path
     progress: SavedProgress
     config: str
+    written: WrittenParts
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
-    index: Metadata | None  # DCP's, on rank 0
 
     @property
     def partial(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.partial")
+        return _partial_of(self.path)
 
 
 def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str) -> None:
@@ -67,25 +79,54 @@ def save_tensors(state: dict[str, Tensor], progress: SavedProgress, path: Path, 
     write_and_commit(plan_save(state, progress, path, config))
 
 
-def plan_save(state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str) -> PlannedSave:
+def plan_save(
+    state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str, earlier: WrittenParts | None = None
+) -> PlannedSave:
     """Has the ranks agree who writes which part, a part that several ranks have once, and makes the folder. Every rank
-    calls it. Raises SaveError, before anything is written, where the disk has not the room."""
-    planner = DefaultSavePlanner()
-    save = PlannedSave(path, progress, config, [], None)
+    calls it. What the ranks agreed on for an `earlier` save is taken where each rank's state has the form that it had.
+    Raises SaveError, before anything is written, where the disk has not the room."""
+    planner, form = DefaultSavePlanner(), tuple(_form(name, tensor) for name, tensor in state.items())
+    partial = _partial_of(path)
 
-    def own_plan() -> SavePlan:
-        planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
-        return planner.create_local_plan()
-
-    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
-        plans, save.index = planner.create_global_plan(own_plans)
-        _make_folder(save.partial, sum(_bytes_of(item) for plan in plans for item in plan.items) + len(config))
-        return plans
+    def make_folder_if_as_before(answers: list[bool]) -> list[bool]:
+        if all(answers):
+            assert earlier is not None and earlier.bytes is not None
+            _make_folder(partial, earlier.bytes + len(config))
+        return [all(answers)] * len(answers)
 
     with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
-        plan = planner.finish_plan(collect(own_plan, all_plans))
-        save.parts = [(item, cast(Tensor, planner.resolve_data(item)).detach()) for item in plan.items]
-    return save
+        planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
+        if earlier is not None and collect(lambda: earlier.form == form, make_folder_if_as_before):
+            written = earlier
+        else:
+            written = _agree(planner, form, partial, len(config))
+        parts = [(item, cast(Tensor, planner.resolve_data(item)).detach()) for item in written.items]
+    return PlannedSave(path, progress, config, written, parts)
+
+
+def _agree(planner: DefaultSavePlanner, form: tuple[object, ...], partial: Path, more_bytes: int) -> WrittenParts:
+    """Has the ranks agree who writes which part, and makes the folder for all of them and `more_bytes`."""
+    index: Metadata | None = None
+    total: int | None = None
+
+    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal index, total
+        plans, index = planner.create_global_plan(own_plans)
+        total = sum(_bytes_of(item) for plan in plans for item in plan.items)
+        _make_folder(partial, total + more_bytes)
+        return plans
+
+    plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
+    return WrittenParts(form, plan.items, index, total)
+
+
+def _partial_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _form(name: str, tensor: Tensor) -> tuple[object, ...]:
+    """Returns what decides which parts of a tensor a rank has."""
+    return name, tensor.shape, tensor.dtype, tensor.placements if isinstance(tensor, DTensor) else None
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
@@ -99,11 +140,11 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
             raise _cannot_write(save.path, f"rank {dist.get_rank(group)}: {error}") from error
 
     def commit(shards: list[WrittenShard]) -> list[None]:
-        assert save.index is not None
+        assert save.written.index is not None
         try:
             files = {name: file for shard in shards for name, file in shard.files.items()}
             places = {index: place for shard in shards for index, place in shard.places.items()}
-            files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, dcp_index(save.index, places))
+            files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, dcp_index(save.written.index, places))
             files[CONFIG_FILE] = save_file(save.partial / CONFIG_FILE, save.config.encode())
             parts: dict[str, list[SavedTensor]] = {}
             for name, part in (entry for shard in shards for entry in shard.tensors):

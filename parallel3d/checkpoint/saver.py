@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
+from parallel3d.checkpoint.files import PlannedSave, WrittenParts, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import SavedProgress
 from parallel3d.checkpoint.store import retain
 from parallel3d.checkpoint.together import collect
@@ -78,6 +78,7 @@ class Saver(AbstractContextManager["Saver"]):
         self._group = dist.new_group(backend="gloo", group_desc="saves") if rule.in_background else None
         self._memory = StagingMemory()
         self._under_way: _SaveUnderWay | None = None
+        self._written: WrittenParts | None = None  # as the ranks agreed for the save before
         self._begun, self._failed = 0, 0
 
     def save(
@@ -102,10 +103,11 @@ class Saver(AbstractContextManager["Saver"]):
         self._begun += 1
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
-            save = plan_save(state, progress, path, config)
+            save = plan_save(state, progress, path, config, self._written)
         except SaveError as error:
             begun.error = error
         else:
+            self._written = save.written
             if self._rule.in_background:
                 self._memory.copy(save)
                 begun.thread = threading.Thread(target=self._write, args=(begun, save), name="save", daemon=True)
