@@ -36,6 +36,7 @@ from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
+from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 
@@ -48,6 +49,7 @@ examples:
   parallel3d-train quickstart train.steps=50 optimizer.lr=1e-3
   parallel3d-train my.yaml checkpoint.resume=auto
   parallel3d-train range-test my.yaml optimizer.lr=0.1    the loss at each learning rate up to 0.1
+  parallel3d-train --from-deepspeed ds.json > my.yaml    the keys that a DeepSpeed configuration stands for
   torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
 
 on the folder of a run, each with its own --help:
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = finished_run.parse(arguments) if is_on_a_run else _parse(arguments)
         if options.command == "replay":
             return finished_run.replay(options)
+        if options.command == "from-deepspeed":
+            return _translate(Path(options.from_deepspeed))
         rendezvous = Rendezvous.from_environment()
         if options.print_config:
             recipe = options.load(options).recipe
@@ -104,6 +108,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_recipe(parser, shipped_recipes())
     parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
+    parser.add_argument(
+        "--from-deepspeed", metavar="DS.JSON", help="print a recipe's keys for a DeepSpeed configuration"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message")
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
@@ -112,16 +119,27 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if unknown:
         meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""
         parser.error(f"{unknown[0]}: no such option{meant}")
-    if options.recipe is None:
+    if options.recipe is None and options.from_deepspeed is None:
         parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
+    if options.recipe is not None and options.from_deepspeed is not None:
+        parser.error(f"--from-deepspeed prints a recipe, and takes none; leave out {options.recipe}")
     if is_range_test:
         options.overrides = [*range_test_settings(options.recipe), *options.overrides]
-    options.command, options.load, options.command_line = "train", _load, arguments
+    options.command = "train" if options.from_deepspeed is None else "from-deepspeed"
+    options.load, options.command_line = _load, arguments
     return options
 
 
 def _load(options: argparse.Namespace) -> Job:
     return Job(load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards()))
+
+
+def _translate(path: Path) -> int:
+    """Prints the keys of a recipe on stdout, and what became of DeepSpeed's own on stderr. Returns the exit status."""
+    found = from_deepspeed(path)
+    print("\n".join(found.lines()), file=sys.stderr)
+    print(found.to_yaml(), end="")
+    return ConfigError.exit_status if found.refused else 0
 
 
 def _launch(options: argparse.Namespace) -> int:
