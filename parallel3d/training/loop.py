@@ -6,6 +6,7 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from parallel3d.checkpoint.store import checkpoint_path
 from parallel3d.checkpoint.together import collect as collect_from_all
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.loader import BatchLoader, EvaluationSet, batches_ahead
+from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest
@@ -47,61 +48,121 @@ def fit(
     rank has `metrics_file`. `loaders` give this data rank's batches for training and for each evaluation. `peak_flops`
     of one device is what MFU is the share of. Raises NonFiniteError, SaveError and DataError, and PreemptedError after
     the step in which any rank had a `stop`."""
-    recipe, (training, evaluations), watch, waiting = trainer.recipe, loaders, Stopwatch(), Stopwatch()
-    reported_tokens = trainer.tokens
-    ahead = batches_ahead(training, range(trainer.step, recipe.train.steps), trainer.device)
-    folder = checkpoints.parent / "profile"
-    profiler = ProfilerWindow(recipe.logging, folder, rank=dist.get_rank(), device=trainer.device)
-    saver = Saver(recipe.checkpoint, saved=lambda path: callbacks.tell("saved", trainer.step, path), say=progress.say)
-    with closing(ahead) as batches, profiler, saver, garbage_collected(recipe.train.gc_every) as collect:
-        for step in range(trainer.step + 1, recipe.train.steps + 1):
-            report, losses = None, None
-            with profiler.step(step), watch.timing():
-                with waiting.timing():
-                    batch = next(batches)
-                if step == recipe.logging.timeline:
-                    result, report = traced_step(trainer, batch, checkpoints.parent)
-                else:
-                    is_asked_to_stop = stop.is_made or callbacks.is_asked_to_stop or saver.has_failed
-                    result = trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
-                collect(step)
-            signum = 0
-            if result.is_asked_to_stop:
-                # SIGTERM has a larger number than SIGINT, and counts where both were heard.
-                signum, has_failed = _largest((stop.signum, saver.has_failed), trainer.device)
-                if has_failed:
-                    saver.finish()  # raises the error, on all ranks
-            saver.step_done()
-            is_preempted = signum != 0
-            last = step == recipe.train.steps or (result.is_asked_to_stop and not is_preempted)
-            progress.step_done(step)
-            callbacks.tell("step_done", step, result)
-            for note in (report, profiler.end_after(step)):
-                if note is not None:
-                    progress.say(str(note))
-            if _due(recipe.train.eval_every, step, last):
-                losses = {each.name: trainer.evaluate_all(each.batches) for each in evaluations}
-                callbacks.tell("evaluated", step, losses)
-            if losses is not None or _due(recipe.logging.every, step, last) or step == 1:
-                line = measure(trainer, result, watch, waiting, trainer.tokens - reported_tokens, losses, peak_flops)
-                reported_tokens = trainer.tokens
-                progress.measured(line)
-                if metrics_file is not None:
-                    metrics_file.write(line)
-                callbacks.tell("measured", step, line)
-            path = checkpoint_path(checkpoints, step)
-            if is_preempted or _due(recipe.checkpoint.every, step, last):
-                state, saved_progress = state_of(trainer, None if losses is None else losses.get(VALIDATION))
-                exported, then = recipe.checkpoint.export, None
-                if (exported == "all" and not is_preempted) or (exported != "none" and last):
-                    then = partial(export_saved, recipe, path, checkpoints.parent / "export" / path.name)
-                saver.save(state, saved_progress, path, to_yaml(recipe), is_last=last or is_preempted, then=then)
-            if is_preempted and not last:
-                by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
-                raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
-            if last and step < recipe.train.steps:
-                progress.say(f"stopped after step {step}: {callbacks.stop_reason}")
-                break
+    TrainingLoop(trainer, loaders, checkpoints, metrics_file, progress, stop, callbacks, peak_flops).run()
+
+
+@dataclass
+class TrainingLoop:
+    """The steps of a run, and what is done between them. Its fields are the arguments of `fit`."""
+
+    trainer: Trainer
+    loaders: tuple[BatchLoader, Sequence[EvaluationSet]]
+    checkpoints: Path
+    metrics_file: MetricsFile | None
+    progress: ProgressDisplay
+    stop: StopRequest
+    callbacks: Callbacks
+    peak_flops: float | None
+
+    def __post_init__(self) -> None:
+        self.recipe = self.trainer.recipe
+        self.watch, self.waiting = Stopwatch(), Stopwatch()
+        self.reported_tokens = self.trainer.tokens
+        self.run_dir = self.checkpoints.parent
+        self.profiler = ProfilerWindow(
+            self.recipe.logging, self.run_dir / "profile", rank=dist.get_rank(), device=self.trainer.device
+        )
+        self.saver = Saver(self.recipe.checkpoint, saved=self._tell_of_a_save, say=self.progress.say)
+
+    def run(self) -> None:
+        """Trains to the end."""
+        steps = range(self.trainer.step, self.recipe.train.steps)
+        ahead = batches_ahead(self.loaders[0], steps, self.trainer.device)
+        collected = garbage_collected(self.recipe.train.gc_every)
+        with closing(ahead) as batches, self.profiler, self.saver, collected as collect:
+            is_last = not steps
+            while not is_last:
+                result = self.train_step(batches)
+                collect(self.trainer.step)
+                is_last = self.step_done(result)
+
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """Trains the next step, timed, and recorded where the recipe asks for that."""
+        step, report = self.trainer.step + 1, None
+        with self.profiler.step(step), self.watch.timing():
+            with self.waiting.timing():
+                batch = next(batches)
+            if step == self.recipe.logging.timeline:
+                result, report = traced_step(self.trainer, batch, self.run_dir)
+            else:
+                is_asked_to_stop = self.stop.is_made or self.callbacks.is_asked_to_stop or self.saver.has_failed
+                result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
+        if report is not None:
+            self.progress.say(str(report))
+        return result
+
+    def step_done(self, result: StepResult) -> bool:
+        """Tells of the step that is done, evaluates, measures and saves where that is due, and returns whether it was
+        the run's last. Raises PreemptedError where a signal has asked to end the run."""
+        step, train = self.trainer.step, self.recipe.train
+        signum = self.signal_heard(result)
+        self.saver.step_done()
+        is_last = step == train.steps or (result.is_asked_to_stop and not signum)
+        self.progress.step_done(step)
+        self.callbacks.tell("step_done", step, result)
+        profiled = self.profiler.end_after(step)
+        if profiled is not None:
+            self.progress.say(profiled)
+        losses = self.evaluate() if _due(train.eval_every, step, is_last) else None
+        if losses is not None or _due(self.recipe.logging.every, step, is_last) or step == 1:
+            self.report(result, losses)
+        if signum or _due(self.recipe.checkpoint.every, step, is_last):
+            self.save(losses, is_last=is_last, is_preempted=signum != 0)
+        if signum and not is_last:
+            by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
+            path = checkpoint_path(self.checkpoints, step)
+            raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
+        if is_last and step < train.steps:
+            self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
+        return is_last
+
+    def signal_heard(self, result: StepResult) -> int:
+        """Returns the signal that any rank received; 0: none, so that it is a callback that asks to stop, if anyone.
+        Raises the error of a save that has failed on any rank."""
+        if not result.is_asked_to_stop:
+            return 0
+        # SIGTERM has a larger number than SIGINT, and counts where both were heard.
+        signum, has_failed = _largest((self.stop.signum, self.saver.has_failed), self.trainer.device)
+        if has_failed:
+            self.saver.finish()  # raises the error, on all ranks
+        return signum
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the loss of each evaluation set by its name."""
+        losses = {each.name: self.trainer.evaluate_all(each.batches) for each in self.loaders[1]}
+        self.callbacks.tell("evaluated", self.trainer.step, losses)
+        return losses
+
+    def report(self, result: StepResult, losses: Mapping[str, float] | None) -> None:
+        """Writes and shows the metrics of the steps since the line before, with the losses of an evaluation."""
+        tokens = self.trainer.tokens - self.reported_tokens
+        line = measure(self.trainer, result, self.watch, self.waiting, tokens, losses, self.peak_flops)
+        self.reported_tokens = self.trainer.tokens
+        self.progress.measured(line)
+        if self.metrics_file is not None:
+            self.metrics_file.write(line)
+        self.callbacks.tell("measured", self.trainer.step, line)
+
+    def save(self, losses: Mapping[str, float] | None, *, is_last: bool, is_preempted: bool) -> None:
+        """Saves a checkpoint, and exports it where the recipe asks for that."""
+        path, exported, then = checkpoint_path(self.checkpoints, self.trainer.step), self.recipe.checkpoint.export, None
+        state, progress = state_of(self.trainer, None if losses is None else losses.get(VALIDATION))
+        if (exported == "all" and not is_preempted) or (exported != "none" and is_last):
+            then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
+        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last or is_preempted, then=then)
+
+    def _tell_of_a_save(self, path: Path) -> None:
+        self.callbacks.tell("saved", self.trainer.step, path)
 
 
 @contextmanager
