@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ class Segment:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes: list[int] = []
+        # Not __del__: at the end of the interpreter that may find `os` gone already.
+        self._close = weakref.finalize(self, _close_all, self._pipes)
         with (folder / _MEMORY).open("r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -70,8 +73,9 @@ class Segment:
 
     def close(self) -> None:
         """Closes the pipes. The processes at their other ends then know that this one is gone."""
-        while self._pipes:
-            os.close(self._pipes.pop())
+        self._close()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _close_all(pipes: list[int]) -> None:
+    while pipes:
+        os.close(pipes.pop())

@@ -285,6 +285,19 @@ def test_the_programs_of_the_page_run_as_printed(world: Callable, tmp_path: Path
     assert other == ""
 
 
+def test_the_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_one(
+    world: Callable, tmp_path: Path
+) -> None:
+    ((name, text),) = blocks_of("your-own-loop.md")
+    assert len(text.splitlines()) < 80
+    (tmp_path / name).write_text(text)
+    printed = [world(size).run(run_program, tmp_path / name)[0] for size in (1, 8)]
+    whole, split = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)", each)] for each in printed)
+    assert len(whole) == 3 and whole[-1] < 0.5 * whole[0]
+    assert split == pytest.approx(whole, rel=1e-3)
+    assert printed[0].strip() in (ROOT / "docs/your-own-loop.md").read_text()
+
+
 def test_a_program_of_the_page_is_started_by_torchrun(tmp_path: Path) -> None:
     name, text = blocks_of("layers-in-your-model.md")[0]
     (tmp_path / name).write_text(text)
