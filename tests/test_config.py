@@ -402,6 +402,11 @@ BROKEN = [
         "train.early_stop_min_delta = 0.1: means nothing without early stopping; try train.early_stop_patience=3",
         "train.early_stop_patience=3",
     ),
+    (
+        ["train.nonfinite_in_a_row=3"],
+        "train.nonfinite_in_a_row = 3: means nothing where the first such step ends the run; try train.on_nonfinite=sk",
+        "train.on_nonfinite=skip",
+    ),
     (["train.label_smoothing=1"], "must be at least 0 and below 1; try 0.1", "train.label_smoothing=0.1"),
     (["train.z_loss=-1"], "must be at least 0 and finite; try 1e-4", "train.z_loss=1e-4"),
     (

@@ -58,6 +58,10 @@ def quickstart(*overrides: str) -> Recipe:
             "train.grad_clip = 1.0 needs the norm of the whole gradient before the first parameter",
         ),
         (["train.precision=fp16"], "skips a step in which any gradient overflows, which is known when all are there"),
+        (
+            ["train.on_nonfinite=skip"],
+            "leaves out a step by its whole gradient, which is known when all parameters have",
+        ),
         (["optimizer.name=muon"], "optimizer.name = muon exchanges something of many parameters at once"),
         (["optimizer.name=adafactor"], "would come alone; try optimizer.name=adamw"),
         (

@@ -18,6 +18,7 @@ RateSchedule = Literal["constant", "linear", "cosine", "wsd", "range_test"]
 DecayShape = Literal["linear", "cosine", "sqrt"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
+OnNonfinite = Literal["stop", "skip"]
 ReduceDtype = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "fp16", "int8"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
@@ -204,6 +205,8 @@ class TrainConfig:
     gc_every: int | None = None  # steps between Python's garbage collections; None: whenever Python chooses
     deterministic: bool = False  # deterministic algorithms alone, where torch has others
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
+    on_nonfinite: OnNonfinite = "stop"  # skip: leave out a step whose loss or gradient is not finite, and go on
+    nonfinite_in_a_row: int = 10  # the steps that `skip` leaves out one after the other, before it ends the run
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = 64
     # The evaluations without a lower loss after which the run ends; None: it goes on to its last step.

@@ -187,6 +187,9 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
             if getattr(train, key) not in (1.0, None):
                 words = "means nothing where <train.sample_top_k> takes the likeliest token"
                 yield f"<train.{key}>: {words}; try train.sample_top_k={min(40, vocab)} beside it"
+    if train.on_nonfinite == "stop" and train.nonfinite_in_a_row != type(train).nonfinite_in_a_row:
+        words = "means nothing where the first such step ends the run"
+        yield f"<train.nonfinite_in_a_row>: {words}; try train.on_nonfinite=skip beside it"
     yield from logging_errors(recipe)
     is_named = data.path or data.sources
     if data.source == "text" and not is_named:
@@ -332,6 +335,9 @@ def step_in_backward_errors(recipe: Recipe) -> Iterator[str]:
     if train.precision == "fp16":
         words = "skips a step in which any gradient overflows, which is known when all are there"
         yield f"<optimizer.step_in_backward>: <train.precision> {words}; try train.precision=bf16"
+    if train.on_nonfinite == "skip":
+        words = "leaves out a step by its whole gradient, which is known when all parameters have been stepped"
+        yield f"<optimizer.step_in_backward>: <train.on_nonfinite> {words}; try train.on_nonfinite=stop"
     if recipe.optimizer.name not in ("adamw", "sgd"):
         words = "exchanges something of many parameters at once in its step, and each would come alone"
         yield f"<optimizer.step_in_backward>: <optimizer.name> {words}; try optimizer.name=adamw"

@@ -41,7 +41,7 @@ class StepMetrics:
     val_loss: float | None = None  # of the part of the run's own data that is kept for validation
     set_losses: Mapping[str, float] = field(default_factory=dict)  # of the other evaluation sets, by their names
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
-    skipped_steps: int = 0  # steps since the start of the run whose gradients overflowed
+    skipped_steps: int = 0  # steps since the start of the run that were left out: not finite, or refused
 
     @property
     def scalars(self) -> dict[str, float | None]:

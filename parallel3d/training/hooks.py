@@ -34,11 +34,17 @@ class StepResult:
     is_asked_to_stop: bool  # some rank received SIGTERM
     lr: float
     loss_scale: float | None  # None: training is not in float16
+    left_out: str | None = None  # why a hook has left the step out, for the user to read
 
     @property
     def is_finite(self) -> bool:
-        """False in float16 if the gradient overflowed, so that the step is skipped, with nothing changed."""
+        """False if the loss or the gradient is not finite, so that the step is left out."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if the optimizer has not stepped: nothing is changed but the number of the step."""
+        return not self.is_finite or self.left_out is not None
 
 
 class StepTotals(NamedTuple):
@@ -95,9 +101,11 @@ class StepHook:
         """Returns the totals of the whole run, given those of this rank's replica, without reading a number of them."""
         return totals
 
-    def check(self, step: int, totals: StepResult) -> None:
-        """Called before the optimizer steps, which it does where `totals` are finite. Raises NonFiniteError to end the
-        run."""
+    def check(self, step: int, totals: StepResult) -> str | None:
+        """Called before the optimizer steps, which it does where `totals` are finite and no hook returns a reason to
+        leave the step out. The reason is shown as a warning, and is the same on every rank. Raises NonFiniteError to
+        end the run."""
+        return None
 
     def after_step(self, step: int) -> None:
         """Called when the optimizer has stepped, before the model computes with the new parameters."""
@@ -108,30 +116,41 @@ class StepHook:
         return nullcontext()
 
 
-class EndWhereNotFinite(StepHook):
-    """Ends the run at the first loss or gradient that is not finite; where a scaler scales the loss, at the first that
-    is not finite at any scale."""
+class NonFiniteSteps(StepHook):
+    """Ends the run at the first loss or gradient that is not finite, or leaves out so many steps in a row as
+    `train.nonfinite_in_a_row` says. Where a scaler scales the loss, a step is left out for nothing but an overflow, and
+    without a word, until its gradient is not finite at any scale. `suspects` says which rank and parameter it comes
+    from; all ranks call it."""
 
-    def __init__(self, loss: MeanLoss, scaler: LossScaler | None, steps_in_backward: bool) -> None:
-        self._loss, self._scaler, self._steps_in_backward = loss, scaler, steps_in_backward
+    def __init__(self, loss: MeanLoss, scaler: LossScaler | None, recipe: Recipe, suspects: Callable[[], str]) -> None:
+        self._loss, self._scaler, self._suspects = loss, scaler, suspects
+        self._most = recipe.train.nonfinite_in_a_row if recipe.train.on_nonfinite == "skip" else 0
+        self._steps_in_backward = recipe.optimizer.step_in_backward
+        self._in_a_row = 0
 
     def before_forward(self, step: int, labels: Tensor, wrong_id: WrongId | None) -> None:
         if self._scaler is not None:
             self._loss.scale = self._scaler.scale
 
-    def check(self, step: int, totals: StepResult) -> None:
+    def check(self, step: int, totals: StepResult) -> str | None:
         if self._scaler is not None:
             self._scaler.update(is_finite=totals.is_finite)
-        if totals.is_finite or (self._scaler is not None and self._scaler.scale >= SMALLEST):
-            return
-        scale = "" if self._scaler is None else f" even at a loss scale of {self._loss.scale:g}"
-        left = f"weights are those of step {step - 1}"
+        if totals.is_finite:
+            self._in_a_row = 0
+            return None
+        scale = ""
+        if self._scaler is not None:
+            if self._scaler.scale >= SMALLEST:
+                return None
+            self._scaler.scale, scale = SMALLEST, f" even at a loss scale of {self._loss.scale:g}"
+        self._in_a_row += 1
+        found = f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}{scale}; {self._suspects()}"
+        if self._in_a_row <= self._most:
+            return f"{found}; the step is left out, {self._in_a_row} in a row of {self._most} at most"
+        left = f"weights are those of step {step - self._in_a_row}"
         if self._steps_in_backward:
             left = "weights have been stepped with it (optimizer.step_in_backward); go on from the last checkpoint"
-        raise NonFiniteError(
-            f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}{scale}; {left}. "
-            "A lower optimizer.lr or more optimizer.warmup_steps may do"
-        )
+        raise NonFiniteError(f"{found}; {left}. A lower optimizer.lr or more optimizer.warmup_steps may do")
 
 
 class CountLabelsFirst(StepHook):

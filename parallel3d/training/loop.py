@@ -99,6 +99,8 @@ class TrainingLoop:
                 result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
         if report is not None:
             self.progress.say(str(report))
+        if result.left_out is not None:
+            self.progress.say(f"warning: {result.left_out}")
         return result
 
     def step_done(self, result: StepResult) -> bool:

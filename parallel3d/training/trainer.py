@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, Documents, WrongId
+from parallel3d.diagnosis.suspects import name_suspects
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
@@ -48,7 +50,8 @@ class Trainer:
         self.recipe, self.device = recipe, device
         self.step = 0  # steps done
         self.tokens = 0  # labels seen in them
-        self.skipped_steps = 0  # steps that were left out because their gradients overflowed
+        self.skipped_steps = 0  # steps that were left out: their loss or gradient was not finite, or a hook refused it
+        self._own_loss: Tensor | None = None  # this rank's share of the loss of the step under way
         # What identifies the data that it is trained on (parallel3d/data/fingerprint.py); None: not known.
         self.data_fingerprint: tuple[dict[str, Any], ...] | None = None
         replicas = Axis.of(mesh["dp_replicate"])
@@ -77,7 +80,7 @@ class Trainer:
             self.local_sgd = LocalSgd(
                 self.parameters, recipe.local_sgd, replicas=replicas, axes=self.axes, steps=recipe.train.steps
             )
-        self.hooks: list[hooks.StepHook] = [hooks.EndWhereNotFinite(self.loss, self.scaler, in_backward)]
+        self.hooks: list[hooks.StepHook] = [hooks.NonFiniteSteps(self.loss, self.scaler, recipe, self._suspects)]
         if in_backward:
             self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
         if self.local_sgd is not None:
@@ -94,9 +97,10 @@ class Trainer:
         """Trains one step on `batch`, this data rank's share of a global batch. `recorder` is told of each action of
         the schedule. `observe` is called with each parameter when its gradient is complete and before it is scaled and
         clipped. `is_asked_to_stop` is True if this rank received SIGTERM; the flag is summed over the mesh, so all
-        ranks stop together. Raises NonFiniteError where the loss or the gradient is not finite (in float16: at any loss
-        scale), with nothing changed but where the optimizer steps in the backward, and DataError, with nothing changed,
-        where no rank has a label or any rank a wrong id."""
+        ranks stop together. Where the loss or the gradient is not finite (in float16: at any loss scale), nothing is
+        changed but where the optimizer steps in the backward, and the step is left out or NonFiniteError raised, as
+        `train.on_nonfinite` says. Raises DataError, with nothing changed, where no rank has a label or any a wrong id.
+        """
         step, model = self.step + 1, self.recipe.model
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
@@ -109,14 +113,15 @@ class Trainer:
         self.update.begin(self.step, rate, observe)
         sizes, schedule = self._sizes(inputs), self.schedule_of(len(inputs))
         loss = self.pipeline.run(inputs, labels, sizes=sizes, recorder=recorder, keywords=keywords, schedule=schedule)
+        self._own_loss = loss
         for data in self.data:
             data.finish_gradients()
         square = self.update.complete()
         result = self._result(loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop)
         hooks.refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
-        for hook in self.hooks:
-            hook.check(step, result)
-        if result.is_finite:
+        reasons = [reason for hook in self.hooks if (reason := hook.check(step, result)) is not None]
+        result = replace(result, left_out="; ".join(reasons) or None)
+        if not result.is_skipped:
             limit = self.recipe.train.grad_clip
             clip = 1.0 if limit is None else min(1.0, limit / (result.own_norm + 1e-6))
             self.update.apply(result.factor * clip)
@@ -127,7 +132,7 @@ class Trainer:
             data.clear_gradients()
         self.step = step
         self.tokens += result.tokens
-        self.skipped_steps += not result.is_finite
+        self.skipped_steps += result.is_skipped
         return result
 
     def evaluate(self, batch: Batch) -> float:
@@ -199,6 +204,12 @@ class Trainer:
                     stage.module.train()
                 for data in self.data:
                     data.free_gathered()
+
+    def _suspects(self) -> str:
+        """Says which rank, and which parameter, has made a loss or a gradient that is not finite."""
+        assert self._own_loss is not None
+        is_apart = self.local_sgd is not None
+        return name_suspects(self._own_loss, self.update.squares(), self.recipe.parallel, replicas_train_apart=is_apart)
 
     def _publish(self) -> None:
         """Makes the model compute with what is in `parameters` from now on."""

@@ -52,6 +52,11 @@ class Update:
                 self._observe(parameter)
         return squared_norm(self._parameters, self._axes)
 
+    def squares(self) -> list[tuple[LocalParameter, Tensor]]:
+        """Returns the squared norm of each parameter's gradient on this rank, in the order of the model. Call it after
+        `complete`."""
+        return [(parameter, squared_norm([parameter], self._axes)) for parameter in self._parameters]
+
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
         if factor != 1.0:  # the one time that gradients are multiplied
@@ -74,14 +79,20 @@ class UpdateInBackward(Update):
     def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
         super().__init__(parts, optimizer, recipe, mesh)
         self._pipeline = parts.pipeline
-        self._squares: list[Tensor] = []
+        self._squares: list[tuple[LocalParameter, Tensor]] = []  # in the order of the backward
         for parameter in parts.parameters:
             parameter.part.when_complete(partial(self._update, parameter))
 
+    def begin(self, step: int, rate: float, observe: Observe | None) -> None:
+        super().begin(step, rate, observe)
+        self._squares = []
+
     def complete(self) -> Tensor:
         assert len(self._squares) == len(self._parameters), "a parameter has had no gradient, or two"
-        total, self._squares = torch.stack(self._squares).sum(), []
-        return total
+        return torch.stack([square for _, square in self._squares]).sum()
+
+    def squares(self) -> list[tuple[LocalParameter, Tensor]]:
+        return self._squares[::-1]
 
     def apply(self, factor: float) -> None:
         assert factor == 1.0, f"gradients were stepped with, and should have been {factor} times as large"
@@ -91,7 +102,7 @@ class UpdateInBackward(Update):
             return
         if self._observe is not None:
             self._observe(parameter)
-        self._squares.append(squared_norm([parameter], self._axes))
+        self._squares.append((parameter, squared_norm([parameter], self._axes)))
         self._step_with(self._optimizer.part_of(parameter), [parameter])
 
 

@@ -149,7 +149,9 @@ def poisoned() -> tuple[str, int]:
 def test_a_gradient_that_is_not_finite_stops_all_ranks_and_says_that_weights_have_changed(world: Callable) -> None:
     (message, step), other = world(2).run(poisoned)
     assert (message, step) == other and step == 1
-    assert "step 2: loss nan, gradient norm nan; weights have been stepped with it" in message
+    assert "step 2: loss nan, gradient norm nan; the loss is not finite on rank" in message
+    assert "itself is not finite" not in message, "the step has made the weights so"
+    assert "weights have been stepped with it" in message
     assert "go on from the last checkpoint" in message
 
 
