@@ -9,6 +9,7 @@ OLDEST_TORCH := 2.11.0
 NEWEST_TORCH := 2.15.0
 INSTALLED := $(VENV)/.parallel3d-installed
 INSTALLED_DEV := $(VENV)/.parallel3d-installed-dev
+INSTALLED_DOCS := $(VENV)/.parallel3d-installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-long lint bench docs
@@ -37,9 +38,10 @@ test-torch-%: # every test on another torch, such as test-torch-2.12.1, in an en
 	@.venv-torch-$*/bin/python -m pip install --quiet --editable '.[dev]' torch==$*
 	@.venv-torch-$*/bin/python -m pytest -n 2 --dist loadscope
 
-docs: $(INSTALLED_DEV) ## compare what the pages name with what there is: paths, modules, recipe keys, links
-	@echo "==> pytest tests/test_docs.py"
-	@$(RUN)/python -m pytest -q tests/test_docs.py
+docs: $(INSTALLED_DOCS) ## the pages of docs/ as a site with search, in build/docs
+	@echo "==> sphinx"
+	@$(RUN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 lint: $(INSTALLED_DEV) ## ruff, mypy, and the lines of each room
 	@echo "==> ruff check, ruff format --check, mypy"
@@ -64,4 +66,9 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt | $(RUN)/python
 $(INSTALLED_DEV): pyproject.toml constraints-cpu.txt | $(RUN)/python
 	@echo "==> installing parallel3d and its development tools into $(VENV)"
 	@$(RUN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@ $(INSTALLED)
+
+$(INSTALLED_DOCS): pyproject.toml constraints-cpu.txt | $(RUN)/python
+	@echo "==> installing parallel3d and what makes its site into $(VENV)"
+	@$(RUN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[docs]'
 	@touch $@ $(INSTALLED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from house import ROOT, product
 
+import parallel3d
 from parallel3d.config.recipe import Recipe
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,3 +58,21 @@ def test_a_page_names_what_exists(page: Path) -> None:
     gone += [link for link, _ in _LINK.findall(text) if not (page.parent / link).exists()]
     gone += [key for key in _KEY.findall(text) if ".".join(key.split(".")[:2]) not in set(_keys())]
     assert not gone, f"{page.name} names what does not exist: {', '.join(dict.fromkeys(gone))}"
+
+
+def test_the_site_has_every_page_once_and_every_module_of_a_public_name() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    listed = [name for tree in re.findall(r"```{toctree}\n:caption: .*\n([^`]*)```", index) for name in tree.split()]
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
+    modules = re.findall(r"automodule:: parallel3d\.(\S+)", (ROOT / "docs/api.md").read_text())
+    assert sorted(modules) == sorted(parallel3d._HOMES)
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    for library in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(library, reason="needs what makes the site: pip install 'parallel3d[docs]'")
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "class" in (tmp_path / "api.html").read_text() and (tmp_path / "searchindex.js").exists()
