@@ -519,6 +519,9 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("train.offload_activations=1", "unknown key; CPU offload is not offered: it is for GPUs, and this version"),
         ("parallel.bucket_mib=2", "parallel.bucket_mib = 2.0: parallel.sharding = FULL_SHARD sends block by block"),
         ("optimizer.stochastic_rounding=true", "there is nothing to round; try train.precision=bf16_pure"),
+        ("data.skip=[{first: 9, last: 3}]", "last = 3: comes before its first, 9; try {first: 3, last: 9}"),
+        ("data.skip=[{first: -1, last: 3}]", "data.skip[0].first = -1: must be at least 0; try 1000"),
+        ("data.skip=[3, 9]", "data.skip = [3, 9] (command line): must be a list of entries {first, last}"),
         ("data.ignore_token_ids=[256, 300]", "300 is no token of model.vocab = 264; try ids from 0 to 263"),
     ],
 )

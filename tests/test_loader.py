@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from parallel3d.config.recipe import BatchSizes
+from parallel3d.config.recipe import BatchSizes, SequenceRange
 from parallel3d.data.loader import IGNORED, Batch, BatchLoader, EvaluationSet, WrongId, batches_ahead
+from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory
 from parallel3d.errors import ConfigError, DataError
 
@@ -281,3 +282,43 @@ def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(divisi
 def test_an_evaluation_set_without_a_number_is_whole() -> None:
     whole = loader(seed=None)
     assert EvaluationSet.of("wiki", whole, whole.source, None).loader.stop == 142 == whole.source.windows
+
+
+ranges = st.builds(lambda first, count: SequenceRange(first=first, last=first + count), *[st.integers(0, 60)] * 2)
+
+
+@settings(deadline=None)
+@given(st.lists(ranges, max_size=5), st.integers(1, 100))
+def test_a_run_that_leaves_samples_out_has_the_order_without_them(skipped: list[SequenceRange], sequences: int) -> None:
+    left_out = LeftOut.of(skipped)
+    gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
+    kept = [sample for sample in range(1000) if sample not in gone][:sequences]
+    assert left_out.samples(np.arange(sequences)).tolist() == kept
+    assert left_out.end(sequences) == kept[-1] + 1
+    passed = {sample for each in left_out.before(sequences) for sample in range(each.first, each.last + 1)}
+    assert passed == {sample for sample in gone if sample < kept[-1]}
+    assert LeftOut.of(left_out.ranges) == left_out
+
+
+@settings(deadline=None)
+@given(divisions, st.lists(ranges, min_size=1, max_size=5), st.integers(0, 20))
+def test_the_batches_without_some_samples_are_the_stream_without_them_however_divided(
+    division: Division, skipped: list[SequenceRange], step: int
+) -> None:
+    whole = whole_loader(division, seed=5)
+    one_by_one = replace(whole, global_batch_size=1)
+    gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
+    size = whole.global_batch_size
+    kept = [sample for sample in range((step + 1) * size + len(gone)) if sample not in gone][step * size :][:size]
+    shares = [
+        division.of(replace(whole, left_out=LeftOut.of(skipped)), rank).batch(step) for rank in range(division.dp_size)
+    ]
+    assert [sample for share in shares for sample in share.samples.flatten().tolist()] == kept
+    assert sequences(*shares) == sequences(*(one_by_one.batch(sample) for sample in kept))
+
+
+def test_an_evaluation_leaves_nothing_out() -> None:
+    training = replace(loader(seed=None), left_out=LeftOut.of([SequenceRange(first=0, last=11)]))
+    assert sequences(training.batch(0))[0] == 12 * 7
+    assert sequences(training.evaluating(training.source, 12).batch(0))[0] == 0
+    assert sequences(next(EvaluationSet.of("all", training, training.source, None).batches))[0] == 0

@@ -12,12 +12,22 @@ from hypothesis import strategies as st
 
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.mixture import LONGEST_PERIOD, MixtureStage, mixture_stages, whole_weights
-from parallel3d.config.recipe import BatchSizes, DataConfig, ModelConfig, Recipe, SourceConfig, TrainConfig
+from parallel3d.config.recipe import (
+    BatchSizes,
+    DataConfig,
+    ModelConfig,
+    Recipe,
+    SequenceRange,
+    SourceConfig,
+    TrainConfig,
+    WeightsConfig,
+)
 from parallel3d.config.rules import warnings_for
 from parallel3d.data.corpus import check_data, load_corpora
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.megatron import MegatronWriter
 from parallel3d.data.mixture import Mixture, MixtureOrder, drawn_by_source, mixture_pattern, validation_windows
+from parallel3d.data.order import LeftOut
 from parallel3d.data.token_files import FolderWriter, ShardTokenizer
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
@@ -271,8 +281,8 @@ def test_a_run_of_two_texts_is_checked_loaded_and_tells_its_passes(tmp_path: Pat
     check_data(recipe.data, seq_len=8, vocab=264)
     corpora = load_corpora(recipe.data)
     assert [len(corpus.train) for corpus in corpora] == [951, 2851]
-    assert drawn_by_source(recipe, 20) == {"web": 80, "code": 80}
-    assert passes_over_sources(recipe, corpora, 20) == [
+    assert drawn_by_source(recipe, 20, LeftOut()) == {"web": 80, "code": 80}
+    assert passes_over_sources(recipe, corpora, 20, LeftOut()) == [
         "source web: 80 of 160 sequences in 20 steps, 0.68 passes over its 118",
         "source code: 80 of 160 sequences in 20 steps, 0.22 passes over its 356",
     ]
@@ -320,3 +330,17 @@ def test_documents_of_a_mixture_are_told_apart_by_one_id(tmp_path: Path) -> None
     check_data(DataConfig(source="tokens", sources=(first, other)), seq_len=8, vocab=264)
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].path = .*/b: its documents end with id 0, and those of"):
         check_data(DataConfig(source="tokens", sources=(first, other), documents="mask"), seq_len=8, vocab=264)
+
+
+@given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 30)), max_size=4), st.integers(0, 20))
+def test_what_is_left_out_is_not_counted_as_drawn(skipped: list[tuple[int, int]], steps: int) -> None:
+    sources = SourceConfig(path="web", weight=0.7), SourceConfig(path="code", weight=0.3)
+    stage = WeightsConfig(from_step=6, weights=(0.2, 0.8))
+    train = TrainConfig(steps=20, global_batch_size=8, seq_len=8)
+    recipe = Recipe(model=MODEL, train=train, data=DataConfig(source="text", sources=sources, stages=(stage,)))
+    left_out = LeftOut.of(SequenceRange(first=first, last=first + more) for first, more in skipped)
+    samples = left_out.samples(np.arange(8 * steps))
+    drawn = np.bincount(MixtureOrder(mixture_stages(recipe)).of(samples).source, minlength=2)
+    assert drawn_by_source(recipe, steps, left_out) == {
+        name: count for name, count in zip(("web", "code"), drawn.tolist(), strict=True) if count
+    }

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from parallel3d.config.recipe import SequenceRange
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 1
@@ -49,6 +50,8 @@ class SavedProgress:
     parameters: int  # in the whole model
     parallel: dict[str, Any]  # the layout that wrote the checkpoint, for people; reading does not need it
     sequences: int | None = None  # sequences seen, the place in the data; None: step * global_batch_size
+    skip: tuple[SequenceRange, ...] = ()  # data.skip of the run
+    skipped_by_rollbacks: tuple[SequenceRange, ...] = ()  # sequences left out beside them
     drawn: dict[str, int] | None = None  # sequences seen of each source of a mixture; None: not known
     skipped_steps: int = 0  # steps that the loss scaler has skipped
     val_loss: float | None = None  # after this step; None: the step had no evaluation
@@ -271,6 +274,9 @@ def _check(manifest: Manifest) -> None:
     progress = manifest.progress
     if not 0 <= progress.skipped_steps <= progress.step or progress.tokens < 0:
         raise ValueError("has a progress that no run can make")
+    for each in (*progress.skip, *progress.skipped_by_rollbacks):
+        if not 0 <= each.first <= each.last < _LARGEST_DIM:
+            raise ValueError(f"has left out sequences {each.first} to {each.last}, which no run has")
     for name, tensor in manifest.tensors.items():
         if not name.isprintable() or len(name) > _LONGEST_NAME:
             raise ValueError(f"names a tensor {name[:80]!r}, which no checkpoint has")

@@ -353,6 +353,14 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SequenceRange:
+    """Sequences that follow each other in the order of a run, by the first and the last number, which count from 0."""
+
+    first: int = within("at least 0", MISSING, example="1000")
+    last: int = within("at least 0", MISSING, example="1099")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
 
@@ -372,6 +380,7 @@ class DataConfig:
     evaluation: tuple[EvaluationConfig, ...] = ()  # further sets to evaluate on, after each train.eval_every steps
     sources: tuple[SourceConfig, ...] = ()  # several corpora of the kind `source`, in the place of `path`
     stages: tuple[WeightsConfig, ...] = ()  # weights of `sources` that follow the first ones
+    skip: tuple[SequenceRange, ...] = ()  # sequences that the run leaves out; those behind them move up
 
     @property
     def corpora(self) -> tuple[DataConfig, ...]:

@@ -170,6 +170,10 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     for token in data.ignore_token_ids:
         if not 0 <= token < vocab:
             yield f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try ids from 0 to {vocab - 1}"
+    for index, each in enumerate(data.skip):
+        if each.last < each.first:
+            words = f"comes before its first, {each.first}"
+            yield f"data.skip[{index}].last = {each.last}: {words}; try {{first: {each.last}, last: {each.first}}}"
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.recipe import BatchSizes
+from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import ConfigError
 from parallel3d.layers.positions import PackedDocuments
@@ -34,7 +35,7 @@ class Batch:
 
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
     labels: Tensor  # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is learned
-    samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the whole run
+    samples: Tensor  # int64 [microbatches, microbatch_size]: each sequence's number in the order of the whole run
     wrong_id: WrongId | None = None  # the first one of the share, in whose place is 0; the trainer ends the run by it
     documents: Documents = None  # with data.documents = mask alone
 
@@ -48,11 +49,12 @@ class Batch:
 class BatchLoader:
     """Gives dp rank `dp_rank` its share of any step's global batch, and draws no other from `source`.
 
-    A step's samples follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
-    batch warms up. Rank r has the r-th of `dp_size` equal runs of them, so the global batch has the same sequences
-    whatever the layout. Labels among `ignored_ids` are not learned, nor are those of the samples from `stop` on. A rank
-    that needs no ids has a `blank_seq_len`, the length of its sequences of zeros, and draws nothing. Raises ConfigError
-    where the batch does not divide.
+    A step's sequences follow those of the steps before it: they begin at step * global_batch_size, or earlier where the
+    batch warms up. Sequence i of the run is sample i, or a later one where samples before it are `left_out`. Rank r has
+    the r-th of `dp_size` equal runs of a step's sequences, so the global batch is the same whatever the layout. Labels
+    among `ignored_ids` are not learned, nor are those of the samples from `stop` on. A rank that needs no ids has a
+    `blank_seq_len`, the length of its sequences of zeros, and draws nothing. Raises ConfigError where the batch does
+    not divide.
     """
 
     source: WindowSource
@@ -63,6 +65,7 @@ class BatchLoader:
     dp_size: int
     vocab: int
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
+    left_out: LeftOut = LeftOut()
     ignored_ids: tuple[int, ...] = ()
     blank_seq_len: int | None = None  # None: the rank reads ids
     stop: int | None = None  # samples that there are, where a last batch is to be filled up; None: there is no end
@@ -79,22 +82,28 @@ class BatchLoader:
                 f"parallel.microbatch_size = {self.microbatch_size}; try {would_do}"
             )
 
+    def evaluating(self, source: WindowSource, global_batch_size: int, *, stop: int | None = None) -> BatchLoader:
+        """Returns a loader of an evaluation's batches in the layout of this one."""
+        return replace(
+            self, source=source, global_batch_size=global_batch_size, sizes=None, left_out=LeftOut(), stop=stop
+        )
+
     def batch(self, step: int) -> Batch:
         """Returns this rank's share of the global batch of `step`, which counts from 0."""
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         share = sizes.at(step) // self.dp_size
         first = sizes.before(step) + self.dp_rank * share
-        samples = np.arange(first, first + share, dtype=np.int64)
+        samples = self.left_out.samples(np.arange(first, first + share, dtype=np.int64))
         own = torch.from_numpy(samples).view(-1, self.microbatch_size)
         if self.blank_seq_len is not None:
             blank = torch.zeros(*own.shape, self.blank_seq_len, dtype=torch.int64)
             return Batch(blank, blank, own)
-        is_left_out = samples >= (np.inf if self.stop is None else self.stop)
-        drawn, wrong_id = self.source.draw(np.where(is_left_out, 0, samples)), None  # [share, seq + 1]
+        is_beyond = samples >= (np.inf if self.stop is None else self.stop)
+        drawn, wrong_id = self.source.draw(np.where(is_beyond, 0, samples)), None  # [share, seq + 1]
         if drawn.max() >= self.vocab or drawn.min() < 0:
             is_wrong = (drawn >= self.vocab) | (drawn < 0)
             row, column = np.argwhere(is_wrong)[0].tolist()
-            wrong_id = WrongId(first + row, int(drawn[row, column]), int(drawn.max()))
+            wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), int(drawn.max()))
             drawn = np.where(is_wrong, 0, drawn)
         inputs, labels = (
             torch.from_numpy(ids.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
@@ -103,7 +112,7 @@ class BatchLoader:
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         if self.stop is not None:
-            labels[torch.from_numpy(is_left_out).view(-1, self.microbatch_size)] = IGNORED
+            labels[torch.from_numpy(is_beyond).view(-1, self.microbatch_size)] = IGNORED
         return Batch(inputs, labels, own, wrong_id, documents_ended_by(self.document_end, inputs))
 
 
@@ -128,7 +137,7 @@ class EvaluationSet:
         wanted = source.windows if sequences is None else sequences
         steps, unit = -(-wanted // like.global_batch_size), like.dp_size * like.microbatch_size
         size = -(-wanted // (steps * unit)) * unit
-        return cls(name, replace(like, source=source, global_batch_size=size, sizes=None, stop=wanted), steps)
+        return cls(name, like.evaluating(source, size, stop=wanted), steps)
 
     @property
     def batches(self) -> Iterator[Batch]:

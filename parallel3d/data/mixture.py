@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from parallel3d.config.mixture import MixtureStage, mixture_stages
 from parallel3d.config.recipe import Recipe
+from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokenStream, WindowSource
 
 
@@ -130,8 +131,11 @@ def _mix(streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], *, se
     return Mixture(sources, MixtureOrder(stages)) if len(sources) > 1 else sources[0]
 
 
-def drawn_by_source(recipe: Recipe, steps: int) -> dict[str, int]:
+def drawn_by_source(recipe: Recipe, steps: int, left_out: LeftOut) -> dict[str, int]:
     """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name, without those that
     they draw none from. It is empty where the recipe has no sources."""
-    drawn = MixtureOrder(mixture_stages(recipe)).drawn(recipe.batch_sizes.before(steps))
+    order, sequences = MixtureOrder(mixture_stages(recipe)), recipe.batch_sizes.before(steps)
+    drawn = order.drawn(left_out.end(sequences))
+    for passed in left_out.before(sequences):
+        drawn -= order.drawn(passed.last + 1) - order.drawn(passed.first)
     return {source.label: int(count) for source, count in zip(recipe.data.sources, drawn, strict=False) if count}

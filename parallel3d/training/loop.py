@@ -6,7 +6,7 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -77,7 +77,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Trains to the end."""
         steps = range(self.trainer.step, self.recipe.train.steps)
-        ahead = batches_ahead(self.loaders[0], steps, self.trainer.device)
+        training = replace(self.loaders[0], left_out=self.trainer.left_out)
+        ahead = batches_ahead(training, steps, self.trainer.device)
         collected = garbage_collected(self.recipe.train.gc_every)
         with closing(ahead) as batches, self.profiler, self.saver, collected as collect:
             is_last = not steps

@@ -16,6 +16,7 @@ from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.config.load import to_yaml
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
+from parallel3d.data.order import LeftOut
 from parallel3d.errors import CheckpointError
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -43,7 +44,9 @@ def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str,
         parameters=trainer.parameter_count,
         parallel=asdict(recipe.parallel),
         sequences=recipe.batch_sizes.before(trainer.step),
-        drawn=drawn_by_source(recipe, trainer.step),
+        skip=recipe.data.skip,
+        skipped_by_rollbacks=trainer.skipped_by_rollbacks,
+        drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
         skipped_steps=trainer.skipped_steps,
         val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
@@ -76,6 +79,7 @@ def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
     for data in trainer.data:
         data.publish()
     trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
+    trainer.skipped_by_rollbacks = progress.skipped_by_rollbacks
     if trainer.scaler is not None and progress.loss_scale is not None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
     return progress
@@ -139,20 +143,27 @@ def _copy_to_twins(trainer: Trainer) -> None:
 
 def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:
     """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than this one."""
-    train = trainer.recipe.train
+    recipe, train = trainer.recipe, trainer.recipe.train
     for key in ("seed", "global_batch_size", "seq_len"):
         then, now = getattr(progress, key), getattr(train, key)
         if then != now:
             raise CheckpointError(
                 f"{path}: was trained with train.{key} = {then}, not {now}; resume with train.{key}={then}"
             )
-    seen, wanted = progress.sequences, trainer.recipe.batch_sizes.before(progress.step)
+    seen, wanted = progress.sequences, recipe.batch_sizes.before(progress.step)
     if seen is not None and seen != wanted:
         raise CheckpointError(
             f"{path}: has seen {seen} sequences, and this recipe's first {progress.step} steps are {wanted}; resume "
             "with the train.batch_warmup_start, _increment and _steps that it was trained with"
         )
-    drawn, planned = progress.drawn or {}, drawn_by_source(trainer.recipe, progress.step)
+    before, after = (LeftOut.of((*own, *progress.skipped_by_rollbacks)) for own in (progress.skip, recipe.data.skip))
+    if before.before(wanted) != after.before(wanted):
+        shown = ", ".join(f"{{first: {each.first}, last: {each.last}}}" for each in progress.skip)
+        raise CheckpointError(
+            f"{path}: has left out other sequences below {before.end(wanted)}, where it stands, than this recipe's "
+            f"data.skip does; resume with data.skip=[{shown}], to which you may add what comes later"
+        )
+    drawn, planned = progress.drawn or {}, drawn_by_source(recipe, progress.step, after)
     if drawn != planned and max(len(drawn), len(planned)) > 1:  # a single corpus may have any name
         raise CheckpointError(
             f"{path}: has drawn {_in_words(drawn)} sequences, and this recipe's first {progress.step} steps draw "

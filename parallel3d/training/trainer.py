@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import Recipe, SequenceRange
 from parallel3d.data.loader import Batch, Documents, WrongId
+from parallel3d.data.order import LeftOut
 from parallel3d.diagnosis.suspects import name_suspects
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
@@ -50,6 +51,7 @@ class Trainer:
         self.recipe, self.device = recipe, device
         self.step = 0  # steps done
         self.tokens = 0  # labels seen in them
+        self.skipped_by_rollbacks: tuple[SequenceRange, ...] = ()  # sequences left out beside those of data.skip
         self.skipped_steps = 0  # steps that were left out: their loss or gradient was not finite, or a hook refused it
         self._own_loss: Tensor | None = None  # this rank's share of the loss of the step under way
         # What identifies the data that it is trained on (parallel3d/data/fingerprint.py); None: not known.
@@ -85,6 +87,11 @@ class Trainer:
             self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
         if self.local_sgd is not None:
             self.hooks.append(hooks.TrainApart(self.local_sgd))
+
+    @property
+    def left_out(self) -> LeftOut:
+        """The samples that the run leaves out."""
+        return LeftOut.of((*self.recipe.data.skip, *self.skipped_by_rollbacks))
 
     def train_step(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
+from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import DamagedCheckpointError, writing
 from parallel3d.launch.deterministic import deterministic
@@ -101,7 +101,7 @@ def run_worker(
             peak_flops, why_unknown = known_peak(recipe, device, peak_of)
             if peak_flops is not None and trainer.block_weights is None:
                 why_unknown = [f"no MFU: {recipe.model.architecture} has no static method block_weights(config)"]
-            passes = passes_over_sources(recipe, corpora, train.steps)
+            passes = passes_over_sources(recipe, corpora, train.steps, trainer.left_out)
             for line in (*passes, *on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
                 progress.say(line)
             if trainer.step >= train.steps:
@@ -112,7 +112,7 @@ def run_worker(
             told = Callbacks(watchers, view)
             with told.watching():
                 fit(trainer, loaders, checkpoints, metrics, progress, stop, callbacks=told, peak_flops=peak_flops)
-            for line in passes_over_sources(recipe, corpora, trainer.step):
+            for line in passes_over_sources(recipe, corpora, trainer.step, trainer.left_out):
                 progress.say(line)
         if train.sample_tokens:
             text = generate(trainer, corpora[0].tokenizer, train)
@@ -163,9 +163,9 @@ def computes_on(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
 
 
-def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int) -> list[str]:
+def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int, left_out: LeftOut) -> list[str]:
     """Returns a line for each of `data.sources` on how often the first `steps` steps pass over it."""
-    drawn, total = drawn_by_source(recipe, steps), recipe.batch_sizes.before(steps)
+    drawn, total = drawn_by_source(recipe, steps, left_out), recipe.batch_sizes.before(steps)
     lines = []
     for source, corpus in zip(recipe.data.sources, corpora, strict=False):
         count, windows = drawn.get(source.label, 0), (len(corpus.train) - 1) // recipe.train.seq_len
@@ -181,7 +181,7 @@ def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple
     train, end = training_windows(recipe, [corpus.train for corpus in corpora]), corpora[0].document_end
     loader = training_loader(recipe, train, rank, end)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
-    own = replace(loader, source=validation, global_batch_size=recipe.train.eval_sequences, sizes=None)
+    own = loader.evaluating(validation, recipe.train.eval_sequences)
     sources = evaluation_windows(recipe.data, recipe.train.seq_len)
     others = [
         EvaluationSet.of(chosen.name, loader, source, chosen.sequences)
@@ -203,6 +203,7 @@ def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_en
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         sizes=recipe.batch_sizes,
+        left_out=LeftOut.of(recipe.data.skip),
         ignored_ids=recipe.data.ignore_token_ids,
         blank_seq_len=None if reads_ids(recipe, place.pp) else train.seq_len,
         document_end=document_end,

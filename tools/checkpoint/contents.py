@@ -101,6 +101,10 @@ def inspect(checkpoint: Path) -> Reply:
         yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
         yield f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
         yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
+        for words, ranges in (("data.skip", progress.skip), ("rollbacks", progress.skipped_by_rollbacks)):
+            if ranges:
+                listed = ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges)
+                yield f"  left out  sequences {listed} ({words})"
         yield f"  optimizer {progress.optimizer}" + (", replicas that train apart" if progress.local_sgd else "")
         axes = (f"{axis} {progress.parallel.get(axis, 1)}" for axis in ParallelConfig().axes)
         yield f"  layout    {' x '.join(axis for axis in axes if not axis.endswith(' 1')) or 'one process'}"
