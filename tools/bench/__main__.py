@@ -13,7 +13,7 @@ from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 
 # The module NAME has `bench_NAME`, with - as _.
-BENCHMARKS = ("checkpoint", "data", "data-loading", "step", "layers", "local_sgd", "pipeline", "planner")
+BENCHMARKS = ("checkpoint", "data", "data-loading", "faults", "step", "layers", "local_sgd", "pipeline", "planner")
 ON_GPUS = ("step", "layers", "pipeline")
 _EPILOG = """\
 benchmarks:
@@ -23,6 +23,8 @@ benchmarks:
          and fully_shard
   data-loading  batches of one process from shards of ids, against torch's DataLoader over the same files, Megatron's
          indexed data set where megatron-core is installed, and 50 million tokens/s
+  faults real runs whose processes are killed, stopped, asked to end or spoilt: the seconds until that is found, against
+         the promised ones and against a plain torch program under torchrun (Linux)
   layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
          of the loss at vocabulary 128,256 in chunks, against the whole
   local_sgd  two replicas that synchronise every 20 steps, against two that sum gradients in every step, on the

@@ -1,0 +1,51 @@
+"""What goes wrong inside a rank, where no signal from outside can do it: a Llama that looks for a file before each
+forward, which says on which rank to call which function of this module. `fault.plant` writes it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.layers.positions import PackedDocuments
+from parallel3d.models.llama import Llama
+
+PLANT = "PARALLEL3D_FAULT_PLANT"  # the environment variable with the file's path
+
+
+class Planted(Llama):
+    """A Llama with a fault planted in it. `model.architecture` names it."""
+
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
+        plant = Path(os.environ.get(PLANT, "/nonexistent"))
+        if self.training and plant.exists():
+            rank, function = plant.read_text().split()
+            if dist.get_rank() == int(rank):
+                plant.unlink()
+                globals()[function](self)
+        return super().forward(x, key, documents)
+
+
+def loop_for_ever(model: nn.Module) -> None:
+    """Never returns, and keeps its core busy."""
+    while True:
+        pass
+
+
+def sleep_for_ever(model: nn.Module) -> None:
+    """Never returns, and does nothing."""
+    while True:
+        time.sleep(60)
+
+
+def raise_error(model: nn.Module) -> None:
+    """Fails as a bug does."""
+    raise ValueError("a planted fault")
+
+
+def abort(model: nn.Module) -> None:
+    """Ends the process as a failed assertion of a C++ library does."""
+    os.abort()

@@ -1,0 +1,8 @@
+"""All faults of `bench faults`, one a row: each kind has a file of its own. `fault.Fault` says what the fields mean."""
+
+from __future__ import annotations
+
+from parallel3d.tools.bench.faults.fault import Fault
+from parallel3d.tools.bench.faults.signal_rows import ASKED_TO_END, KILLED
+
+FAULTS: tuple[Fault, ...] = (*KILLED, *ASKED_TO_END)
