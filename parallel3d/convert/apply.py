@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -28,6 +29,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.ranges import any_of, divisors_near
+from parallel3d.convert.check import Example, checked
 from parallel3d.convert.forms import (
     ColumnForm,
     EmbeddingForm,
@@ -83,15 +85,21 @@ class ModulePlan:
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
 
-def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.Module:
+def tensor_parallelize(
+    module: nn.Module, mesh: DeviceMesh, rules: Rules, *, check: bool = True, example: Example | None = None
+) -> nn.Module:
     """Splits `module` over tp in place, as the table `rules` says, and returns it. `mesh` is the tp axis, or has one of
     that name. Every rank calls it with the same weights, on any device (on the meta device nothing is compared).
+
+    With `check` a tiny `example`, what the forward takes (by name or in order), goes forward and backward through the
+    module before and after, and all outputs and gradients must agree; a model of transformers needs no example.
 
     Call it before `fully_shard` and before the optimizer is built. Dropout of whole activations needs the same random
     state on all tp ranks. Modules that are tensor-parallel already stay as they are.
 
     Raises ValueError, with the module as it was: a pattern that matches nothing, a module that two rules match, a
-    linear or an embedding that none does, a size that tp does not divide, weights that differ between the ranks."""
+    linear or an embedding that none does, a size that tp does not divide, weights that differ between the ranks. Raises
+    ValueError, with the module split, where the check finds that it computes something else."""
     tp = mesh if mesh.ndim == 1 else mesh["tp"]
     axis = Axis.of(tp)
     plans = plan_modules(module, rules, axis.size)
@@ -99,17 +107,20 @@ def tensor_parallelize(module: nn.Module, mesh: DeviceMesh, rules: Rules) -> nn.
     if axis.size == 1:
         return module
     _refuse_different_weights(module, tp, axis)
-    placed = {parameter: on_axis(parameter, dim, tp, axis) for parameter, dim in dims.items()}  # tied ones stay tied
-    for plan in plans:
-        own = plan.part.module._parameters
-        own.update({name: placed[parameter] for name, parameter in own.items() if parameter is not None})
-        if plan.form in (EnterForm, ScatterForm) and plan.part.module._parameters:
-            reform(plan.part.module, ReplicatedForm, axis)
-        if plan.form is not None:
-            reform(plan.part.module, plan.form, axis, **plan.settings)
-    for plan in plans:  # at last: two layers of one parent may ask for the same new count
-        for (owner, attribute), count in plan.counts.items():
-            setattr(owner, attribute, count)
+    with checked(module, tp, example) if check else nullcontext():
+        placed = {
+            parameter: on_axis(parameter, dim, tp, axis) for parameter, dim in dims.items()
+        }  # tied ones stay tied
+        for plan in plans:
+            own = plan.part.module._parameters
+            own.update({name: placed[parameter] for name, parameter in own.items() if parameter is not None})
+            if plan.form in (EnterForm, ScatterForm) and plan.part.module._parameters:
+                reform(plan.part.module, ReplicatedForm, axis)
+            if plan.form is not None:
+                reform(plan.part.module, plan.form, axis, **plan.settings)
+        for plan in plans:  # at last: two layers of one parent may ask for the same new count
+            for (owner, attribute), count in plan.counts.items():
+                setattr(owner, attribute, count)
     return module
 
 
@@ -146,6 +157,14 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
             raise ValueError(
                 f"{part.name}: no rule says how to split this {type(part.module).__name__}; "
                 f'try "replicate", which leaves it whole on every rank'
+            )
+        parent = part.name.rpartition(".")[0]
+        beside = (each for name, each in styles.items() if name.rpartition(".")[0] == parent)
+        if whole and any(isinstance(each, Column) and each.unit for each in beside):  # such as Qwen 3's norms of heads
+            raise ValueError(
+                f"{part.name}: no rule says what this {type(part.module).__name__} works on, and the linear layers "
+                "beside it are split by heads; try Replicate(partial_gradient=True) where it works on heads, and "
+                '"replicate" where every rank has its whole input'
             )
         style = Replicate()
     match style:

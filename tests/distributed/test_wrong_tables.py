@@ -1,0 +1,196 @@
+"""Plausible tables that are wrong: `tensor_parallelize` refuses each, or catches it by its check, and none is silent.
+
+The tables of five models are right as they are. Each is spoiled in the ways in which people get a table wrong: a rule
+that is left out, a column for a row, heads that are not kept together or not counted, a norm of heads that is taken for
+one of whole activations, two products in one weight, a module that enters too early."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.convert import rules
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.rules import Column, Divide, Enter, Replicate, Row, Rules
+from tests.distributed.test_convert import PRELOAD as PRELOAD
+from tests.distributed.test_convert import TABLES, build
+
+DRAWN = 40
+
+
+def phi3() -> nn.Module:
+    """Its q, k and v are one product, and so are gate and up."""
+    import transformers as hf
+
+    config = hf.Phi3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=101, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.Phi3ForCausalLM(config)
+
+
+def opt() -> nn.Module:
+    """Its attention reshapes by a count of heads of its own."""
+    import transformers as hf
+
+    config = hf.OPTConfig(
+        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=101,
+        max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, do_layer_norm_before=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.OPTForCausalLM(config)
+
+
+OPT: Rules = {
+    "model.decoder.embed_tokens": "vocab",
+    "model.decoder.embed_positions": "replicate",
+    "**.self_attn": Divide(("num_heads",)),
+    "**.self_attn.q_proj": Column(unit="head_dim"),
+    "**.self_attn.k_proj": Column(unit="head_dim"),
+    "**.self_attn.v_proj": Column(unit="head_dim"),
+    "**.self_attn.out_proj": "row",
+    "**.layers.*.fc1": "column",
+    "**.layers.*.fc2": "row",
+    "**.layers.*.self_attn_layer_norm": "replicate",
+    "**.layers.*.final_layer_norm": "replicate",
+    "lm_head": Column(gather_output=True),
+}
+PHI3: Rules = {
+    "model.embed_tokens": "vocab",
+    "**.self_attn.qkv_proj": "column",
+    "**.self_attn.o_proj": "row",
+    "**.mlp.gate_up_proj": "column",
+    "**.mlp.down_proj": "row",
+    "lm_head": Column(gather_output=True),
+}
+
+
+def without(table: Rules, *names: str) -> Rules:
+    return {name: rule for name, rule in table.items() if not name.endswith(names)}
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], Rules, str]] = {
+    "norms of heads without a rule": (lambda: build("qwen3"), rules.LLAMA, "q_norm: no rule says what"),
+    "norms of heads taken for whole ones": (
+        lambda: build("qwen3"),
+        {**rules.QWEN3, "**.layers.*.self_attn.q_norm": Replicate(), "**.layers.*.self_attn.k_norm": Replicate()},
+        "k_norm.weight: its gradient differs",
+    ),
+    "q, k and v in one product": (phi3, PHI3, "self_attn"),
+    "gate and up in one product": (
+        phi3,
+        {
+            **without(PHI3, "qkv_proj", "o_proj"),
+            "**.self_attn.qkv_proj": "replicate",
+            "**.self_attn.o_proj": "replicate",
+        },
+        "mlp",
+    ),
+    "heads that are not divided": (opt, without(OPT, "self_attn"), "split module cannot be computed|output differs"),
+    "a whole block entered": (
+        lambda: build("llama"),
+        {**without(rules.LLAMA, "self_attn", "mlp"), "**.layers.*": Enter()},
+        "gradient differs",
+    ),
+}
+
+
+def refuse(build_model: Callable[[], nn.Module], table: Rules, words: str) -> None:
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    with pytest.raises(ValueError, match=words):
+        tensor_parallelize(build_model(), tp, table)
+
+
+def refuse_named(name: str) -> None:
+    refuse(*WRONG[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plausible_table_that_is_wrong_is_refused(world: Callable, name: str) -> None:
+    world(2).run(refuse_named, name)
+
+
+def spoiled(draw: random.Random) -> tuple[str, Rules, str]:
+    """Draws a model and spoils its table in one place. Returns what was done, too."""
+    kind = draw.choice(sorted(TABLES))
+    table = dict(TABLES[kind])
+    name = draw.choice([name for name in table if name != "transformer.wpe"])
+    rule = table[name]
+    match rule:
+        case Column(gather_output=True):
+            table[name] = Row()
+        case Column(unit=None):
+            table[name] = draw.choice([Row(), Replicate()])
+        case Column(packed=3):
+            table[name] = draw.choice([Column(), Column(unit="head_dim"), Replicate()])
+        case Column():
+            table[name] = draw.choice([Replicate(), Row()])
+        case Row():
+            table[name] = draw.choice([Column(), Replicate(), Column(gather_output=True)])
+        case Replicate(partial_gradient=True):
+            table[name] = Replicate()
+        case Enter():
+            outer = name.rpartition(".")[0]
+            del table[name]
+            table[outer] = Enter()
+        case _:
+            del table[name]
+    return kind, table, f"{kind}: {name} as {table.get(name, 'nothing')}"
+
+
+def refuse_drawn(seed: int) -> list[str]:
+    """Returns the drawn tables of this process's that were accepted."""
+    draw, tp, silent = random.Random(seed), init_device_mesh("cpu", (get_world_size(),)), []
+    models: dict[str, Any] = {kind: build(kind) for kind in TABLES}
+    for _ in range(DRAWN):
+        kind, table, done = spoiled(draw)
+        try:
+            tensor_parallelize(copy.deepcopy(models[kind]), tp, table)
+            silent.append(done)
+        except ValueError:
+            pass
+    return silent
+
+
+def test_no_table_that_is_spoiled_in_one_place_is_accepted_in_silence(world: Callable) -> None:
+    assert world(2).run(refuse_drawn, 0) == [[], []]
+
+
+def test_a_model_that_tells_no_example_needs_one(world: Callable) -> None:
+    world(2).run(ask_for_an_example)
+
+
+def ask_for_an_example() -> None:
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    torch.manual_seed(0)
+    table: Rules = {"0": "column", "2": "row"}
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=r"example=\(tensor,\)"):
+        tensor_parallelize(model, tp, table)
+    tensor_parallelize(copy.deepcopy(model), tp, table, check=False)
+    split = tensor_parallelize(model, tp, table, example=(torch.ones(2, 4),))
+    assert split(torch.ones(1, 4)).shape == (1, 3)
+    assert all(parameter.grad is None for parameter in split.parameters()) and split.training
+
+
+def stay_in_bfloat16() -> None:
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    whole = build("llama").to(torch.bfloat16)
+    split = tensor_parallelize(copy.deepcopy(whole), tp, rules.LLAMA)
+    for (name, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours.full_tensor(), theirs), name  # type: ignore[attr-defined]
+    for (name, ours), theirs in zip(split.named_buffers(), whole.buffers(), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+
+
+def test_a_model_in_16_bits_is_checked_in_float32_and_stays_what_it_was(world: Callable) -> None:
+    world(2).run(stay_in_bfloat16)
