@@ -49,6 +49,10 @@ class RankError(Parallel3dError):
     exit_status = 70  # a worker died, raised or hung
 
 
+class ReplicaError(Parallel3dError):
+    exit_status = 70  # ranks that must hold the same tensors do not
+
+
 class ScheduleError(Parallel3dError):
     exit_status = 70  # a pipeline schedule that cannot run to its end
 

@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
+from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import Pointwise, initial_part, set_fused_gradients
 from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.mesh import Axis
+from parallel3d.mesh import Axis, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
@@ -132,6 +133,11 @@ def parallelize(
         stages.append(Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients))
         data.append(sharded)
         parameters += owned
+
+    if initialize:  # an initializer of the user's may draw from a generator of its own
+        advice = "an initializer must draw from the generator that it is given, and from no other"
+        copies = copies_of(parameters, {}, axes_of(mesh))
+        refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
 
     # "seq" is the local sequence: under sequence parallelism what crosses is split along it (`Trainer`).
     boundary = TensorSpec(("batch", "seq", model.hidden), dtypes.compute)

@@ -223,6 +223,7 @@ class TrainConfig:
     sample_temperature: float = within("above 0 and finite", 1.0, example="0.8")  # divides the logits of what is drawn
     sample_seed: int | None = within("at least 0", None, example="0")  # None: train.seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compare_replicas_every: int | None = None  # steps between comparisons of what ranks must hold alike; None: none
     # The longest that workers wait for each other until the first step is done, which loads, compiles and connects ...
     start_timeout_s: float = within("above 0 and at most 10000000", 1800.0)
     timeout_s: float = within("above 0 and at most 10000000", 300.0)  # ... and from then on

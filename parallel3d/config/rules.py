@@ -384,6 +384,12 @@ def warnings_for(recipe: Recipe) -> Iterator[str]:
         yield f"<optimizer.decay_steps>: shorter than <train.steps>; {words}, {lowest}"
     if train.precision != "fp16" and recipe.loss_scale != type(recipe.loss_scale)():
         yield "loss_scale: not used, because <train.precision> needs no scaling; try train.precision=fp16"
+    every, compared = recipe.checkpoint.every, train.compare_replicas_every
+    if every is not None and compared is not None and every % compared:
+        words = (
+            "a checkpoint may hold what no comparison has seen; a divisor of <checkpoint.every> compares before each"
+        )
+        yield f"<train.compare_replicas_every>: {words}"
     if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
         full = train.global_batch_size
         yield f"<train.batch_warmup_steps>: more than <train.steps>; the batch never has its full size of {full}"

@@ -23,7 +23,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,7 +42,7 @@ from parallel3d.convert.forms import (
     reform,
 )
 from parallel3d.convert.rules import WORDS, Column, Divide, Enter, Replicate, Row, Rules, Scatter, Style, Vocab
-from parallel3d.layers.collectives import all_reduce_max
+from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import Axis
 
@@ -257,9 +256,8 @@ def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> 
     named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor) and not p.is_meta]
     if not named:
         return
-    sums = torch.stack([p.detach().double().sum() for _, p in named]).to(tp.device_type).nan_to_num()
-    largest, smallest = all_reduce_max(torch.stack((sums, -sums)), axis)
-    for (name, _), differs in zip(named, (largest != -smallest).tolist(), strict=True):
+    differing = differ(fingerprints([p for _, p in named]).to(tp.device_type), axis)
+    for (name, _), differs in zip(named, differing.tolist(), strict=True):
         if differs:
             raise ValueError(
                 f"{name}: starts from other values on another tp rank; load the same checkpoint on every rank, or call "

@@ -77,7 +77,11 @@ def name_suspects(
 def _own_evidence(loss: Tensor, squares: Sequence[tuple[LocalParameter, Tensor]]) -> Evidence:
     numbers = torch.stack([loss.double(), *(square for _, square in squares)])
     is_good_loss, *good = numbers.isfinite().tolist()
-    bad = [(_place(parameter.name, at), parameter.name) for at, (parameter, _) in enumerate(squares) if not good[at]]
+    bad = [
+        ((place_in_model(parameter.name), at), parameter.name)
+        for at, (parameter, _) in enumerate(squares)
+        if not good[at]
+    ]
     # A parameter that was stepped in the backward has dropped its gradient, and got what was wrong with it.
     unstepped = [parameter for parameter, _ in squares if parameter.local.grad is not None]
     bad_weights = [p.name for p in unstepped if not torch.linalg.vector_norm(p.local.detach().float()).isfinite()]
@@ -90,12 +94,12 @@ def _own_evidence(loss: Tensor, squares: Sequence[tuple[LocalParameter, Tensor]]
     )
 
 
-def _place(name: str, index: int) -> tuple[int, int]:
-    """Returns where a parameter is in the whole model: its block, and its index among those of this rank."""
+def place_in_model(name: str) -> int:
+    """Returns where a parameter is in the whole model: the number of its block, or one before or behind all blocks."""
     block = re.match(r"layers\.(\d+)\.", name)
     if block is not None:
-        return int(block[1]), index
-    return (-1 if name.split(".")[0] in FIRST_PARTS else _BEHIND_ALL_BLOCKS), index
+        return int(block[1])
+    return -1 if name.split(".")[0] in FIRST_PARTS else _BEHIND_ALL_BLOCKS
 
 
 def _adds_to(parallel: ParallelConfig, rank: int, other: int, replicas_train_apart: bool) -> bool:

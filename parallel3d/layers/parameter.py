@@ -27,6 +27,7 @@ from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.gradients import DelayedGradients, accumulate_or_return, as_dtensor, local_tensor
 from parallel3d.layers.regions import (
@@ -117,7 +118,8 @@ class ParallelModule(nn.Module):
         seeds on all ranks give the same global tensor for any tp. On the meta device nothing is drawn. Without a spec
         the name is registered as None, as torch does for a bias that a layer does not have.
 
-        Raises ValueError where tp does not divide the dim that is split.
+        Raises ValueError where tp does not divide the dim that is split, and on all tp ranks where a parameter that
+        each of them holds whole was not drawn alike: their fingerprints are compared, 16 bytes over tp.
         """
         if spec is None:
             self.register_parameter(name, None)
@@ -132,9 +134,18 @@ class ParallelModule(nn.Module):
         if not full.is_meta:
             with torch.no_grad():
                 spec.init(full, None)
+            if spec.dim is None and spec.init not in (ones, zeros):
+                self._refuse_another_draw(name, full)
         local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
         self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
+
+    def _refuse_another_draw(self, name: str, full: Tensor) -> None:
+        if self.tp is not None and differ(fingerprints([full]).to(self.tp.device_type), self.axis).any():
+            raise ValueError(
+                f"{type(self).__name__}.{name} {list(full.shape)}: was drawn differently on another tp rank, and each "
+                "holds it whole; call torch.manual_seed(0) on every tp rank before the model is built"
+            )
 
     def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
         """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""

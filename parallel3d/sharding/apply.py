@@ -9,6 +9,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.rules_layout import replication_error
 from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
+from parallel3d.layers.agreement import differ, fingerprints
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
@@ -33,7 +35,8 @@ def shard(
     `wrap` says which modules are gathered or reduced in one go (`units_of`; None: each block). `dtypes` are by default
     the model's own. Gradients are averaged over the data ranks, or summed without `average`.
 
-    Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not suit each other.
+    Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not suit each other, and on
+    all ranks if the model's tensors are not the same on all data ranks.
     """
     if strategy not in get_args(ShardingName):
         raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}")
@@ -44,12 +47,27 @@ def shard(
     if axes.every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
         return ShardedData(model)
+    _refuse_different_models(model, axes)
     units = units_of(model, wrap)
     if strategy in REPLICATED or axes.every.size == 1:
         split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
         return ReplicatedData(model, units, Reduction(axes, dtypes, split, average), options)
     frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
     return FullyShardedData(model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward)
+
+
+def _refuse_different_models(model: nn.Module, axes: DataAxes) -> None:
+    """Raises ValueError where data ranks start from different weights. On the meta device nothing is compared."""
+    named = [(name, local_tensor(p.detach())) for name, p in model.named_parameters() if not p.is_meta]
+    if not named or axes.every.size == 1:
+        return
+    numbers = fingerprints([tensor for _, tensor in named]).to(axes.mesh.device_type)
+    for (name, _), differs in zip(named, differ(numbers, axes.every).tolist(), strict=True):
+        if differs:
+            raise ValueError(
+                f"{name}: starts from other values on another data rank; call torch.manual_seed(0) on every rank "
+                "before the model is built, or load the same checkpoint on all"
+            )
 
 
 def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:

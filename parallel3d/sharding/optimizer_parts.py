@@ -138,10 +138,14 @@ class LocalParameter:
         """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold together."""
         return self.part.distributed(local)
 
+    @property
+    def repeated_over(self) -> frozenset[str]:
+        """The names of the axes on whose ranks this part is the same."""
+        return self.part.repeated_over | ({"tp"} if self.spec.dim is None else frozenset())
+
     def copies(self, axes: Mapping[str, Axis]) -> int:
         """Returns how many ranks of this pipeline stage have the same part."""
-        over = self.part.repeated_over | ({"tp"} if self.spec.dim is None else set())
-        return math.prod(axes[name].size for name in over)
+        return math.prod(axes[name].size for name in self.repeated_over)
 
 
 def local_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedData) -> list[LocalParameter]:

@@ -153,6 +153,18 @@ class NonFiniteSteps(StepHook):
         raise NonFiniteError(f"{found}; {left}. A lower optimizer.lr or more optimizer.warmup_steps may do")
 
 
+class CompareReplicas(StepHook):
+    """Compares what ranks must hold alike after each `every` steps, and ends the run by a ReplicaError where they do
+    not. `compare` does it; all ranks call it."""
+
+    def __init__(self, every: int, compare: Callable[[str], None]) -> None:
+        self._every, self._compare = every, compare
+
+    def after_step(self, step: int) -> None:
+        if step % self._every == 0:
+            self._compare(f"step {step}")
+
+
 class CountLabelsFirst(StepHook):
     """Divides the loss by the number of labels in the global batch (in this replica's share of it, where replicas train
     apart). The labels are counted before the backward, because a gradient that is stepped with in the backward cannot

@@ -14,6 +14,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import Recipe, SequenceRange
 from parallel3d.data.loader import Batch, Documents, WrongId
 from parallel3d.data.order import LeftOut
+from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.diagnosis.suspects import name_suspects
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
@@ -87,6 +88,8 @@ class Trainer:
             self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
         if self.local_sgd is not None:
             self.hooks.append(hooks.TrainApart(self.local_sgd))
+        if recipe.train.compare_replicas_every is not None:
+            self.hooks.append(hooks.CompareReplicas(recipe.train.compare_replicas_every, self.compare_replicas))
 
     @property
     def left_out(self) -> LeftOut:
@@ -141,6 +144,16 @@ class Trainer:
         self.tokens += result.tokens
         self.skipped_steps += result.is_skipped
         return result
+
+    def compare_replicas(self, when: str) -> None:
+        """Raises ReplicaError, on all ranks, where the parameters or optimizer states of ranks that must hold the same
+        ones differ; every rank calls it. `when` begins the message."""
+        states = self.optimizer.state
+        copies = [*copies_of(self.parameters, states, self.axes), *self.update.gradients.copies(states)]
+        if self.local_sgd is not None:
+            copies.append(self.local_sgd.copies)
+        advice = "go on from a checkpoint that is not newer than the last comparison"
+        refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
     def evaluate(self, batch: Batch) -> float:
         """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all` does of several."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig, Recipe
+from parallel3d.diagnosis.replicas import Copies, States, tensors_of
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
@@ -146,6 +147,13 @@ class GradientSync:
         # A rank that is both ends, as on a V, has the tied weight twice; a single stage has it once.
         named = [[p for p in parameters if p.name == name] for name in tied] if ends[0] == ends[1] else []
         self._pairs = [pair for pair in named if len(pair) == 2]
+
+    def copies(self, states: States) -> list[Copies]:
+        """Returns the tied weights and their optimizer states, which both ends of this pipeline hold."""
+        if self._ends is None or not self._tied:
+            return []
+        axis = Axis(2, dist.get_rank(self._ends), self._ends)
+        return [Copies(axis, tensors_of(self._tied, states))]
 
     def complete(self) -> None:
         """Sums the gradients: one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each

@@ -111,7 +111,7 @@ FAULTS = {
         "        super().__init__(config, placement, *rest, selective=selective)\n"
         "        init = lambda tensor, generator: tensor.normal_(0.5, 0.1)\n"
         "        self.scale.specs['weight'] = ParameterSpec((config.hidden,), None, init)\n",
-        {"dp_replicate": 2},
+        {"dp_shard": 2},  # which cuts them, so that no two ranks hold the same
         r"differs first before training: initial weight of layers\.0\.scale\.weight",
     ),
     "something that no checkpoint has": (

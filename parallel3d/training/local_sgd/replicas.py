@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import LocalSgdConfig
+from parallel3d.diagnosis.replicas import Copies
 from parallel3d.errors import NonFiniteError
 from parallel3d.layers.collectives import all_reduce, all_reduce_over
 from parallel3d.mesh import Axis
@@ -116,6 +117,15 @@ class LocalSgd:
         # What is on its way, by fragment: an empty list once all of its buckets have arrived.
         self._on_their_way: dict[int, list[tuple[list[OuterParameter], MeanOverReplicas]]] = {}
         self._same = set(range(config.fragments))  # fragments whose outer parameters the replicas now have
+
+    @property
+    def copies(self) -> Copies:
+        """What all replicas hold alike while they train apart: the outer parameters and their momentum."""
+        tensors = {f"outer {outer.inner.name}": outer.value for outer in self.parameters}
+        for outer in self.parameters:
+            states = self.optimizer.state[outer.value]
+            tensors |= {f"optimizer.outer.{kind}.{outer.inner.name}": state for kind, state in states.items()}
+        return Copies(self.replicas, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def mean(self, x: Tensor) -> Tensor:
         """Returns the mean of `x` over the replicas. It is sent in every step, so keep it small."""
