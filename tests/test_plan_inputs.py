@@ -66,7 +66,12 @@ BAD_INPUTS = [
     (f"{ASKED} --fix schedule=1f1b vpp=2", "virtual_stages = 2: needs parallel.schedule = interleaved_1f1b,"),
     (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
     (f"{ASKED} --fix tpp=8", "--fix tpp=8: not a key of the layout with its value, such as tp=8; did you mean tp?"),
-    (f"{ASKED} --fix cp=8", "--fix cp=8: context parallelism is not among this trainer's axes"),
+    (f"{ASKED} --fix cp=8", "cp = 8: context parallelism is not among the axes of parallel3d; longer"),
+    (f"{ASKED} --fix ep=8", "ep = 8: divides the experts of a mixture over ranks, and llama3-8b has none"),
+    (f"{ASKED} --engine megatron-core --fix cp=3", "cp = 3: each rank has two of twice as many parts"),
+    (f"--model mixtral-8x7b --engine nemo --fix ep=3 {ON}", "ep = 3: must divide mixtral-8x7b's 8 experts; try"),
+    (f"--model mixtral-8x7b {ON}", "a mixture of 8 experts, 2 of them for a token, which this project"),
+    (f"--model mixtral-8x7b --engine unknown {ON}", "which unknown does not train here; price it for megatron-core"),
     (f"{ASKED} --fix dp=8", "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard"),
     (f"{ASKED} --fix recompute=full every=4", "recompute_every = 4: is for parallel.recompute = every_n"),
     (f"{ASKED} --full", "--full: writes a recipe with every key; add --emit-recipe plan.yaml"),
@@ -89,8 +94,9 @@ BAD_INPUTS = [
     (f"--layers 3 {ON}", "--hidden, --heads, --vocab: required where there is no --model"),
     (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", "heads = 7: must divide hidden = 100; try 1, 2, 4, 5,"),
     (f"--model uneven.json {ON}", "uneven.json: heads = 7: must divide hidden = 256"),
-    (f"--model mixtral.json {ON}", "model_type = mixtral: a mixture of 8 experts, 2 of them for a token, and models"),
-    (f"--model gemma.json {ON}", "model_type = gemma2: Gemma's scaled embeddings"),
+    (f"--model mixtral.json {ON}", "mixtral.json: hidden_size: required and not given"),
+    (f"--model layers.json {ON}", "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after"),
+    (f"--model gemma.json {ON}", "gemma.json: hidden_size: required and not given"),
     (f"--model bert.json {ON}", "bert.json: model_type = bert: must be one of gpt2, llama"),
     (f"--model missing.json {ON}", "missing.json: hidden_size: required and not given"),
     (f"--model text.json {ON}", 'text.json: hidden_size = "big": must be a whole number'),
@@ -128,6 +134,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("bert.json").write_text('{"model_type": "bert"}')
     experts = '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}'
     Path("mixtral.json").write_text(experts)
+    Path("layers.json").write_text('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}')
     Path("gemma.json").write_text('{"model_type": "gemma2"}')
     Path("missing.json").write_text(json.dumps({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}))
     Path("text.json").write_text(json.dumps({**LLAMA, "hidden_size": "big"}))

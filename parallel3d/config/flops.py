@@ -10,8 +10,16 @@ def block_weights(*, hidden: int, query_hidden: int, kv_hidden: int, ffn_hidden:
     return hidden * (2 * query_hidden + 2 * kv_hidden + ffn_matrices * ffn_hidden)
 
 
+def attended_keys(seq_len: int, window: int | None) -> float:
+    """Returns how many keys `training_flops_per_token` counts for a query: all of the sequence, whose causal half is
+    counted whole; and under a window as much of that as the window leaves of the pairs."""
+    if window is None or window >= seq_len:
+        return seq_len
+    return window * (2 - window / seq_len)
+
+
 def training_flops_per_token(
-    *, layers: int, hidden: int, query_hidden: int, weights_per_block: int, vocab: int, seq_len: int
+    *, layers: int, hidden: int, query_hidden: int, weights_per_block: float, vocab: int, seq_len: float
 ) -> float:
     """Returns the operations of a token's forward and backward: 6 for each weight of a matrix, the head's included, and
     12 L Q S for attention, Q features of all queries. Recomputation, norms, biases and look-ups are not counted, and

@@ -62,7 +62,11 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def from_hugging_face(path: Path) -> ModelConfig:
     """Returns the model of a `config.json`, without a name. Raises ConfigError where it is of another family or its
     numbers do not agree."""
-    config = read_config_json(path)
+    return model_of(read_config_json(path), path)
+
+
+def model_of(config: dict[str, Any], path: Path) -> ModelConfig:
+    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does."""
     kind = config.get("model_type", "(not given)")
     if kind not in _KEYS:
         what = _what_is_missing(str(kind), config)
@@ -71,13 +75,8 @@ def from_hugging_face(path: Path) -> ModelConfig:
         config.setdefault("head_dim", 128)  # transformers' own default
     numbers: dict[str, Any] = {}
     for ours, theirs in _KEYS[kind].items():
-        value = config.get(theirs)
-        if theirs not in config and theirs not in _OPTIONAL:
-            raise ConfigError(f"{path}: {theirs}: required and not given")
-        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
-        if not is_whole and not (value is None and theirs in _OPTIONAL):
-            raise ConfigError(f"{path}: {theirs} = {json.dumps(value)}: must be a whole number")
-        numbers[ours] = value if value is None else int(value)
+        is_open = theirs in _OPTIONAL and config.get(theirs) is None
+        numbers[ours] = None if is_open else whole_number(config, theirs, path)
     is_gpt, head_dim, rope = kind == "gpt2", numbers.get("head_dim"), _rope(config, path)
     if is_gpt and numbers["ffn_hidden"] is None:
         numbers["ffn_hidden"] = 4 * numbers["hidden"]
@@ -89,7 +88,7 @@ def from_hugging_face(path: Path) -> ModelConfig:
         tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        window=_sliding_window(config),
+        window=sliding_window(config) if windowed_layers(config) else None,
         norm_eps=_number({eps: usual_eps, **config}, eps, path),
         init_std=_number({"initializer_range": 0.02, **config}, "initializer_range", path),
         rope_theta=_number({"rope_theta": 10_000.0, **rope}, "rope_theta", path),
@@ -121,21 +120,23 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
         yield f"rope_scaling's {', '.join(unknown)} of config.json is left out: recipes have no key for it"
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         yield "partial_rotary_factor of config.json is left out: a Llama of this project turns whole heads"
-    is_first_whole = config.get("model_type") in ("qwen2", "qwen3") and config.get("max_window_layers", 28) > 0
-    if _sliding_window(config) and (
-        "full_attention" in config["layer_types"] if config.get("layer_types") else is_first_whole
-    ):
+    if 0 < windowed_layers(config) < config.get("num_hidden_layers", 0):
         yield "sliding_window of config.json is taken for all layers: a recipe's model.window is one for all"
 
 
 def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Yields what a config.json says and a plan does not count."""
     yield from left_out(config, path)
-    window = _sliding_window(config)
-    if window:
+    yield from window_notes(config)
+
+
+def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how a plan counts a window."""
+    if layers := windowed_layers(config):
+        of = f"{layers} of {config.get('num_hidden_layers')}" if layers != config.get("num_hidden_layers") else "all"
         yield (
-            f"sliding_window {window} of config.json is model.window of the recipe; times and memory are of whole "
-            "attention: a longer seq_len needs a mask, which saves nothing and costs the fastest kernel"
+            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of attention with it in "
+            f"{of} layers, and memory as of whole attention"
         )
 
 
@@ -251,11 +252,37 @@ def _what_is_missing(kind: str, config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
+def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Keys that a query sees at most; None: all. Qwens name a window and use it only where they say so."""
     is_used = config.get("use_sliding_window", config.get("model_type") not in ("qwen2", "qwen3"))
     window = config.get("sliding_window")
     return int(window) if window and is_used else None
+
+
+def windowed_layers(config: Mapping[str, Any]) -> int:
+    """Returns in how many layers `sliding_window` holds: as `layer_types` lists them, or by the family's own rule."""
+    layers, kind = config.get("num_hidden_layers"), str(config.get("model_type"))
+    if sliding_window(config) is None or not isinstance(layers, int):
+        return 0
+    if types := config.get("layer_types"):
+        return list(types).count("sliding_attention")
+    if kind in ("qwen2", "qwen3"):  # the layers from this one on
+        return max(0, layers - int(config.get("max_window_layers", 28)))
+    if kind == "gemma2":  # every other layer, the first among them
+        return (layers + 1) // 2
+    if kind.startswith("gemma3"):  # all but each so-many-th
+        return layers - layers // int(config.get("sliding_window_pattern", 6))
+    return layers
+
+
+def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
+    """Returns the number of a key. Raises ConfigError where it is missing or no whole number."""
+    if key not in config:
+        raise ConfigError(f"{path}: {key}: required and not given")
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+        raise ConfigError(f"{path}: {key} = {json.dumps(value)}: must be a whole number")
+    return int(value)
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.flops import PeakOf, training_flops_per_token
+from parallel3d.config.flops import PeakOf, attended_keys, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
 
@@ -129,7 +129,7 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
         query_hidden=config.query_hidden,
         weights_per_block=block_weights,
         vocab=config.vocab,
-        seq_len=seq_len,
+        seq_len=attended_keys(seq_len, config.window),
     )
 
 

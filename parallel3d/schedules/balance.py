@@ -21,7 +21,7 @@ class PartCosts:
     head: float
 
     @classmethod
-    def of(cls, *, block_weights: int, hidden: int, query_hidden: int, vocab: int, seq_len: int) -> PartCosts:
+    def of(cls, *, block_weights: float, hidden: int, query_hidden: int, vocab: int, seq_len: int) -> PartCosts:
         """Counts operations per token from the weights in a block's matrices. Each weight costs two operations, and
         causal attention multiplies with half of seq_len keys on average. An embedding is looked up: it reads and writes
         `hidden` numbers, next to nothing beside a block."""

@@ -67,7 +67,7 @@ def emit(options: argparse.Namespace, asked: ParsedQuestion, plan: Plan, launch:
     if best is None:
         return
     if path is None:
-        if asked.model.recipe is not None:
+        if asked.model.recipe is not None and plan.question.program.is_parallel3d:
             yield _override_command(asked, asked.model.recipe, recipe_of_plan(asked, plan, best, run="plan"))
         return
     recipe = recipe_of_plan(asked, plan, best, run=path.stem)

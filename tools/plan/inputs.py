@@ -12,9 +12,10 @@ from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
+from parallel3d.planner.model.planned_run import EngineLayout
 from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
-from parallel3d.planner.published.programs import in_precision, named_program
+from parallel3d.planner.published.programs import in_precision, named_program, programs
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.schedules.registry import ScheduleName
@@ -48,17 +49,15 @@ _ALIASES = {
     "shard": "dp_shard",
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
 }
 # Keys of other programs that no key here stands for, and what to do instead.
 _ELSEWHERE = {
-    "cp": "context parallelism is not among this trainer's axes; longer sequences fit with recompute=full",
-    "ep": "expert parallelism is not among this trainer's axes, which has no mixtures of experts",
     "dp": "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both",
     "zero": "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3",
 }
 _ELSEWHERE |= {
-    "context_parallel_size": _ELSEWHERE["cp"],
-    "expert_model_parallel_size": _ELSEWHERE["ep"],
     "data_parallel_size": _ELSEWHERE["dp"],
     "zero_stage": _ELSEWHERE["zero"],
 }
@@ -107,6 +106,13 @@ def read_question(
     cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))
     precision = options.precision or (train.precision if train else "bf16")
     program = _program(options, cluster, precision, compiled=bool(train and train.compile))
+    if (experts := model.shape.experts) is not None and "ep" not in program.axes:
+        able = ", ".join(name for name, each in programs().items() if "ep" in each.axes)
+        what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token, which"
+        whose = (
+            "this project's trainer does not train" if program.is_parallel3d else f"{program.name} does not train here"
+        )
+        raise ConfigError(f"--model {model.shape.name}: {what} {whose}; price it for {able} by --engine megatron-core")
     question = Question(
         shape=model.shape,
         cluster=cluster,
@@ -117,7 +123,7 @@ def read_question(
         program=program,
         fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
-        **_memory_limit(options, program, devices, precision),
+        **_memory_limit(options, program, devices, precision, is_mixture=experts is not None),
     )
     more = list(notes(model.recipe)) if model.recipe else []
     if model.longest is not None and seq_len > model.longest:
@@ -167,11 +173,12 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
         said = {"schedule": "interleaved_1f1b", **said}
     if "recompute_every" in said:
         said = {"recompute": "every_n", **said}
-    return ParallelConfig(**{"sequence_parallel": said.get("tp", 1) > 1, **said})
+    said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
+    return EngineLayout(**said) if {"cp", "ep"} & {*said} else ParallelConfig(**said)
 
 
 def _memory_limit(
-    options: argparse.Namespace, program: TrainingProgram, devices: int, precision: str
+    options: argparse.Namespace, program: TrainingProgram, devices: int, precision: str, *, is_mixture: bool
 ) -> dict[str, Any]:
     """Returns how full a device may be predicted to get: as --mem-fraction says, or as full as leaves the risk of not
     fitting that --risk says."""
@@ -182,7 +189,7 @@ def _memory_limit(
     risk = _RISK if options.risk is None else options.risk
     if not 0 < risk < 1:
         raise ConfigError(f"--risk {risk:g}: must be a chance above 0 and below 1; try 0.05")
-    spread = memory_spread(program, devices, precision, recorded_accuracy())
+    spread = memory_spread(program, devices, precision, recorded_accuracy(), is_mixture)
     return {"memory_fraction": min(1.0, round(safe_share(spread, risk), 3)), "risk": risk}
 
 

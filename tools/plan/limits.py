@@ -12,6 +12,7 @@ from math import prod
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
 from parallel3d.planner.report.page import header
@@ -20,6 +21,7 @@ from parallel3d.planner.report.text import (
     days_column,
     gib,
     layout_columns,
+    layout_head,
     layout_text,
     links_text,
     money,
@@ -83,8 +85,10 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
         found = largest_batch(question)
         none = f"not even one sequence of {question.seq_len} tokens on each data rank fits {on}"
     else:
-        found = largest_model(question) if name == "model" else largest_named(question, all_named())
+        found = largest_model(question) if name == "model" else largest_named(question, _planned_shapes(question))
         none = f"none fits {on} at sequences of {question.seq_len}"
+        if name == "model" and question.shape.experts is not None:
+            none = "not told of a mixture, whose experts may grow in number or in size"
     if found is None:
         return Limit(name=name, told=none)
     q, shape = found.question, found.question.shape
@@ -103,6 +107,11 @@ def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
         width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, ffn {shape.ffn_hidden}"
         told = f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
     return Limit(name=name, told=told, strategy=found)
+
+
+def _planned_shapes(question: Question) -> list[ModelShape]:
+    """Returns the named models that the program can train; mixtures are of those that have their axis."""
+    return [shape for shape in all_named() if shape.experts is None or "ep" in question.program.axes]
 
 
 def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
@@ -174,7 +183,7 @@ def _sizes_page(
     links = links_text(cluster)
     yield from wrapped("hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links}")
     yield ""
-    head = f"   gpus  tp  pp  vs  dp s x r  mb recompute{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
+    head = f"   gpus{layout_head(question.program)}{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
     least = next((each.cost.tokens_per_s_per_gpu for each in sizes.values() if isinstance(each, Strategy)), 1.0)
     for gpus, found in sizes.items():

@@ -8,14 +8,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallel3d.config.hugging_face import check_model, from_hugging_face, notes_on, read_config_json
+from parallel3d.config.hugging_face import (
+    check_model,
+    model_of,
+    notes_on,
+    read_config_json,
+    window_notes,
+    windowed_layers,
+)
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
+from parallel3d.planner.model.foreign import foreign_notes, foreign_shape, text_part
 from parallel3d.planner.model.named import card_config, named_shape, shape_names
-from parallel3d.planner.model.parameters import model_flops_per_token, rank_numel, total_parameters
+from parallel3d.planner.model.parameters import (
+    active_parameters,
+    expert_numel,
+    model_flops_per_token,
+    rank_numel,
+    total_parameters,
+    whole_model,
+)
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import si
@@ -77,15 +92,7 @@ def read_model(text: str) -> Model:
     if path.is_dir():
         raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
-        config, said = from_hugging_face(path), read_config_json(path)
-        name = path.resolve().parent.name if path.stem == "config" else path.stem
-        return Model(
-            shape=replace(from_config(config), name=name),
-            said=text,
-            config=config,
-            longest=said.get("max_position_embeddings"),
-            notes=tuple(notes_on(said, path)),
-        )
+        return _of_config_json(path, text)
     recipes, cards = shipped_recipes(), shape_cards()
     if path.suffix in (".yaml", ".yml") or text in recipes:
         recipe = load_recipe(recipes.get(text, path), cards=cards)
@@ -95,6 +102,27 @@ def read_model(text: str) -> Model:
         raise unknown_name("model", text)
     card = card_config(known, cards[known]) if known in cards else None
     return Model(shape=named_shape(known, cards), said=text, config=card)
+
+
+def _of_config_json(path: Path, text: str) -> Model:
+    """Returns the model of a config.json: of a family that the trainer has, or of one that is only planned."""
+    said = read_config_json(path)
+    name = path.resolve().parent.name if path.stem == "config" else path.stem
+    foreign = foreign_shape(said, name, path)
+    if foreign is not None:
+        part = text_part(said)
+        notes = (*foreign_notes(said), *window_notes(part))
+        return Model(shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes)
+    # Phi 3 is a Llama whose matrices are packed in its files.
+    plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
+    config = model_of(plain, path)
+    return Model(
+        shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(plain)),
+        said=text,
+        config=config,
+        longest=said.get("max_position_embeddings"),
+        notes=tuple(notes_on(plain, path)),
+    )
 
 
 def _from_numbers(options: argparse.Namespace) -> ModelConfig:
@@ -129,17 +157,31 @@ def _list(shapes: list[ModelShape]) -> Iterator[str]:
 
 
 def _show(shape: ModelShape) -> Iterator[str]:
-    total = total_parameters(shape)
+    total, experts = total_parameters(shape), shape.experts
     embedding = rank_numel(shape, (StageSlice(layers=0, embedding=True, head=False),), 1)
-    block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
-    yield f"{shape.name}: {total:,} parameters ({si(total)})"
+    block, first = (rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False, dense=d),), 1) for d in (0, 1))
+    routed, layers = expert_numel(shape, (whole_model(shape),)), shape.layers - shape.first_dense
+    active = f", of which a token meets {si(active_parameters(shape))}" if experts is not None else ""
+    yield f"{shape.name}: {total:,} parameters ({si(total)}){active}"
     yield f"  embedding        {embedding:>18,}" + "  (also the output table)" * shape.tied_embeddings
-    yield f"  {shape.layers:>3} layers each  {block:>18,}"
-    yield f"  norm and head    {total - embedding - shape.layers * block:>18,}"
+    if shape.first_dense:
+        yield f"  {shape.first_dense:>3} dense layers   {first:>18,}"
+    yield f"  {layers:>3} layers each  {block:>18,}" + "  beside their experts" * (experts is not None)
+    if experts is not None:
+        yield f"  {experts.count:>3} experts each {routed // experts.count // layers:>18,}  in each of these layers"
+    rest = total - embedding - layers * block - shape.first_dense * first - routed
+    yield f"  norm and head    {rest:>18,}"
     yield f"layers {shape.layers}, hidden {shape.hidden}, heads {shape.heads} of {shape.head_dim},"
     norm = "LayerNorm" if shape.layer_norm else "RMSNorm"
     biases = "biases" if shape.biases else "biases on q, k, v" if shape.qkv_biases else "no biases"
-    yield f"kv heads {shape.kv_heads}, ffn {shape.ffn_hidden} ({shape.feed_forward}), vocabulary {shape.vocab},"
-    yield f"{shape.positions} positions, {norm}, {biases}"
+    ffn = f"ffn {shape.ffn_hidden} ({shape.feed_forward})"
+    if experts is not None:
+        shared = f" and a shared part of {experts.shared_hidden}" if experts.shared_hidden else ""
+        ffn = f"{experts.per_token} of {experts.count} experts of ffn {experts.hidden}{shared}"
+        ffn += f", ffn {shape.ffn_hidden} in the first {shape.first_dense}" if shape.first_dense else ""
+    latent = ", latent attention" if shape.latent is not None else ""
+    yield f"kv heads {shape.kv_heads}{latent}, {ffn}, vocabulary {shape.vocab},"
+    window = f", a window of {shape.window} in {shape.windowed_layers} layers" if shape.window is not None else ""
+    yield f"{shape.positions} positions, {norm}, {biases}{window}"
     flops = model_flops_per_token(shape, 4096)
     yield f"model FLOPs of a token at sequences of 4096, forward and backward: {flops / 1e9:,.1f} G"

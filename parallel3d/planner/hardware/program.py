@@ -24,6 +24,7 @@ class TrainingProgram:
     norm_passes: float = 1.0  # traffic of the norms over that of a fused kernel
     elementwise: float = 1.0  # memory traffic of norms, activations, residuals, rope: 1 is a kernel for each group
     launches: int = 30  # kernels of one block's forward
+    expert_launches: int = 60  # more of them in a mixture's layer: router, order of the experts, their exchange
     blocking: bool = False  # each launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1)
     dropout: bool = False
     pads_vocab: bool = True
@@ -40,6 +41,10 @@ class TrainingProgram:
     contention: float = 0.45  # share of a hidden collective's time at the node's speed that kernels beside it lose
     prefetch: float = 1.0  # share of the compute that sharded parameters' traffic can hide behind
     tp_speed: float = 1.0  # of tp collectives: copies around them, no fusion
+    axes: tuple[str, ...] = ()  # that it has beside tp, pp and the data ranks: "cp", "ep"
+    sends_once_a_node: bool = False  # a token goes to a node once, however many of its experts lie there (DeepEP)
+    expert_hidden: float = 0.0  # share of the experts' exchange that runs beside something else
+    splits_optimizer_alone: bool = False  # data ranks share the optimizer's states (ZeRO-1), and no parameters
     broadcast_s: float = 0.0  # ZeRO-1 that broadcasts shard after shard: seconds for each
     cut_tensors: int = 0  # ZeRO-1 that cuts every tensor over all ranks, slice by slice: tensors of a block
     reduces_each_microbatch: bool = True  # FSDP: gathers and reduces for every microbatch

@@ -16,6 +16,8 @@ def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, s
     parameters = rank_parameters(run, part)
     ends = "".join([" + embedding" * part.embedding, " + head" * part.head])
     held = f"{parameters:,} parameters ({part.layers} layers{ends}, over tp {layout.tp})"
+    if experts := run.stage_experts(part):
+        held += f" and {experts:,} of experts (over ep {layout.ep})"
     yield "parameters", memory.parameters, f"{held} x {program.weight_bytes:g} bytes{_over(layout.parameter_shards)}"
     yield "optimizer", memory.optimizer, f"x {program.optimizer_bytes:g} bytes{_over(layout.optimizer_shards)}"
     if run.runs_parallel3d:  # what comes and goes is no product of a few numbers: said is the moment

@@ -22,8 +22,13 @@ from parallel3d.schedules.build import live_microbatches
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     layout, program, part = run.layout, run.program, run.ranks[rank]
-    parameters = rank_parameters(run, part)
-    own = parameters / layout.optimizer_shards
+    parameters, experts = rank_parameters(run, part), run.stage_experts(part)
+
+    def split(shards: int) -> float:
+        """Returns the numbers that a rank has where so many ranks share what they have in common."""
+        return parameters / shards + experts / layout.expert_shards(shards)
+
+    own = split(layout.optimizer_shards)
     activations, buffers = _activations(run, rank), _buffers(run, part, parameters)
     logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
     one_block = whole_block_bytes(run) if layout.recompute in ("full", "every_n", "op") else 0.0
@@ -31,8 +36,8 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     temporary = max(one_block - logits, program.step_bytes * own - activations - logits, 0.0)
     held = RankMemory(
         rank=rank,
-        parameters=program.weight_bytes * parameters / layout.parameter_shards,
-        gradients=program.gradient_bytes * parameters / layout.gradient_shards,
+        parameters=program.weight_bytes * split(layout.parameter_shards),
+        gradients=program.gradient_bytes * split(layout.gradient_shards),
         optimizer=program.optimizer_bytes * own,
         activations=activations,
         logits=logits,
@@ -48,9 +53,10 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 
 
 def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
-    """Parameters of a slice of the model on one device, the token table padded as the program pads it."""
+    """Parameters of a slice of the model on one device, experts not among them, the token table padded as the program
+    pads it."""
     shape = run.shape
-    count = stage.layers * run.block_parameters
+    count = run.stage_parameters(StageSlice(layers=stage.layers, embedding=False, head=False, dense=stage.dense))
     table = run.rank_vocab * shape.hidden
     if stage.embedding:
         count += table + (shape.position_rows * shape.hidden if shape.positions == "learned" else 0)
@@ -82,6 +88,8 @@ def _activations(run: PlannedRun, rank: int) -> float:
     part, stages = run.ranks[rank], run.layout.virtual_stages
     live = live_on(run, rank)
     bytes_ = live * part.layers / stages * block_bytes(run)
+    if part.dense:
+        bytes_ += live * part.dense / stages * (block_bytes(run, dense=True) - block_bytes(run))
     if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
         bytes_ += live / stages * (_outside(run) * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
     if part.head:  # the last norm's input and output
@@ -94,6 +102,9 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     and after their reduction, the embedding and head gathered throughout. A pipeline adds an activation and a gradient
     that are being received."""
     layout, program, layer = run.layout, run.program, run.block_parameters
+    if layout.expert_shards(layout.parameter_shards) > 1:  # else no rank has another's experts at any time
+        layer += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
+        parameters += run.stage_experts(part)
     each, bytes_ = program.gather_bytes + program.reduce_bytes, 0.0
     if layout.parameter_shards > 1 or program.always_sharded:
         if run.gathers_each_microbatch:
@@ -104,42 +115,57 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
 
 
-def block_bytes(run: PlannedRun) -> float:
-    """Returns what one block keeps of a microbatch, with the layout's recompute."""
+def block_bytes(run: PlannedRun, *, dense: bool = False) -> float:
+    """Returns what one block keeps of a microbatch, with the layout's recompute; of a mixture one with experts, or a
+    `dense` one."""
     shape, layout, inputs = run.shape, run.layout, _outside(run) * run.item_bytes
     recompute: str = layout.recompute
     if recompute in ("full", "every_n"):
         share = 1.0 if recompute == "full" else 1 / layout.recompute_every
-        return share * inputs + (1 - share) * whole_block_bytes(run)
+        return share * inputs + (1 - share) * whole_block_bytes(run, dense=dense)
     if recompute == "op":
         # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511, and its
         # parallelisms/parallelize_llama.py): the block's input, attention's output, and of wq, wk, wv, wo, w1, w3, w2
         # every second one's output: k, the projection's output, one of the MLP's inputs.
-        kept = run.tokens * (shape.kv_hidden + shape.ffn_hidden + shape.hidden) / layout.tp * run.item_bytes
-        return 2.0 * inputs + kept + 2.0 * shape.heads / layout.tp * run.tokens * run.item_bytes
-    return whole_block_bytes(run)
+        kept = run.tokens * (shape.kv_hidden + shape.hidden) / layout.tp + _inner(run, dense=dense)
+        return 2.0 * inputs + kept * run.item_bytes + 2.0 * shape.heads / layout.tp * run.tokens * run.item_bytes
+    return whole_block_bytes(run, dense=dense)
 
 
-def whole_block_bytes(run: PlannedRun) -> float:
+def whole_block_bytes(run: PlannedRun, *, dense: bool = False) -> float:
     """Returns what one block keeps where no block is recomputed: also what is alive while one is."""
     shape, layout, program = run.shape, run.layout, run.program
     # Input of each norm, and its output, which is the linear layers' input; RMS norms of a framework's own operators
     # keep float32 copies, where layer norm is one kernel of every framework.
     copies = 0.0 if shape.layer_norm else program.norm_extra_bytes
-    bytes_ = _outside(run) * (8.0 + (2.0 if program.dropout else 0.0) + copies)
+    bytes_ = _outside(run) * ((8.0 + copies) * shape.block_norms / 2 + (2.0 if program.dropout else 0.0))
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
     rotated = (shape.query_hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
     features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
+    if (latent := shape.latent) is not None:
+        narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
+        features = 2.0 * shape.query_hidden + 2.0 * shape.heads * latent.value + rotated
+        bytes_ += 4.0 * narrow * _outside(run) / shape.hidden  # before and after their norms
     # The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too.
-    is_unfused = shape.feed_forward == "swiglu" and not program.fused_mlp
-    features += (shape.feed_forward_inputs + 1 + is_unfused) * shape.ffn_hidden
+    inner = (shape.feed_forward_inputs + 1 + (shape.is_gated and not program.fused_mlp)) * _inner(run, dense=dense)
+    if shape.experts is not None and not dense:  # what was sent to the experts, and in their order
+        inner += 2.0 * run.routed_rows * shape.hidden
     # A tiled attention keeps a float32 per row; another keeps the scores, unless they are recomputed.
     score = 4.0
     if program.attention != "flash" and layout.recompute != "selective":
         score = (5.0 if program.dropout else 2.0) * run.seq_len
-    bytes_ += run.tokens * (2.0 * features + score * shape.heads) / layout.tp
+    bytes_ += run.tokens * (2.0 * features + score * shape.heads) / layout.tp + 2.0 * inner
     return bytes_ * run.item_bytes / 2
+
+
+def _inner(run: PlannedRun, *, dense: bool) -> float:
+    """Elements of the feed-forward part's features of a microbatch on a rank, of experts those of the rows that they
+    compute."""
+    shape, layout, experts = run.shape, run.layout, run.shape.experts
+    if experts is None or dense:
+        return run.tokens * shape.ffn_hidden / layout.tp
+    return run.tokens * experts.shared_hidden / layout.tp + run.routed_rows * experts.hidden / layout.expert_tp
 
 
 def _outside(run: PlannedRun) -> float:

@@ -11,6 +11,7 @@ import yaml
 
 from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.errors import ConfigError
+from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
@@ -30,7 +31,14 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
         near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4)
         advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"model {name}: unknown; {advice}")
-    return ModelShape(name=name, **table[name])
+    numbers = table[name]
+    experts, latent = numbers.pop("experts", None), numbers.pop("latent", None)
+    return ModelShape(
+        name=name,
+        experts=None if experts is None else Experts(**experts),
+        latent=None if latent is None else LatentAttention(**latent),
+        **numbers,
+    )
 
 
 def card_config(name: str, path: Path) -> ModelConfig:

@@ -7,7 +7,8 @@ papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -37,8 +38,13 @@ class Table:
 
 
 @lru_cache(maxsize=256)
-def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) -> tuple[Table, ...]:
-    """Returns a block's parameters on a tp rank. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
+def block_tables(
+    shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
+) -> tuple[Table, ...]:
+    """Returns a block's parameters on a tp rank; of a mixture those beside its experts, or those of a `dense` layer.
+    `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
+    if shape.experts is not None or shape.latent is not None:
+        return _mixture_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
     h, f, q, dim = shape.hidden, shape.ffn_hidden, shape.query_hidden, shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
     if repeats_kv_heads:
@@ -50,7 +56,7 @@ def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) 
         Table(h, q // tp),
         Table(f // tp, h, inputs),
         Table(h, f // tp),
-        Table(h, times=4 if shape.layer_norm else 2),
+        Table(h, times=shape.block_norms * (2 if shape.layer_norm else 1)),
     ]
     if shape.qk_norm:
         tables.append(Table(dim, times=2))
@@ -59,6 +65,39 @@ def block_tables(shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False) 
     if shape.biases:
         tables += [Table(h, times=2), Table(f // tp, times=inputs)]
     return tuple(tables)
+
+
+def _mixture_tables(
+    shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
+) -> tuple[Table, ...]:
+    """Returns the parameters of a mixture's layer beside its experts: attention, norms, router and what is shared."""
+    h, heads, experts, latent = shape.hidden, shape.heads, shape.experts, shape.latent
+    plain = replace(shape, experts=None, latent=None)
+    tables = list(block_tables(plain, tp, repeats_kv_heads=repeats_kv_heads))
+    attention, feed_forward, rest = tables[:3], tables[3:5], tables[5:]
+    if latent is not None:  # the narrow products and their norms are whole on every tp rank
+        rank, values = latent.query_rank, latent.key_value_rank
+        attention = [Table(shape.query_hidden // tp, h if rank is None else rank)]
+        attention += [] if rank is None else [Table(rank, h), Table(rank)]
+        attention += [Table(values + latent.turned, h), Table(values)]
+        attention += [Table(heads * (latent.plain + latent.value) // tp, values), Table(h, heads * latent.value // tp)]
+    if shape.qk_norm_whole:
+        rest = [Table(h, times=shape.block_norms), Table(shape.query_hidden // tp), Table(shape.kv_hidden // tp)]
+    if experts is not None and not dense:
+        shared = experts.shared_hidden // tp
+        feed_forward = [Table(experts.count, h)]
+        feed_forward += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)] if shared else []
+        feed_forward += [Table(h)] * experts.shared_gate + [Table(experts.count)] * experts.router_bias
+    return (*attention, *feed_forward, *rest)
+
+
+def expert_numel(shape: ModelShape, parts: Iterable[StageSlice]) -> int:
+    """Counts the parameters of all experts in some stages, shared ones not among them."""
+    experts = shape.experts
+    if experts is None:
+        return 0
+    each = (shape.feed_forward_inputs + 1) * shape.hidden * experts.hidden
+    return sum(part.layers - part.dense for part in parts) * experts.count * each
 
 
 def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
@@ -113,15 +152,36 @@ def rank_numel(
     at: tuple[int, int] = (0, 0),
     repeats_kv_heads: bool = False,
 ) -> int:
-    """Counts these stages' parameters on a rank, one of `shards` data ranks; `at`: its place on tp and dp_shard."""
-    block = sum(table.shard(shards, at[1]) for table in block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads))
+    """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts not among them; `at`:
+    its place on tp and dp_shard."""
+
+    def block(dense: bool) -> int:
+        tables = block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
+        return sum(table.shard(shards, at[1]) for table in tables)
+
     ends = sum(table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0]))
-    return sum(part.layers for part in parts) * block + ends
+    dense = sum(part.dense for part in parts)
+    first = dense * block(True) if dense else 0
+    return (sum(part.layers for part in parts) - dense) * block(False) + first + ends
+
+
+def whole_model(shape: ModelShape) -> StageSlice:
+    """Returns all of a model as one stage."""
+    return StageSlice(layers=shape.layers, embedding=True, head=True, dense=shape.first_dense)
 
 
 def total_parameters(shape: ModelShape) -> int:
     """Counts the parameters of the whole model, a tied table once."""
-    return rank_numel(shape, (StageSlice(layers=shape.layers, embedding=True, head=True),), 1)
+    whole = whole_model(shape)
+    return rank_numel(shape, (whole,), 1) + expert_numel(shape, (whole,))
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Counts the parameters that a token meets: all but those of the experts that the router does not choose."""
+    experts, idle = shape.experts, 0
+    if experts is not None:
+        idle = expert_numel(shape, (whole_model(shape),)) // experts.count * (experts.count - experts.per_token)
+    return total_parameters(shape) - idle
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
@@ -129,10 +189,10 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     return training_flops_per_token(
         layers=shape.layers,
         hidden=shape.hidden,
-        query_hidden=shape.query_hidden,
+        query_hidden=shape.attention_hidden,
         weights_per_block=shape.block_weights,
         vocab=shape.vocab,
-        seq_len=seq_len,
+        seq_len=shape.attended(seq_len),
     )
 
 
@@ -141,7 +201,7 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, ev
     `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,
     arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
     matrices = 2 * shape.layers * shape.block_weights
-    attention = 4 * shape.layers * shape.query_hidden * seq_len
+    attention = 4 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
     whole = matrices + attention
     again = {"full": whole, "every_n": whole / every, "op": matrices / 2, "selective": attention}
     return model_flops_per_token(shape, seq_len) + again.get(recompute, 0.0)
@@ -149,11 +209,11 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, ev
 
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """Returns the operations per token by another definition than the plan's own."""
-    attention = 12 * shape.layers * shape.query_hidden * seq_len
+    attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
     blocks, head = shape.layers * shape.block_weights, shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),
-        "palm": 6 * total_parameters(shape) + attention,  # every parameter, look-up tables too
+        "palm": 6 * active_parameters(shape) + attention,  # every parameter, look-up tables too
         "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,  # SC21 equation 3: the blocks' forward twice
         "blocks_recompute": 8 * blocks,
         "causal": 6 * (blocks + head) + attention / 2,

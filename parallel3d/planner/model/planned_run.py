@@ -10,7 +10,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
-from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.parameters import expert_numel, rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.row_split import largest_shard
@@ -20,12 +20,30 @@ from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLayout(ParallelConfig):
-    """A `ParallelConfig` with its microbatches, and what published runs have beyond it: cp, shards of each kind of
-    state, schedules and a recompute ("op") of their own programs. `sharding` is None in a published run."""
+class EngineLayout(ParallelConfig):
+    """A layout with the axes that other programs have beside this project's: cp divides each sequence, ep a mixture's
+    experts, over ranks of the same stage, which tp, cp and the data ranks are."""
+
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
+    """Returns cp and ep of a layout, 1 where it has no such axes."""
+    return (parallel.cp, parallel.ep) if isinstance(parallel, EngineLayout) else (1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLayout(EngineLayout):
+    """A layout with its microbatches, and what published runs have beyond it: shards of each kind of state, schedules
+    and a recompute ("op") of their own programs. `sharding` is None in a published run."""
 
     microbatches: int = 1
-    cp: int = 1
+    expert_tp: int = 1  # ranks that divide one expert
     parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
     gradient_shards: int = 1
     optimizer_shards: int = 1
@@ -33,8 +51,15 @@ class RunLayout(ParallelConfig):
     recompute_every: int = 1  # one of so many blocks is recomputed
 
     @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+    def expert_replicas(self) -> int:
+        """How many ranks of a stage hold the same part of the same experts."""
+        return max(1, self.dp * self.cp * self.tp // (self.ep * self.expert_tp))
+
+    def expert_shards(self, shards: int) -> int:
+        """Returns over how many ranks a state of the experts is split that others have on so many."""
+        if shards == 1:
+            return 1
+        return max(1, min(self.expert_replicas, shards * self.tp // (self.ep * self.expert_tp)))
 
     @property
     def reduce_bytes(self) -> int:
@@ -60,6 +85,13 @@ class PlannedRun:
         return self.layout.microbatch_size * self.seq_len // self.layout.cp
 
     @property
+    def routed_rows(self) -> float:
+        """Tokens of one microbatch that the experts on a rank compute, as often as a token has experts, where all have
+        equally many."""
+        experts, layout = self.shape.experts, self.layout
+        return 0.0 if experts is None else self.tokens * experts.per_token * layout.expert_tp / layout.tp
+
+    @property
     def rank_vocab(self) -> int:
         """Rows of the token table on a tp rank: programs that pad go to a multiple of 128 (Megatron's default)."""
         step = 128 if self.program.pads_vocab else 1
@@ -82,12 +114,16 @@ class PlannedRun:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, as the program cuts it."""
+        """Parameters of one block on a tp rank, as the program cuts it; of a mixture without its experts."""
         return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
         return rank_numel(self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d)
+
+    def stage_experts(self, part: StageSlice) -> int:
+        """Counts the parameters of the experts that a rank has of a slice of the model."""
+        return expert_numel(self.shape, (part,)) // (self.layout.ep * self.layout.expert_tp)
 
     @property
     def on_cpu(self) -> bool:
@@ -132,11 +168,11 @@ class PlannedRun:
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
         """The slices of the model, in its order."""
-        return _slices(self._layers)
+        return _slices(self._layers, self.shape.first_dense)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
         """Returns a pipeline rank's stages, each with the index of its first block in the whole model."""
-        return _stages_of(self._layers, self.placement, rank)
+        return _stages_of(self._layers, self.placement, rank, self.shape.first_dense)
 
     @cached_property
     def recomputed_beyond_mean(self) -> tuple[float, ...]:
@@ -149,7 +185,7 @@ class PlannedRun:
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
         """What each pipeline rank holds: all of its stages together."""
-        return _together(self._layers, self.placement)
+        return _together(self._layers, self.placement, self.shape.first_dense)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -164,25 +200,33 @@ class PlannedRun:
 
 
 @lru_cache(maxsize=4096)
-def _slices(layers: tuple[int, ...]) -> tuple[StageSlice, ...]:
-    last = len(layers) - 1
-    return tuple(StageSlice(layers=n, embedding=i == 0, head=i == last) for i, n in enumerate(layers))
+def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
+    """Returns the stages; the first `dense` layers of the model are such."""
+    last, firsts = len(layers) - 1, accumulate(layers, initial=0)
+    return tuple(
+        StageSlice(layers=n, embedding=i == 0, head=i == last, dense=min(n, max(0, dense - first)))
+        for i, (n, first) in enumerate(zip(layers, firsts, strict=False))
+    )
 
 
 @lru_cache(maxsize=4096)
-def _stages_of(layers: tuple[int, ...], holders: tuple[int, ...], rank: int) -> tuple[tuple[StageSlice, int], ...]:
+def _stages_of(
+    layers: tuple[int, ...], holders: tuple[int, ...], rank: int, dense: int
+) -> tuple[tuple[StageSlice, int], ...]:
     firsts = accumulate(layers, initial=0)
-    placed = zip(_slices(layers), firsts, holders, strict=False)
+    placed = zip(_slices(layers, dense), firsts, holders, strict=False)
     return tuple((part, first) for part, first, holder in placed if holder == rank)
 
 
 @lru_cache(maxsize=4096)
-def _together(layers: tuple[int, ...], holders: tuple[int, ...]) -> tuple[StageSlice, ...]:
+def _together(layers: tuple[int, ...], holders: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
+    parts = [*zip(_slices(layers, dense), holders, strict=True)]
     return tuple(
         StageSlice(
-            layers=sum(n for n, holder in zip(layers, holders, strict=True) if holder == rank),
+            layers=sum(part.layers for part, holder in parts if holder == rank),
             embedding=holders[0] == rank,
             head=holders[-1] == rank,
+            dense=sum(part.dense for part, holder in parts if holder == rank),
         )
         for rank in range(max(holders) + 1)
     )
@@ -218,13 +262,15 @@ def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last
 
 
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
-    """Returns the layout of a recipe, run by this project's own program."""
-    shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard
+    """Returns the layout of a recipe, run by this project's own program, or of a program that has more axes: what is
+    split over the data ranks is split over cp too."""
+    cp, _ = other_axes(parallel)
+    shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard * cp
     usual = {"prefetch": parallel.prefetch or 1, "recompute_every": parallel.recompute_every or 1}
     return RunLayout(
         **{**vars(parallel), **usual, "sharding": parallel.strategy},
         microbatches=global_batch_size // (parallel.dp * parallel.microbatch_size),
         parameter_shards=shards,
         gradient_shards=shards,
-        optimizer_shards=1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard,
+        optimizer_shards=1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard * cp,
     )

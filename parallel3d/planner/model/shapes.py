@@ -1,16 +1,18 @@
 """The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its parameters. Beside
-`models/` it covers what the published runs trained: GPT with ALiBi positions, and Nemotron (squared ReLU)."""
+`models/` it covers what other programs train: GPT with ALiBi positions, Nemotron (squared ReLU), Gemma, mixtures of
+experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel3d.config.flops import block_weights
+from parallel3d.config.flops import attended_keys, block_weights
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
+from parallel3d.planner.model.experts import Experts, LatentAttention
 
-FeedForward = Literal["swiglu", "gelu", "relu2"]
+FeedForward = Literal["swiglu", "geglu", "gelu", "relu2"]
 Positions = Literal["rope", "learned", "alibi", "none"]
 
 
@@ -35,6 +37,13 @@ class ModelShape:
     qk_norm: bool = False  # RMSNorm of each head's queries and keys (Qwen 3)
     layer_norm: bool = False  # LayerNorm (weight and bias) in the place of RMSNorm (weight)
     embedding_norm: bool = False  # BLOOM's norm after the embedding
+    block_norms: int = 2  # norms of the hidden features in a block (Gemma 2 and 3 have four)
+    qk_norm_whole: bool = False  # qk_norm is over all heads together (OLMoE)
+    window: int | None = None  # most keys that a query sees in `windowed_layers` of the layers
+    windowed_layers: int = 0
+    experts: Experts | None = None  # a mixture has them in the place of one feed-forward part
+    latent: LatentAttention | None = None
+    lacks_module: str = ""  # what this project's trainer does not have of it, in words; empty where it has everything
 
     @property
     def query_hidden(self) -> int:
@@ -49,19 +58,55 @@ class ModelShape:
     @property
     def feed_forward_inputs(self) -> int:
         """Matrices that go from hidden to ffn_hidden: gate and up of SwiGLU, else one."""
-        return 2 if self.feed_forward == "swiglu" else 1
+        return 2 if self.is_gated else 1
 
     @property
-    def block_weights(self) -> int:
-        """The weights of one block's matrices, which a token is multiplied with."""
-        matrices = self.feed_forward_inputs + 1
-        return block_weights(
-            hidden=self.hidden,
-            query_hidden=self.query_hidden,
-            kv_hidden=self.kv_hidden,
-            ffn_hidden=self.ffn_hidden,
-            ffn_matrices=matrices,
-        )
+    def is_gated(self) -> bool:
+        """Whether a gate multiplies the feed-forward part's features."""
+        return self.feed_forward in ("swiglu", "geglu")
+
+    @property
+    def first_dense(self) -> int:
+        """How many of a mixture's first layers have no experts."""
+        return 0 if self.experts is None else self.experts.dense_layers
+
+    @property
+    def attention_hidden(self) -> int:
+        """Features of all heads that a query and a key, or a score and a value, are multiplied over."""
+        latent = self.latent
+        return self.query_hidden if latent is None else self.heads * (latent.turned + latent.plain + latent.value) // 2
+
+    def attended(self, seq_len: int) -> float:
+        """Counts the keys of a query as FLOPs count them, all of a causal sequence; the mean over the layers."""
+        if self.window is None:
+            return seq_len
+        share = self.windowed_layers / self.layers
+        return share * attended_keys(seq_len, self.window) + (1 - share) * seq_len
+
+    @property
+    def attention_weights(self) -> int:
+        """The weights of the matrices of a block's attention."""
+        latent, h = self.latent, self.hidden
+        if latent is None:
+            return block_weights(
+                hidden=h, query_hidden=self.query_hidden, kv_hidden=self.kv_hidden, ffn_hidden=0, ffn_matrices=0
+            )
+        heads, rank = self.heads, latent.query_rank
+        queries = self.query_hidden * (h if rank is None else rank) + (0 if rank is None else h * rank)
+        keys = h * (latent.key_value_rank + latent.turned)
+        return queries + keys + heads * (latent.key_value_rank * (latent.plain + latent.value) + h * latent.value)
+
+    @property
+    def block_weights(self) -> float:
+        """The weights of one block's matrices which a token is multiplied with; of a mixture the mean of its layers."""
+        matrices = (self.feed_forward_inputs + 1) * self.hidden
+        dense, experts = self.ffn_hidden * matrices, self.experts
+        if experts is None:
+            return self.attention_weights + dense
+        active = (experts.per_token * experts.hidden + experts.shared_hidden) * matrices
+        active += (experts.count + experts.shared_gate) * self.hidden
+        first = experts.dense_layers / self.layers
+        return self.attention_weights + first * dense + (1 - first) * active
 
     @property
     def norm_parameters(self) -> int:
@@ -76,6 +121,7 @@ class StageSlice:
     layers: int
     embedding: bool
     head: bool
+    dense: int = 0  # layers of a mixture that have no experts
 
 
 def from_config(config: ModelConfig) -> ModelShape:
@@ -105,4 +151,6 @@ def from_config(config: ModelConfig) -> ModelShape:
         qkv_biases=config.qkv_bias,
         qk_norm=config.qk_norm,
         layer_norm=is_gpt,
+        window=config.window,
+        windowed_layers=0 if config.window is None else config.layers,
     )

@@ -15,6 +15,8 @@ from parallel3d.planner.model.planned_run import PlannedRun
 Figure = Literal["throughput", "memory"]
 FIGURES: tuple[Figure, ...] = ("throughput", "memory")
 MANY = 128  # devices beyond which networks differ more than this planner knows
+# Of mixtures, set on none of their runs: the errors on those of docs/planner.md, "Mixtures of experts".
+MIXTURES = 0.33
 LEVEL = 0.8  # the share of predictions whose truth lies within its range
 
 
@@ -63,14 +65,19 @@ def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
     speed = max(errors[kind] for kind in ("all", *groups_of(run)) if kind in errors)
     if cluster.device_file not in recorded["runs_by_hardware"] and cluster.measured is None:
         speed = hypot(speed, recorded["spread"]["data_sheet"])
-    memory = memory_spread(program, run.layout.world_size, run.precision, recorded)
+    if run.shape.experts is not None:
+        speed = max(speed, MIXTURES)
+    memory = memory_spread(program, run.layout.world_size, run.precision, recorded, run.shape.experts is not None)
     return Spread(throughput=speed, memory=memory)
 
 
-def memory_spread(program: TrainingProgram, devices: int, precision: str, recorded: Mapping[str, Any]) -> float:
+def memory_spread(
+    program: TrainingProgram, devices: int, precision: str, recorded: Mapping[str, Any], is_mixture: bool = False
+) -> float:
     """Returns the spread of memory, which no layout changes. That of this project's own program is counted from its own
-    code, as that of programs which were fitted to their runs."""
-    kind = "fitted" if program.is_parallel3d else "known" if program.is_measured else "unknown"
+    code, as that of programs which were fitted to their runs; no run says how much memory a mixture takes."""
+    is_known = program.is_measured and not is_mixture
+    kind = "fitted" if program.is_parallel3d else "known" if is_known else "unknown"
     errors: Mapping[str, float] = recorded["spread"]["memory"][kind]
     return max(errors[group] for group in ("all", *_groups(devices, 1, precision)) if group in errors)
 

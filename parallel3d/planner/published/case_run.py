@@ -9,6 +9,7 @@ from typing import Any, cast
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import with_links
 from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields, meaning, network_gb_per_s
@@ -118,6 +119,9 @@ def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
 
 
 def _shape(f: Fields) -> ModelShape:
+    if (name := f.stated("model", "shape")) is not None:  # a shape with a name, cut to the layers of the run
+        named = named_shape(str(name), {})
+        return replace(named, layers=f.number("model", "layers", named.layers))
     feed_forward: FeedForward = meaning("feed_forward", str(f.get("model", "ffn_kind", "gelu"))) or "gelu"
     is_gpt = feed_forward == "gelu"
     hidden = f.number("model", "hidden")
@@ -178,6 +182,8 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         dp_shard=dp,
         tp=tp,
         cp=cp,
+        ep=f.number("parallel", "ep", 1),
+        expert_tp=f.number("parallel", "etp", 1),
         virtual_stages=virtual,
         # Casts, because some schedules and a recompute are of those programs alone.
         schedule=cast(ScheduleName, "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b"),

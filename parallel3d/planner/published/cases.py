@@ -111,12 +111,12 @@ def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
     run = run_of_case(fields, knowledge)
     tags = tuple(str(tag) for tag in fields.tree.get("tags") or ())
     apart = ""  # from the totals, and why
-    if run.precision == "fp8":
+    if run.shape.experts is not None:
+        apart = "mixture of experts"
+    elif run.precision == "fp8":
         apart = "float8"
     elif run.layout.cp > 1:
         apart = "context parallel"
-    elif fields.number("parallel", "ep", 1) > 1:
-        apart = "expert parallel"
     elif run.shape.layers == 1:
         apart = "one layer"
     tokens, samples = fields.figure("tokens_per_s_per_gpu"), fields.figure("samples_per_s_per_gpu")

@@ -72,6 +72,8 @@ def entries() -> dict[str, ProgramEntry]:
             family=fields.pop("family", TYPICAL if parent is None else parent.family),
         )
         own = {"name": name, "is_measured": bool(entry.seen), **fields}
+        if "axes" in own:
+            own["axes"] = tuple(own["axes"])
         found[name] = replace(entry, program=replace(entry.program, **own))
     return found
 

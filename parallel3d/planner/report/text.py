@@ -8,8 +8,10 @@ from dataclasses import asdict, fields
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.planned_run import EngineLayout, other_axes
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
@@ -27,18 +29,25 @@ def bar(share: float) -> str:
 
 def layout_text(parallel: ParallelConfig) -> str:
     """A layout as overrides of a recipe would say it, without what is at its default."""
-    plain = asdict(ParallelConfig())
+    plain = asdict(EngineLayout())
     said = {key: value for key, value in asdict(parallel).items() if value != plain[key]}
     text = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in said.items())
     return " ".join(text) or "one device, nothing parallel"
 
 
 def layout_columns(parallel: ParallelConfig) -> str:
-    """Writes a layout in columns: tp, pp, stages a rank, data ranks (sharded x replicated), microbatch, recompute."""
+    """Writes a layout in columns: tp, pp, stages a rank, cp and ep where its program has them, data ranks (sharded x
+    replicated), microbatch, recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
     recompute = f"every {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
-    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
+    more = "".join(f"{size:>4}" for size in other_axes(parallel)) if isinstance(parallel, EngineLayout) else ""
+    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{more} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
+
+
+def layout_head(program: TrainingProgram) -> str:
+    """Returns the heads of those columns."""
+    return f"  tp  pp  vs{'  cp  ep' if program.axes else ''}  dp s x r  mb recompute"
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:

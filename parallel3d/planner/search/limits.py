@@ -75,7 +75,9 @@ def largest_batch(question: Question) -> Strategy | None:
 
 
 def largest_model(question: Question) -> Strategy | None:
-    """Finds the largest model of the same kind, as `grown` makes it, that fits."""
+    """Finds the largest model of the same kind, as `grown` makes it, that fits; None for a mixture."""
+    if question.shape.experts is not None or question.shape.latent is not None:
+        return None
     step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
 
     def tried(steps: int) -> Strategy | None:

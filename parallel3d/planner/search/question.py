@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.rules import can_step_in_backward
@@ -17,7 +18,10 @@ from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost, step_cost
+from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import ScheduleName
+
+_SHORTEST_PART = 4096  # tokens of a sequence that a search leaves to each rank of cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class Fixed:
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
+    cp: int | None = None  # some programs have this axis, and the next
+    ep: int | None = None
     virtual_stages: int | None = None
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
@@ -58,6 +64,19 @@ class Question:
     memory_fraction: float = 0.95
     risk: float | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
+
+    def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
+        """Yields each cp and ep that the program may have beside this tp and pp: (1, 1) alone where it has neither. A
+        part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is fixed."""
+        left, axes, experts = self.gpus // (tp * pp), self.program.axes, self.shape.experts
+        cps, eps = [1], [1]
+        if "cp" in axes:
+            even = [cp for cp in divisors(left) if self.seq_len % (2 * cp) == 0]
+            cps += [cp for cp in even if cp > 1 and self.seq_len >= cp * _SHORTEST_PART]
+            cps = cps if self.fixed.cp is None else [cp for cp in even if cp == self.fixed.cp]
+        if "ep" in axes and experts is not None:
+            eps = [ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)]
+        yield from ((cp, ep) for cp in cps for ep in eps)
 
     @property
     def memory_rule(self) -> str:

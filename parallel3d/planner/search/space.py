@@ -9,7 +9,7 @@ are used are a *family*: they run one pipeline, and their activations are the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recomp
 from parallel3d.config.rules_layout import batch_errors, model_errors, parallel_errors, schedule_errors, sharding_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
 from parallel3d.errors import ConfigError
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.model.planned_run import EngineLayout
+from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
@@ -46,6 +47,8 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
         kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads,
         head_dim=None if shape.query_hidden == shape.hidden else shape.head_dim,
     )
+    if isinstance(parallel, EngineLayout):
+        parallel = ParallelConfig(**{key.name: getattr(parallel, key.name) for key in fields(ParallelConfig)})
     train = TrainConfig(steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len)
     recipe = Recipe(model=model, train=train, parallel=parallel)
     if any(out_of_range := [*range_errors(recipe)]):
@@ -62,10 +65,16 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
 
 def size_error(question: Question, tp: int, pp: int) -> str | None:
     """The first rule that every layout of a tp x pp breaks; None where there may be layouts that break none."""
-    fixed, dp = question.fixed, question.gpus // (tp * pp)
-    parallel = ParallelConfig(pp=pp, dp_shard=dp, tp=tp, sequence_parallel=bool(fixed.sequence_parallel))
-    if (error := next(layout_errors(question, parallel), None)) is not None:
-        return error
+    fixed, left = question.fixed, question.gpus // (tp * pp)
+    divided = dict.fromkeys(cp for cp, _ in question.axes_beside(tp, pp))
+    if not divided:
+        return f"{axes_text(fixed)}: must divide the {left * tp} ranks of a stage, and what is split over them"
+    errors: list[str | None] = []
+    for cp in divided:
+        parallel = ParallelConfig(pp=pp, dp_shard=left // cp, tp=tp, sequence_parallel=bool(fixed.sequence_parallel))
+        errors.append(next(layout_errors(question, parallel), None))
+    if None not in errors:
+        return errors[-1]
     for name, value, asked, most in (("tp", tp, fixed.tp, fixed.max_tp), ("pp", pp, fixed.pp, fixed.max_pp)):
         if asked is not None and asked != value:
             return f"{name} is fixed at {asked}"
@@ -74,25 +83,31 @@ def size_error(question: Question, tp: int, pp: int) -> str | None:
     return None
 
 
+def axes_text(fixed: Fixed) -> str:
+    """Returns what is fixed of cp and ep."""
+    said = {"cp": fixed.cp, "ep": fixed.ep}
+    return " and ".join(f"{key} = {value}" for key, value in said.items() if value is not None)
+
+
 def families(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
     """Returns, for each tp x pp that no rule forbids, one layout of each family: of each schedule and microbatch."""
     return {
-        (tp, pp): list(_families_of(question, tp, pp))
+        (tp, pp): [one for axes in question.axes_beside(tp, pp) for one in _families_of(question, tp, pp, *axes)]
         for tp in divisors(question.gpus)
         for pp in divisors(question.gpus // tp)
         if size_error(question, tp, pp) is None
     }
 
 
-def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfig]:
-    fixed, dp = question.fixed, question.gpus // (tp * pp)
+def _families_of(question: Question, tp: int, pp: int, cp: int, ep: int) -> Iterator[ParallelConfig]:
+    fixed, dp = question.fixed, question.gpus // (tp * pp * cp)
     usual = tp > 1 and question.seq_len % tp == 0
-    for microbatch in divisors(question.global_batch_size // dp):
+    for microbatch in divisors(question.global_batch_size // dp) if question.global_batch_size % dp == 0 else ():
         if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
             continue
         microbatches = question.global_batch_size // (dp * microbatch)
         for schedule, virtual in _schedules(question, pp, microbatches):
-            yield ParallelConfig(
+            parallel = ParallelConfig(
                 pp=pp,
                 dp_shard=dp,
                 tp=tp,
@@ -101,6 +116,7 @@ def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfi
                 microbatch_size=microbatch,
                 sequence_parallel=usual if fixed.sequence_parallel is None else fixed.sequence_parallel and tp > 1,
             )
+            yield EngineLayout(**vars(parallel), cp=cp, ep=ep) if question.program.axes else parallel
 
 
 def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
@@ -148,7 +164,7 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     with each strategy of `sharding/` that differs there.
 
     FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER splits over all data
-    ranks, and NO_SHARD splits nothing. Other programs' runs are told apart by dp_shard alone."""
+    ranks, and NO_SHARD splits nothing. Other programs split all over dp_shard, or the optimizer over all."""
     fixed, dp = question.fixed, family.dp_shard
     for shards in divisors(dp):
         replicas = dp // shards
@@ -156,7 +172,12 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
             continue
         split = replace(family, dp_shard=shards, dp_replicate=replicas)
         if not question.program.is_parallel3d or dp == 1:
-            yield split
+            if not question.program.splits_optimizer_alone or fixed.sharding is not None or dp == 1:
+                yield split
+            elif replicas == 1:
+                yield replace(split, sharding="SHARD_OPTIMIZER")
+            elif fixed.dp_shard == 1:
+                yield split
             continue
         names: list[ShardingName] = ["FULL_SHARD"] if shards > 1 else ["NO_SHARD"]
         if shards > 1 and replicas == 1:
@@ -190,16 +211,29 @@ def _allowed(value: object, fixed: object) -> bool:
 
 def check_fixed(question: Question) -> None:
     """Raises ConfigError for the first value that no layout can have, whatever the memory."""
-    fixed, gpus = question.fixed, question.gpus
+    fixed, gpus, program, shape = question.fixed, question.gpus, question.program, question.shape
+    if fixed.cp is not None and "cp" not in program.axes:
+        longer = "longer sequences fit with recompute=full; " if program.is_parallel3d else ""
+        has = f"{longer}--engine megatron-core prices it, which has it"
+        raise ConfigError(f"cp = {fixed.cp}: context parallelism is not among the axes of {program.name}; {has}")
+    if fixed.ep is not None and (shape.experts is None or "ep" not in program.axes):
+        why = f"{shape.name} has none" if shape.experts is None else f"{program.name} divides none"
+        raise ConfigError(f"ep = {fixed.ep}: divides the experts of a mixture over ranks, and {why}; leave it out")
+    if fixed.ep is not None and shape.experts is not None and shape.experts.count % fixed.ep:
+        tries = any_of(nearest(divisors(shape.experts.count), fixed.ep))
+        raise ConfigError(f"ep = {fixed.ep}: must divide {shape.name}'s {shape.experts.count} experts; try {tries}")
+    if fixed.cp is not None and question.seq_len % (2 * fixed.cp):
+        raise ConfigError(f"cp = {fixed.cp}: each rank has two of twice as many parts of --seq-len {question.seq_len}")
     axes = {name: getattr(fixed, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
-    said = {name: value for name, value in axes.items() if value is not None}
+    axes |= {"cp": fixed.cp if program.axes else 1}
+    said = {name: value for name, value in axes.items() if value is not None and (name != "cp" or value > 1)}
     product = prod(said.values())
     schedule = fixed.schedule or ("interleaved_1f1b" if (fixed.virtual_stages or 1) > 1 else "1f1b")
     stages = SCHEDULES[schedule].stages.usual
     # The batch is divided over these ranks at least: those that are fixed, or all that tp and pp leave.
     dp = (fixed.dp_shard or 1) * (fixed.dp_replicate or 1)
-    if fixed.tp is not None and fixed.pp is not None:
-        dp = gpus // (fixed.tp * fixed.pp)
+    if fixed.tp is not None and fixed.pp is not None and axes["cp"] is not None:
+        dp = gpus // (fixed.tp * fixed.pp * axes["cp"])
     least = ParallelConfig(
         pp=fixed.pp or min(stages, 2),
         dp_shard=1 if gpus % product else dp,
@@ -223,5 +257,5 @@ def check_fixed(question: Question) -> None:
         near = max(product, -(-gpus // product) * product)
         product_text = f"{text} = {product}" if len(said) > 1 else text.replace(" ", " = ")
         raise ConfigError(f"{product_text}: must divide gpus = {gpus}; try --gpus {near}")
-    if len(said) == len(axes) and product != gpus:
+    if None not in axes.values() and product != gpus:
         raise ConfigError(f"{text} = {product}: must be gpus = {gpus}; leave one of them free, or --gpus {product}")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
 from parallel3d.planner.memory.ranks import quick_worst_bytes
-from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.model.planned_run import PlannedRun, other_axes
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import (
     RecomputeChoice,
@@ -67,9 +67,10 @@ class TpPpSearch:
     def size(self) -> int:
         """How many layouts it has, each with every recompute."""
         families = [family.parallel for family in self._families]
-        used_alike = {(each.microbatch_size, each.schedule): each for each in families}
+        used_alike = {(each.microbatch_size, each.schedule, other_axes(each)): each for each in families}
         counts = {key: sum(1 for _ in self._ways(each)) for key, each in used_alike.items()}
-        return len(self._recompute_choices) * sum(counts[each.microbatch_size, each.schedule] for each in families)
+        keys = ((each.microbatch_size, each.schedule, other_axes(each)) for each in families)
+        return len(self._recompute_choices) * sum(counts[key] for key in keys)
 
     @cached_property
     def least_s(self) -> float:
@@ -174,7 +175,7 @@ class TpPpSearch:
         """Bytes that a family's layout holds at least with this recompute."""
         data = (way.strategy, way.dp_shard, way.gather, way.reduce)
         is_one = way.dp * way.microbatch_size == self._question.global_batch_size
-        key = (way.schedule, way.virtual_stages, data, is_one)
+        key = (way.schedule, way.virtual_stages, data, is_one, other_axes(way))
         if key not in self._states:
             self._states[key] = memory_floors(self._question.planned_run(way))
         return floor_bytes(self._any_run, self._states[key], self._work(family, kind))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import NamedTuple
 
+from parallel3d.config.flops import attended_keys
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
 
@@ -18,6 +20,9 @@ _SWIGLU_FORWARD, _SWIGLU_BACKWARD = 6.0, 10.0
 # Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax read and written,
 # dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 10.0, 14.0
+# Per element of [tokens x experts of a token, hidden], each way: rows put in the order of their experts, and back.
+_PERMUTE = 10.0
+_TILE_ROWS = 128  # each expert's rows begin a tile of their own, where all experts of a rank are one product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +45,11 @@ class BlockParts:
     cp: float = 0.0
     dp: float = 0.0
     overhead: float = 0.0
+    ep: float = 0.0
 
     @cached_property
     def total(self) -> float:
-        return self.compute + self.recompute + self.tp + self.cp + self.dp + self.overhead
+        return self.compute + self.recompute + self.tp + self.cp + self.dp + self.overhead + self.ep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class MicrobatchTimes:
     weight_s: float  # the part of a block's backward that only weights' gradients need
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
+    dense_s: tuple[float, float] = (0.0, 0.0)  # what a mixture's layer without experts takes beyond one with them
     again_s: float = 0.0  # what a recomputed block repeats, where others repeat nothing
     end_overhead_s: float = 0.0  # what the host adds to each end, included there
 
@@ -65,22 +72,65 @@ class MicrobatchTimes:
         return BlockParts(**{part.name: sum(getattr(way, part.name) for way in ways) for part in fields(BlockParts)})
 
 
-def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
-    shape, tp, t = run.shape, run.layout.tp, run.tokens
+class Product(NamedTuple):
+    """A matrix product of a block's forward: [rows, inputs] x [inputs, outputs], or as many such as there are `experts`
+    on a rank, which divide the rows evenly and are computed at once."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    experts: int = 1
+
+    def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
+        """Returns the seconds of the product, or of the input's gradient, which is the same one `turned`."""
+        outputs, inputs = (self.inputs, self.outputs) if turned else (self.outputs, self.inputs)
+        if self.experts == 1:
+            return matmul_s(kernels, self.rows, outputs, inputs)
+        each = -(-self.rows // self.experts)
+        rows = -(-each // _TILE_ROWS) * _TILE_ROWS * self.experts
+        weights = 2.0 * self.experts * outputs * inputs / kernels.memory_rate  # which all are read
+        return max(matmul_s(kernels, rows, outputs, inputs), weights)
+
+    def weight_s(self, kernels: Kernels) -> float:
+        """Returns the seconds of the weights' gradients."""
+        return matmul_s(kernels, self.experts * self.outputs, self.inputs, max(1, self.rows // self.experts))
+
+    @property
+    def weights(self) -> int:
+        return self.experts * self.outputs * self.inputs
+
+
+def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
+    """Returns the products of a block; of a mixture those of a layer with experts, or those of a `dense` one."""
+    shape, layout, tp, t, h = run.shape, run.layout, run.layout.tp, run.tokens, run.shape.hidden
     kv = max(shape.kv_hidden // tp, shape.head_dim)
-    sizes = [
-        (shape.query_hidden // tp + 2 * kv, shape.hidden),
-        (shape.hidden, shape.query_hidden // tp),
-        (shape.feed_forward_inputs * shape.ffn_hidden // tp, shape.hidden),
-        (shape.hidden, shape.ffn_hidden // tp),
-    ]
+    found = [Product(t, shape.query_hidden // tp + 2 * kv, h), Product(t, h, shape.query_hidden // tp)]
+    if (latent := shape.latent) is not None:
+        heads, local = shape.heads // tp, t // (tp if layout.sequence_parallel else 1)
+        queries = [Product(t, shape.query_hidden // tp, latent.query_rank or h)]
+        narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
+        values = Product(t, heads * (latent.plain + latent.value), latent.key_value_rank)
+        found = [Product(local, narrow, h), *queries, values, Product(t, h, heads * latent.value)]
+    inputs, experts = shape.feed_forward_inputs, shape.experts
+    if experts is None or dense:
+        return [*found, Product(t, inputs * shape.ffn_hidden // tp, h), Product(t, h, shape.ffn_hidden // tp)]
+    if shared := experts.shared_hidden // tp:
+        found += [Product(t, inputs * shared, h), Product(t, h, shared)]
+    found.append(Product(t // (tp if layout.sequence_parallel else 1), experts.count, h))
+    rows, each = int(run.routed_rows), experts.hidden // layout.expert_tp
+    here = max(1, experts.count // layout.ep)
+    return [*found, Product(rows, inputs * each, h, here), Product(rows, h, each, here)]
+
+
+def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> BlockTimes:
+    """Returns the seconds of a block; of a mixture those of a layer with experts, or those of a `dense` one."""
     products_s = products_back_s = weight_s = 0.0  # back: of the inputs' gradients; weight: of the weights'
-    for outputs, inputs in sizes:
-        products_s += matmul_s(kernels, t, outputs, inputs)
-        products_back_s += matmul_s(kernels, t, inputs, outputs)
-        weight_s += matmul_s(kernels, outputs, inputs, t) + _accumulate_s(run, kernels, outputs * inputs)
+    for product in products(run, dense=dense):
+        products_s += product.forward_s(kernels)
+        products_back_s += product.forward_s(kernels, turned=True)
+        weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
-    moved, moved_back = elementwise_bytes(run)
+    moved, moved_back = elementwise_bytes(run, dense=dense)
     rest_s, rest_back_s = (memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12)))
     forward, backward = products_s + attention_s + rest_s, products_back_s + weight_s + attention_back_s + rest_back_s
     program, recompute = run.program, run.layout.recompute
@@ -91,7 +141,8 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(recompute, 0.0)
-    launches = program.launches * kernels.device.launch_s
+    count = program.launches + (0 if run.shape.experts is None or dense else program.expert_launches)
+    launches = count * kernels.device.launch_s
     if program.blocking:
         forward, backward = forward + launches, backward + 2 * launches
         again += launches if recompute == "full" else 0.0
@@ -115,14 +166,19 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of a block's attention, forward and backward."""
-    shape, layout, program, d = run.shape, run.layout, run.program, run.shape.head_dim
+    """Returns the seconds of a block's attention, forward and backward; where only some layers have a window, the mean
+    of all."""
+    shape, layout, program, d = run.shape, run.layout, run.program, run.shape.attention_hidden // run.shape.heads
     queries, batch_heads = run.seq_len // layout.cp, layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
-        flash_s = partial(
-            flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, keys=run.seq_len, head_dim=d
-        )
-        return flash_s(backward=False), flash_s(backward=True)
+        share = 0.0 if shape.window is None else shape.windowed_layers / shape.layers
+        kinds = ((1 - share, run.seq_len), (share, attended_keys(run.seq_len, shape.window)))
+
+        def seconds(backward: bool) -> float:
+            flash_s = partial(flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d)
+            return sum(part * flash_s(keys=keys, backward=backward) for part, keys in kinds if part)
+
+        return seconds(False), seconds(True)
     speed = 0.5 if d % 8 == 0 else program.unaligned_attention  # batched products of few columns; without tensor cores
     scores = batch_heads * queries * run.seq_len
     product_s = 4.0 * scores * d / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
@@ -132,18 +188,21 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     return product_s + traffic * forward, 2 * product_s + traffic * backward
 
 
-def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
-    """Bytes that norms, residuals, activations and rope move, forward and backward."""
+def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, float]:
+    """Bytes that norms, residuals, activations, rope and the order of experts move, forward and backward."""
     shape, layout, program, t = run.shape, run.layout, run.program, run.tokens
     outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     dropped = 1.0 if program.dropout else 0.0
-    norms = program.norm_passes
+    norms = program.norm_passes * shape.block_norms / 2
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
-    swiglu = shape.feed_forward == "swiglu"
-    forward += inner * (_SWIGLU_FORWARD if swiglu else _GELU_FORWARD)
-    backward += inner * (_SWIGLU_BACKWARD if swiglu else _GELU_BACKWARD)
+    if (experts := shape.experts) is not None and not dense:
+        inner = t * experts.shared_hidden / layout.tp + run.routed_rows * experts.hidden / layout.expert_tp
+        forward += _PERMUTE * run.routed_rows * shape.hidden
+        backward += _PERMUTE * run.routed_rows * shape.hidden
+    forward += inner * (_SWIGLU_FORWARD if shape.is_gated else _GELU_FORWARD)
+    backward += inner * (_SWIGLU_BACKWARD if shape.is_gated else _GELU_BACKWARD)
     if shape.positions == "rope":
         rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE

@@ -44,6 +44,34 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
     return min(ring, tree)
 
 
+def exchange_s(cluster: Cluster, group: Group, within_bytes: float, across_bytes: float) -> float:
+    """Returns the seconds of an all-to-all in which each rank sends so many bytes to ranks of its own node, and so many
+    to others through its own port; both at once."""
+    if group.size == 1:
+        return 0.0
+    within_s = within_bytes / cluster.node.sustained + cluster.node.latency_s
+    if group.nodes == 1:
+        return within_s
+    bandwidth = min(cluster.node.sustained, cluster.network.sustained / _spread(cluster, group.span))
+    return max(within_s, across_bytes / bandwidth + group.nodes * cluster.network.latency_s)
+
+
+def experts_exchange_s(run: PlannedRun) -> float:
+    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts; they come back likewise."""
+    experts, layout = run.shape.experts, run.layout
+    if experts is None or layout.ep == 1:
+        return 0.0
+    group = run.group(layout.ep, layout.expert_tp)
+    token_bytes, tokens = run.shape.hidden * run.item_bytes, run.tokens / layout.tp
+    away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
+    copies = experts.per_token * away
+    if run.program.sends_once_a_node:
+        copies = experts.nodes_of_token(group.nodes) * away
+    # What came from another node goes on within this one to those of its ranks that have the experts.
+    within = experts.per_token * (1 - 1 / group.per_node)
+    return exchange_s(run.cluster, group, tokens * token_bytes * within, tokens * token_bytes * copies)
+
+
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
     """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the slowest link."""
     link = cluster.network if nodes > 1 else cluster.node
@@ -55,11 +83,12 @@ def _spread(cluster: Cluster, nodes: int) -> float:
     return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0
 
 
-def reduced_once_s(run: PlannedRun, rank_parameters: int, backward_s: float) -> float:
+def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> float:
     """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a
-    sharded optimizer one gather of what it wrote. `backward_s`: of a rank's last microbatch, beside which some send."""
+    sharded optimizer one gather of what it wrote. `part`: what a rank has of the model; `backward_s`: of a rank's last
+    microbatch, beside which some send."""
     program, shards = run.program, run.layout.optimizer_shards
-    gather_s, reduce_s = _unit_s(run, rank_parameters, shards)
+    gather_s, reduce_s = _unit_s(run, part, shards)
     host_s = 0.0
     if shards > 1:
         gather_s += shards * program.broadcast_s
@@ -75,14 +104,18 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
     the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head in both."""
     program, layout = run.program, run.layout
-    gather_s, reduce_s = _unit_s(run, run.block_parameters, layout.parameter_shards)
-    ends = run.stage_parameters(StageSlice(layers=0, embedding=True, head=True))
+    block = StageSlice(layers=1, embedding=False, head=False)
+    gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
+    ends = StageSlice(layers=0, embedding=True, head=True)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
     freed = layout.pp == 1 or layout.gather == "microbatch"
     regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
     both = regathers * gather_s + reduce_s
-    moved = run.block_parameters * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
+    gathered = run.block_parameters
+    if layout.expert_shards(layout.parameter_shards) > 1:
+        gathered += run.stage_experts(block)
+    moved = gathered * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
     forward_slow = max(0.0, gather_s - program.prefetch * forward)
     backward_slow = (
         max(0.0, both - program.prefetch * backward) + program.contention * moved / run.cluster.node.sustained
@@ -93,11 +126,24 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     return rounds * each + reduce_s + ends_reduce_s / 2
 
 
-def _unit_s(run: PlannedRun, parameters: int, shards: int) -> tuple[float, float]:
-    """Returns the seconds to gather so many parameters, split over `shards` ranks, and to reduce their gradients."""
-    program, layout, cluster, gradients = run.program, run.layout, run.cluster, parameters * run.program.reduce_bytes
-    # The ranks that share a parameter, and those of the data and context dimensions that hold the same shard.
-    inner, outer = run.group(shards, layout.tp), run.group(layout.dp * layout.cp // shards, layout.tp * shards)
+def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
+    """Returns the seconds to gather the parameters that a rank has of a part of the model, split over `shards` ranks,
+    and to reduce their gradients; experts are split over those ranks that have the same ones."""
+    layout = run.layout
+    ranks = layout.dp * layout.cp
+    gather_s, reduce_s = _split_s(run, run.stage_parameters(part), shards, ranks, layout.tp)
+    if experts := run.stage_experts(part):
+        stride = layout.ep * layout.expert_tp
+        more = _split_s(run, experts, layout.expert_shards(shards), layout.expert_replicas, stride)
+        return gather_s + more[0], reduce_s + more[1]
+    return gather_s, reduce_s
+
+
+def _split_s(run: PlannedRun, parameters: int, shards: int, ranks: int, stride: int) -> tuple[float, float]:
+    """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that have them in common,
+    which are `stride` apart, and to reduce their gradients."""
+    program, cluster, gradients = run.program, run.cluster, parameters * run.program.reduce_bytes
+    inner, outer = run.group(shards, stride), run.group(ranks // shards, stride * shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
     reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
     return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)

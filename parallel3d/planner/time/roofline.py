@@ -85,7 +85,7 @@ def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1)
 
 
 def flash_attention_s(
-    kernels: Kernels, *, batch_heads: float, queries: int, keys: int, head_dim: int, backward: bool
+    kernels: Kernels, *, batch_heads: float, queries: int, keys: float, head_dim: int, backward: bool
 ) -> float:
     """Returns a tiled causal kernel's seconds (Dao 2023, arXiv 2307.08691): half the products, 5 for 2 backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5

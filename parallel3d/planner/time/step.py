@@ -16,7 +16,14 @@ from parallel3d.planner.model.parameters import (
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
-from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, reduced_once_s, send_s, sharded_s
+from parallel3d.planner.time.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    experts_exchange_s,
+    reduced_once_s,
+    send_s,
+    sharded_s,
+)
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
@@ -41,6 +48,7 @@ class TimeParts:
     dp: float
     optimizer: float
     overhead: float
+    ep: float = 0.0
 
     @property
     def total(self) -> float:
@@ -99,9 +107,9 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
     blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
     more = sum(more for more, rank in zip(run.recomputed_beyond_mean, run.placement, strict=True) if rank == busiest)
-    again = each * more * micro.again_s
+    again, dense = each * more * micro.again_s, part.dense * each  # a dense layer has no exchange
     parts = TimeParts(
-        compute=work - p2p - end_overhead - again - blocks * (block.total - block.compute),
+        compute=work - p2p - end_overhead - again - blocks * (block.total - block.compute) + dense * block.ep,
         recompute=blocks * block.recompute + again,
         tp=blocks * block.tp,
         cp=blocks * block.cp,
@@ -110,6 +118,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         dp=blocks * block.dp + data_s,
         optimizer=optimizer_s,
         overhead=blocks * block.overhead + end_overhead + overhead_s,
+        ep=(part.layers - part.dense) * each * block.ep,
     )
     if host is None:
         waits = STRAGGLING * log2(-(-layout.world_size // run.cluster.gpus_per_node))
@@ -156,7 +165,8 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         return known.pipelines[recompute]
     else:
         is_one = layout.microbatches == 1
-        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, recompute, is_one)
+        others = (layout.cp, layout.ep)
+        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, recompute, is_one, others)
         if key not in known.blocks:
             known.blocks[key] = _microbatch(run)
         micro = known.blocks[key]
@@ -218,30 +228,50 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     is_split = layout.sequence_parallel
     one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
     tp = 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
+    dense_tp, experts = tp, run.shape.experts
+    if experts is not None:  # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
+        tp *= 1.0 if experts.shared_hidden else 0.5
+        if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
+            rows = run.routed_rows * run.shape.hidden * run.item_bytes
+            within = 2 * all_gather_s(run.cluster, run.group(layout.expert_tp, 1), rows)
+            tp += within * (1 - run.program.tp_hidden) / run.program.tp_speed
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
     bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
     tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(layout.recompute, 0.0) * tp
-    again_s = (block.again_s + tp_again) * layout.recompute_every
+    ep = 2 * experts_exchange_s(run) * (1 - run.program.expert_hidden)
+    ep_again = ep * {"full": 1.0, "every_n": 1 / layout.recompute_every}.get(layout.recompute, 0.0)
+    forward = BlockParts(compute=block.forward_s, tp=tp, cp=cp, ep=ep)
+    backward = BlockParts(
+        compute=block.backward_s, recompute=block.again_s, tp=tp + tp_again, cp=2 * cp, ep=ep + ep_again
+    )
+    dense_s = (0.0, 0.0)
+    if run.shape.first_dense:
+        dense = block_times(run, kernels, dense=True)
+        dense_s = (
+            dense.forward_s + dense_tp + cp - forward.total,
+            dense.backward_s + dense.again_s + dense_tp + 2 * cp - backward.total,
+        )
     return MicrobatchTimes(
-        forward=BlockParts(compute=block.forward_s, tp=tp, cp=cp),
-        backward=BlockParts(compute=block.backward_s, recompute=block.again_s, tp=tp + tp_again, cp=2 * cp),
+        forward=forward,
+        backward=backward,
+        dense_s=dense_s,
         weight_s=block.weight_s,
-        again_s=again_s,
+        again_s=(block.again_s + tp_again + ep_again) * layout.recompute_every,
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    made: dict[tuple[int, bool, bool, float], StageTimes] = {}  # stages in the middle are alike
+    made: dict[tuple[int, int, bool, bool, float], StageTimes] = {}  # stages in the middle are alike
     times = []
     for stage, more in zip(run.stages, run.recomputed_beyond_mean, strict=True):
-        key = (stage.layers, stage.embedding, stage.head, more)
+        key = (stage.layers, stage.dense, stage.embedding, stage.head, more)
         if key not in made:
-            f = stage.layers * micro.forward.total + action_s
-            b = stage.layers * micro.backward.total + more * micro.again_s + action_s
+            f = stage.layers * micro.forward.total + stage.dense * micro.dense_s[0] + action_s
+            b = stage.layers * micro.backward.total + stage.dense * micro.dense_s[1] + more * micro.again_s + action_s
             for is_here, extra in ((stage.embedding, micro.embedding_s), (stage.head, micro.head_s)):
                 if is_here:
                     f, b = f + extra[0], b + extra[1]
@@ -254,16 +284,18 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
 def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step."""
     program, layout, micro, cluster = run.program, run.layout, pipeline.micro, run.cluster
-    parameters = max(run.stage_parameters(part) for part in {*run.ranks})
+    most = max({*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part))
+    parameters, experts = run.stage_parameters(most), run.stage_experts(most)
     forward, backward = (way.total - way.cp for way in (micro.forward, micro.backward))
     if layout.parameter_shards > 1:
         data = sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
     else:
-        data = reduced_once_s(run, parameters, backward * max(part.layers for part in run.stages))
+        data = reduced_once_s(run, most, backward * max(part.layers for part in run.stages))
     # AdamW reads weights, two moments and gradients, and writes all but the last, and the computing copy; before it the
     # gradient norm reads every gradient, and clipping writes it.
-    bytes_ = parameters / layout.optimizer_shards * 30.0 * program.elementwise
-    bytes_ += parameters / layout.gradient_shards * 3 * program.gradient_bytes
+    own = parameters / layout.optimizer_shards + experts / layout.expert_shards(layout.optimizer_shards)
+    reduced = parameters / layout.gradient_shards + experts / layout.expert_shards(layout.gradient_shards)
+    bytes_ = own * 30.0 * program.elementwise + reduced * 3 * program.gradient_bytes
     kernels = _kernels(run)
     optimizer = memory_bound_s(kernels, bytes_, launches=40)
     if (muon := run.optimizer.muon) is not None:
@@ -278,8 +310,8 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
             products = ((short, short, long), (short, short, short), (short, long, short))
             once_s = sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
             seconds += muon.iterations * count * once_s
-        own = float(muon.item_bytes * blocks * sum(t.shard(shards) for t in hidden_tables(run.shape, layout.tp)))
-        optimizer += seconds + 2 * all_gather_s(cluster, run.group(ranks, 1), own, one_ring=True)
+        sent = float(muon.item_bytes * blocks * sum(t.shard(shards) for t in hidden_tables(run.shape, layout.tp)))
+        optimizer += seconds + 2 * all_gather_s(cluster, run.group(ranks, 1), sent, one_ring=True)
     if run.shape.tied_embeddings and layout.pp > 1:
         # The two copies of the table, on the first and the last stage, sum their gradients: a ring of two, each sends
         # one half to be summed and then the other, summed.

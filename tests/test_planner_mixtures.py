@@ -1,0 +1,215 @@
+"""Mixtures of experts, latent attention, windows and context parallelism: counted as published, priced by mechanism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.planner.hardware.cluster import Cluster, load_cluster
+from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
+from parallel3d.planner.model.experts import Experts
+from parallel3d.planner.model.foreign import foreign_notes, foreign_shape
+from parallel3d.planner.model.named import named_shape
+from parallel3d.planner.model.parameters import active_parameters, model_flops_per_token, total_parameters
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.published.programs import named_program
+from parallel3d.planner.published.score import score
+from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.time.step import step_cost
+from parallel3d.tools.arguments import HARDWARE
+
+CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"
+PUBLISHED = {  # all parameters, and those that a token meets: of the models' files, and as their papers round them
+    "mixtral-8x7b": (46_702_792_704, 12.9e9),
+    "mixtral-8x22b": (140_630_071_296, 39.2e9),
+    "qwen3-30b-a3b": (30_532_122_624, 3.35e9),
+    "qwen3-235b-a22b": (235_093_634_560, 22.2e9),
+    "deepseek-v3": (671_026_419_200, 37.6e9),
+    "deepseek-v2-lite": (15_706_484_224, 2.66e9),
+    "olmoe-7b": (6_919_161_856, 1.28e9),
+    "grok-1": (315_684_820_992, 83.8e9),
+    "gemma2-9b": (9_241_705_984, 9.24e9),
+    "gemma2-27b": (27_227_128_320, 27.2e9),
+    "gemma3-27b": (27_009_346_304, 27.0e9),
+    "phi3-mini": (3_821_079_552, 3.82e9),
+    "phi4-14b": (14_659_507_200, 14.7e9),
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "sliding_window": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+}  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768, "vocab_size": 151936,
+    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48,
+}  # fmt: skip
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 1024, "vocab_size": 50304, "num_experts": 64,
+    "num_experts_per_tok": 8, "clip_qkv": None,
+}  # fmt: skip
+GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2", "num_hidden_layers": 42, "hidden_size": 3584, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+    "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = {  # transformers leaves out what is the default
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "sliding_window": 1024,
+    },
+    "vision_config": {},
+}  # fmt: skip
+FILES = {
+    "deepseek-v3": DEEPSEEK,
+    "mixtral-8x7b": MIXTRAL,
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "olmoe-7b": OLMOE,
+    "gemma2-9b": GEMMA2,
+    "gemma3-27b": GEMMA3,
+}
+
+
+@pytest.fixture(scope="module")
+def h100() -> Cluster:
+    return load_cluster("h100-80gb", [HARDWARE])
+
+
+def run(cluster: Cluster, shape: str, engine: str = "megatron-core", **layout: object) -> PlannedRun:
+    return PlannedRun(
+        shape=named_shape(shape, shape_cards()),
+        cluster=cluster,
+        layout=RunLayout(**layout),  # type: ignore[arg-type]
+        program=named_program(engine),
+        seq_len=4096,
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones_in_all_and_for_a_token(name: str) -> None:
+    shape = named_shape(name, shape_cards())
+    total, active = PUBLISHED[name]
+    assert total_parameters(shape) == total
+    assert active_parameters(shape) == pytest.approx(active, rel=0.005)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_json_gives_the_shape_with_that_name(name: str) -> None:
+    expected = named_shape(name, {})
+    assert foreign_shape(FILES[name], name, Path("config.json")) == expected
+
+
+def test_what_a_config_json_says_and_a_shape_cannot_is_told() -> None:
+    assert [*foreign_notes(MIXTRAL)] == []
+    assert [note.split()[0] for note in foreign_notes(DEEPSEEK)] == ["num_nextn_predict_layers"]
+    assert "images" in next(foreign_notes(GEMMA3)) and "softcapping" in next(foreign_notes(GEMMA2))
+    with pytest.raises(ConfigError, match="mlp_only_layers"):
+        foreign_shape({**QWEN3_MOE, "mlp_only_layers": [3]}, "x", Path("config.json"))
+    with pytest.raises(ConfigError, match='c.json: num_experts = "many": must be a whole number'):
+        foreign_shape({**QWEN3_MOE, "num_experts": "many"}, "x", Path("c.json"))
+
+
+def test_flops_count_the_experts_of_a_token_alone_and_keys_within_a_window() -> None:
+    shape = named_shape("mixtral-8x7b", {})
+    dense = replace(shape, experts=None)  # one feed-forward part of the same width as each expert
+    one = 3 * shape.hidden * shape.ffn_hidden
+    router = 8 * shape.hidden
+    more = model_flops_per_token(shape, 4096) - model_flops_per_token(dense, 4096)
+    assert more == pytest.approx(6 * shape.layers * (one + router))
+    gemma = named_shape("gemma2-9b", {})
+    assert gemma.attended(4096) == 4096  # the window hides nothing
+    # Half of the layers see the whole of 8192 keys, of whose pairs a window of half as many leaves three quarters.
+    assert gemma.attended(8192) == 8192 * (0.5 + 0.5 * 0.75)
+
+
+def test_the_time_of_attention_is_counted_by_layer(h100: Cluster) -> None:
+    asked = {"dp_shard": 8, "parameter_shards": 8, "optimizer_shards": 8, "gradient_shards": 8}
+    some = replace(run(h100, "gemma2-9b", "torchtitan", **asked), seq_len=32768)
+    whole = replace(some, shape=replace(some.shape, window=None))
+    every = replace(some, shape=replace(some.shape, windowed_layers=42))
+    seconds = [step_cost(each).step_time_s for each in (every, some, whole)]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[1] - seconds[0] == pytest.approx(seconds[2] - seconds[1], rel=0.02)
+
+
+def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_same(h100: Cluster) -> None:
+    one = run(h100, "mixtral-8x7b", dp_shard=64, optimizer_shards=64)
+    eight = run(h100, "mixtral-8x7b", dp_shard=64, optimizer_shards=64, ep=8)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert one.stage_experts(one.ranks[0]) == experts == 8 * eight.stage_experts(eight.ranks[0])
+    whole, divided = (memory_by_rank(each)[0] for each in (one, eight))
+    assert whole.parameters - divided.parameters == 2 * experts * 7 / 8
+    assert whole.optimizer == divided.optimizer  # 64 ranks share all, 8 of them share each eighth
+    assert whole.activations == divided.activations
+
+
+def test_the_exchange_takes_longer_across_nodes_and_less_where_a_token_is_sent_once(h100: Cluster) -> None:
+    def exchange(ep: int, engine: str = "megatron-core", shape: str = "qwen3-30b-a3b") -> float:
+        return step_cost(run(h100, shape, engine, dp_shard=64, optimizer_shards=64, ep=ep)).parts.ep
+
+    assert exchange(1) == 0.0
+    assert 3 * exchange(8) < exchange(64)
+    assert exchange(64, "megatron-bridge") < 0.8 * exchange(64)
+    limited = Experts(count=256, per_token=8, hidden=1, most_groups=4)
+    assert replace(limited, most_groups=None).nodes_of_token(8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+    assert limited.nodes_of_token(8) == 4 and limited.nodes_of_token(1) == 1
+
+
+def test_the_first_dense_layers_are_of_the_stages_that_have_them(h100: Cluster) -> None:
+    asked = run(h100, "deepseek-v3", pp=16, dp_shard=64, ep=64, microbatches=64, optimizer_shards=64)
+    assert [part.dense for part in asked.ranks] == [3, *[0] * 15]
+    assert sum(asked.stage_experts(part) for part in asked.ranks) * 64 == 58 * 256 * 3 * 7168 * 2048
+
+
+@pytest.mark.parametrize("seq_len", [8192, 131072])
+def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: int) -> None:
+    asked = Question(
+        shape=named_shape("llama3-8b", shape_cards()),
+        cluster=h100,
+        gpus=64,
+        seq_len=seq_len,
+        global_batch_size=2**21 // seq_len,
+        program=named_program("megatron-core"),
+        fixed=Fixed(recompute="none", max_pp=1),
+    )
+    best = search(asked, top=1).strategies[0]
+    run = best.run
+    assert run.layout.world_size == 64 == run.layout.dp * run.layout.cp * run.layout.tp
+    assert run.tokens == run.layout.microbatch_size * seq_len // run.layout.cp
+    fixed = search(replace(asked, fixed=Fixed(cp=2, tp=8, pp=1)), top=1)
+    assert all(each.run.layout.cp == 2 for each in fixed.strategies)
+    if seq_len > 8192:
+        assert run.layout.cp > 1
+        with_full = worst_rank(replace(run, layout=replace(run.layout, recompute="full")))
+        assert with_full.activations < worst_rank(run).activations
+
+
+def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
+    """Nothing was set on these runs (docs/planner.md, "Mixtures of experts")."""
+    found = score(read_cases(CASES, [HARDWARE]))
+    assert found.skipped == ()
+    errors = found.apart["mixture of experts"]["throughput"]
+    assert errors.cases == 25 and errors.median is not None and errors.bias is not None and errors.p90 is not None
+    assert 13 < errors.median < 15 and 12 < errors.bias < 14 and errors.p90 < 40
+    at_scale = [
+        abs(each.error_pct or 0) for each in found.cases if each.id.startswith("grok1-64L") and "bf16" in each.id
+    ]
+    assert max(at_scale) < 9
