@@ -130,7 +130,7 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
     ("llama yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("qwen2 window", {"max_window_layers": 2}, "sliding_window"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 4}, "sliding_window"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, "sliding_window"),
     ("gpt2", {"activation_function": "relu"}, "activation_function relu"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
 ]

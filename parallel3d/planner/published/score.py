@@ -69,7 +69,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """All cases and their totals; `apart` has the totals of float8, context and expert parallel runs and toys."""
+    """All cases and their totals; `apart` has the totals of float8, context parallel and mixtures' runs and toys."""
 
     cases: tuple[ScoredCase, ...]
     skipped: tuple[tuple[str, str], ...]  # cases that could not be read: id, why
