@@ -6,6 +6,7 @@ from __future__ import annotations
 if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a second class of everything
     raise ImportError("import this as parallel3d.recipes")
 
+import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,11 +30,11 @@ def find_recipe(name_or_path: str) -> Path:
     if name_or_path in shipped:
         return shipped[name_or_path]
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # which a name that is too long is not; Path.is_file raises
         return path
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"recipe {name_or_path}: a folder; name the YAML file in it")
-    there = [str(found) for found in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    there = [str(found) for found in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
     near = get_close_matches(name_or_path, [*shipped, *there], 1)
     advice = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}; or give the path of a file"
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import parallel3d
 from parallel3d import recipes
 from parallel3d.checkpoint.start import check_start, find_start
-from parallel3d.checkpoint.store import find_checkpoints
+from parallel3d.checkpoint.store import check_manifests, find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
@@ -37,6 +37,7 @@ from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
+from parallel3d.recipes.host_fit import check_host
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 
@@ -154,13 +155,13 @@ def _launch(options: argparse.Namespace) -> int:
             f"{_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the layout"
         )
     check_model(recipe.model)
-    notes = _check(job)
+    notes = _check(job, world_size)
+    if may_refuse_the_device(recipe.train.device):
+        nowhere, target = replace(recipe, run_dir=None), "parallel3d.launch.devices:check_devices"
+        if status := launch_local(target, nowhere, 1, preload=(*_PRELOAD, "parallel3d.recipes")):
+            return status
     with _folder_of(job) as lock:
         if lock is not None:
-            if has_earlier_run(recipe) and may_refuse_the_device(recipe.train.device):
-                nowhere, target = replace(recipe, run_dir=None), "parallel3d.launch.devices:check_devices"
-                if status := launch_local(target, nowhere, 1, preload=(*_PRELOAD, "parallel3d.recipes")):
-                    return status
             _begin(recipe, lock, notes)
         target = f"parallel3d.recipes:{job.function}"
         status = launch_local(
@@ -185,7 +186,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
-            notes = _check(job)
+            notes = _check(job, rendezvous.local_world_size)
     except ConfigError as error:
         if speaks:
             raise
@@ -253,10 +254,12 @@ def _record_for_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error.__cause__ or error)
 
 
-def _check(job: Job) -> list[str]:
-    """Checks the data, the compiler and the checkpoints: one process for all, before they meet, and before anything is
-    written. Returns lines for the user."""
+def _check(job: Job, local_ranks: int) -> list[str]:
+    """Checks the memory of this host, which runs so many ranks, the data, the compiler and the checkpoints: one process
+    for all, before they meet, and before anything is written. Returns lines for the user."""
     recipe = job.recipe
+    if job.trains:
+        check_host(recipe, local_ranks)
     from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
     from parallel3d.data.evaluation import evaluation_windows
     from parallel3d.training.callbacks import callback_classes
@@ -269,6 +272,7 @@ def _check(job: Job) -> list[str]:
     evaluation_windows(recipe.data, train.seq_len)
     start, resume, notes = recipe.checkpoint.start_from, recipe.checkpoint.resume, list[str]()
     saved = find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints")
+    check_manifests(saved)
     if start is not None and not saved:
         notes = check_start(find_start(start)[0], recipe.model)  # a run that goes on needs its beginning no more
     return [*job.notes, *warnings_for(recipe), *notes]

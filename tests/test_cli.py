@@ -159,10 +159,15 @@ def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(no_workers: list[R
     ]
 
 
-def test_a_run_that_resumes_goes_on_in_its_folder(no_workers: list[Recipe]) -> None:
+def test_a_run_that_resumes_goes_on_in_its_folder(
+    no_workers: list[Recipe], capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = Path("runs/quickstart/checkpoints/step_00000100")
     saved.mkdir(parents=True)
     (saved / MANIFEST_FILE).touch()
+    assert pretrain.main(["quickstart", "checkpoint.resume=auto"]) == 65
+    assert no_workers == [] and "manifest.json: is not what was saved" in capsys.readouterr().err
+    monkeypatch.setattr(pretrain, "check_manifests", lambda checkpoints: None)
     for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
         assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0
     assert [path.name for path in Path("runs").iterdir()] == ["quickstart"]

@@ -437,7 +437,10 @@ BROKEN = [
         "optimizer.betas=[0.9, 0.95]",
     ),
     (["data.validation_fraction=1"], "must be above 0 and below 1; try 0.05", "data.validation_fraction=0.05"),
-    (["parallel.tp=9999999999999999"], "parallel.tp = 9999999999999999: must be at most 2^40", "parallel.tp=1"),
+    (["parallel.tp=9999999999999999"], "parallel.tp = 9999999999999999: must be at most 2^20", "parallel.tp=1"),
+    (["model.layers=1000000000"], "model.layers = 1000000000: must be at most 2^10 = 1024", "model.layers=1024"),
+    (["train.steps=1000000000"], "train.steps = 1000000000: must be at most 100000000", "train.steps=100000000"),
+    (["run_dir=/"], "run_dir = /: is the root of the file system", "run_dir=runs/mine"),
 ]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE, read_manifest
 from parallel3d.config.recipe import CheckpointConfig
-from parallel3d.errors import CheckpointError, ConfigError, writing
+from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError, writing
 
 _NAME = re.compile(r"step_\d{8,}")
 
@@ -58,6 +58,18 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
             f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
         )
     return [Path(resume)]
+
+
+def check_manifests(checkpoints: Sequence[Path]) -> None:
+    """Raises CheckpointError where a run that is to go on from the first whole one of `checkpoints` finds none, as far
+    as their manifests tell: the files themselves are compared when they are read."""
+    for path in checkpoints:
+        try:
+            read_manifest(path)
+            return
+        except DamagedCheckpointError:
+            if path == checkpoints[-1]:
+                raise
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.ranges import any_of, divisors_near
+from parallel3d.config.ranges import any_of, divisors_near, range_errors
 from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.config.rules_layout import SCALING_KEYS
+from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
 
 _GPT2 = {  # the keys of a config.json, by those of a recipe's `model:`
@@ -29,6 +30,8 @@ _LLAMA = {
     "ffn_hidden": "intermediate_size",
     "vocab": "vocab_size",
 }
+_COUNTS = ("max_position_embeddings", "sliding_window", "max_window_layers", "sliding_window_pattern")
+_WORDS = ("model_type", "hidden_act", "activation_function")
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
 _KEYS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}  # by `model_type`
 _SCALING = {  # the keys of its rope_scaling, by those of a recipe's
@@ -49,13 +52,21 @@ _CLASSES = {  # of transformers, by `model_type`
 def read_config_json(path: Path) -> dict[str, Any]:
     """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as one."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_short(path, "a config.json is a short JSON file"))
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a config.json") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must hold keys and values, as a transformers model's config.json does")
+    for key in _WORDS:
+        if not isinstance(config.get(key, ""), str):
+            raise ConfigError(f"{path}: {key} = {shown(json.dumps(config[key]))}: must be a word")
+    for key in _COUNTS:
+        if config.get(key) is not None and whole_number(config, key, path) < 0:
+            raise ConfigError(f"{path}: {key} = {config[key]}: must be at least 0")
+    if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
+        raise ConfigError(f"{path}: tie_word_embeddings = {shown(json.dumps(tied))}: must be true or false")
     return config
 
 
@@ -71,6 +82,9 @@ def model_of(config: dict[str, Any], path: Path) -> ModelConfig:
     if kind not in _KEYS:
         what = _what_is_missing(str(kind), config)
         raise ConfigError(f"{path}: model_type = {kind}: {what}must be one of {', '.join(_KEYS)}")
+    for key in _EXPERTS:
+        if config.get(key):
+            raise ConfigError(f"{path}: {key} = {shown(config[key])}: a model of {kind} is dense; drop the key")
     if kind == "qwen3":
         config.setdefault("head_dim", 128)  # transformers' own default
     numbers: dict[str, Any] = {}
@@ -140,12 +154,15 @@ def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def check_numbers(model: ModelConfig, where: str) -> None:
+    """Raises ConfigError for the first number of a model that is out of its range."""
+    for line in range_errors(model):
+        raise ConfigError(f"{where}: {line}")
+
+
 def check_model(model: ModelConfig, where: str) -> None:
     """Raises ConfigError where the numbers of a model contradict each other."""
-    numbers = {name: getattr(model, name) for name in ("layers", "hidden", "heads", "head_dim", "ffn_hidden", "vocab")}
-    for name, number in {**numbers, "kv_heads": model.key_value_heads}.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{where}: {name} = {number}: must be at least 1")
+    check_numbers(model, where)
     parts = [("kv_heads", model.key_value_heads, "heads", model.heads)]
     if model.head_dim is None:
         parts.insert(0, ("heads", model.heads, "hidden", model.hidden))
@@ -281,7 +298,7 @@ def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
         raise ConfigError(f"{path}: {key}: required and not given")
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise ConfigError(f"{path}: {key} = {json.dumps(value)}: must be a whole number")
+        raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a whole number")
     return int(value)
 
 
@@ -318,5 +335,5 @@ def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
 def _number(config: Mapping[str, Any], key: str, path: Path) -> float:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{path}: {key} = {json.dumps(value)}: must be a number")
+        raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a number")
     return float(value)

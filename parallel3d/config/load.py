@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel3d.config.ranges import is_within
+from parallel3d.config.ranges import any_of, is_within
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
 from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
@@ -37,6 +37,7 @@ _UNSUPPORTED = {
         "try adamw with optimizer.state_dtype=bf16, or adafactor"
     ),
 }
+_MOST_UNKNOWN = 5  # unknown keys of a file that are each told with the nearest that is known
 _ALIASES = {"float8": "fp8", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit"}
 
 # A key as other programs call it, or an axis that this version lacks -> the hint.
@@ -178,6 +179,9 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     said = read_settings(path)
     # A section whose keys are all commented out is read as a key without a value.
     unknown = [each for each in said if not _key(each.key) and not (each.key in SECTIONS and each.value is None)]
+    if len(unknown) > _MOST_UNKNOWN:  # that is another kind of file
+        some = ", ".join(each.key for each in unknown[:_MOST_UNKNOWN])
+        raise ConfigError(f"{path}: {len(unknown)} keys are unknown, such as {some}; is it a recipe of this project?")
     refuse([_unknown_key(setting) for setting in unknown])
     asked = [_parse_override(text) for text in overrides]
     settings: dict[str, Setting] = {}
@@ -256,8 +260,8 @@ def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Pa
         if named is not None and not any(setting.key == "model.name" for setting in overruled):
             card = cards.get(str(named.value))
             if card is None:
-                near = get_close_matches(str(named.value), cards, 1) or sorted(cards)
-                raise ConfigError(f"{named}: no such shape card; try {' or '.join(near)}")
+                near = get_close_matches(str(named.value), cards, 1) or sorted(cards, key=len)[:3]
+                raise ConfigError(f"{named}: no such shape card; try {any_of(near)}; parallel3d-plan models lists all")
             yield from read_settings(card, under="model")
         yield from layer
 

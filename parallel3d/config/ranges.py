@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
 
+from parallel3d.config.yaml_text import shown
 from parallel3d.row_split import divisors
 
 _LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
 _MOST_TRIES = 6
 _LARGEST_COUNT = 2**40  # a larger whole number is a slip of the keyboard
+MOST_DEVICES = 2**20  # of one run: several times those of the largest cluster there is
 _TESTS = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
 
@@ -22,6 +24,12 @@ def within(words: str, default: Any = MISSING, *, example: str | None = None) ->
     """A dataclass field whose number must lie in the range that `words` say, such as "at least 0 and below 1" or "above
     0 and finite". `example` is the value that an error suggests; the default is suggested where there is no example."""
     return field(default=default, metadata={"range": words, "example": example or f"{default:g}"})
+
+
+def up_to(most: int, default: Any = MISSING) -> Any:
+    """A dataclass field whose count is at least 1 and at most `most`, beyond which nobody has trained anything: a
+    larger one would only be found out when memory or patience has ended."""
+    return field(default=default, metadata={"most": most})
 
 
 def is_within(words: str, number: float) -> bool:
@@ -38,10 +46,11 @@ def range_errors(recipe: Any) -> Iterator[str]:
     for name, value, metadata in sorted(_numbers(recipe), key=lambda number: not isinstance(number[1], int)):
         words = metadata.get("range", "at least 1")
         if not all(is_within(words, number) for number in (value if isinstance(value, tuple) else [value])):
-            said = f"{list(value)}: each" if isinstance(value, tuple) else f"{value}:"
+            said = f"{shown(value)}: each" if isinstance(value, tuple) else f"{shown(value)}:"
             yield f"{name} = {said} must be {words}; try {metadata.get('example', 1)}"
-        elif isinstance(value, int) and value > _LARGEST_COUNT:
-            yield f"{name} = {value}: must be at most 2^40 = {_LARGEST_COUNT}"
+        elif isinstance(value, int) and value > (most := metadata.get("most", _LARGEST_COUNT)):
+            power = f"2^{most.bit_length() - 1} = " if most.bit_count() == 1 else ""
+            yield f"{name} = {shown(value)}: must be at most {power}{most}"
 
 
 def _numbers(section: Any, under: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from parallel3d.config.flops import block_weights
-from parallel3d.config.ranges import within
+from parallel3d.config.ranges import MOST_DEVICES, up_to, within
 from parallel3d.config.sharding_strategies import Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
@@ -47,13 +47,13 @@ class ModelConfig:
     name: str | None = None
     architecture: str = "llama"  # llama, gpt, or module:Class (docs/add-a-model.md)
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # what the class of module:Class reads, by name
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int | None = None  # None: equal to heads
-    head_dim: int | None = None  # features of one head; None: hidden / heads
-    ffn_hidden: int
-    vocab: int
+    layers: int = up_to(1024)
+    hidden: int = up_to(2**20)
+    heads: int = up_to(2**16)
+    kv_heads: int | None = up_to(2**16, None)  # None: equal to heads
+    head_dim: int | None = up_to(2**16, None)  # features of one head; None: hidden / heads
+    ffn_hidden: int = up_to(2**22)
+    vocab: int = up_to(2**26)
     rope_theta: float = within("above 0 and finite", 10_000.0)
     rope_scaling: RopeScaling | None = None  # llama: rotary frequencies for a longer context; None: as they are
     norm_eps: float = within("above 0 and finite", 1e-5)
@@ -65,7 +65,7 @@ class ModelConfig:
     qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
     window: int | None = None  # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
-    max_positions: int | None = None  # gpt: rows of the table of learned positions
+    max_positions: int | None = up_to(2**27, None)  # gpt: rows of the table of learned positions
 
     @property
     def is_custom(self) -> bool:
@@ -129,10 +129,10 @@ class Coordinates:
 class ParallelConfig:
     """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes, outermost first."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    pp: int = up_to(MOST_DEVICES, 1)
+    dp_replicate: int = up_to(MOST_DEVICES, 1)
+    dp_shard: int = up_to(MOST_DEVICES, 1)
+    tp: int = up_to(MOST_DEVICES, 1)
     virtual_stages: int = 1  # stages on each pipeline rank
     stage_boundaries: tuple[int, ...] | None = None  # first block of each stage but the first; None: balanced by cost
     schedule: ScheduleName = "1f1b"
@@ -187,12 +187,12 @@ class ParallelConfig:
 class TrainConfig:
     """The length of a run, its batches, its precision and its device."""
 
-    steps: int
-    global_batch_size: int  # sequences
+    steps: int = up_to(10**8)
+    global_batch_size: int = up_to(2**20)  # sequences
     batch_warmup_start: int | None = None  # sequences of the first steps' global batch; None: no warm-up
     batch_warmup_increment: int | None = None  # sequences that the batch grows by at a time; None: batch_warmup_start
     batch_warmup_steps: int | None = None  # steps until the batch has its full size
-    seq_len: int  # tokens
+    seq_len: int = up_to(2**27)  # tokens
     seed: int = within("at least 0", 0)
     precision: Precision = "fp32"
     loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
@@ -208,7 +208,7 @@ class TrainConfig:
     on_nonfinite: OnNonfinite = "stop"  # skip: leave out a step whose loss or gradient is not finite, and go on
     nonfinite_in_a_row: int = 10  # the steps that `skip` leaves out one after the other, before it ends the run
     eval_every: int | None = None  # steps; None: no validation
-    eval_sequences: int = 64
+    eval_sequences: int = up_to(2**24, 64)
     # The evaluations without a lower loss after which the run ends; None: it goes on to its last step.
     early_stop_patience: int | None = None
     early_stop_min_delta: float = within("at least 0 and finite", 0.0)  # by how much a loss must be lower to count

@@ -207,8 +207,11 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     yield from _export_errors(recipe)
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
-    if recipe.run_dir is not None and not recipe.run_dir.strip():
-        yield "run_dir = '': must be a folder; try run_dir=runs/mine"
+    run_dir = recipe.run_dir
+    if run_dir is not None and (not run_dir.strip() or "\0" in run_dir):
+        yield f"run_dir = '{shown(run_dir)}': must be a folder; try run_dir=runs/mine"
+    elif run_dir is not None and Path(run_dir).resolve() == Path(Path(run_dir).resolve().anchor):
+        yield "<run_dir>: is the root of the file system, and a run has a folder of its own; try run_dir=runs/mine"
 
 
 def start_errors(recipe: Recipe) -> Iterator[str]:

@@ -7,6 +7,7 @@ it is a `ConfigError` of one line.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from parallel3d.errors import ConfigError
 COMMAND_LINE = "command line"
 _DEEPEST = 3  # levels of keys in a file: model.rope_scaling.factor
 _LONGEST_NAME = 100  # characters of a key
-_LARGEST_FILE_BYTES = 1 << 20  # a recipe has a few kB; nobody means to parse a checkpoint as YAML
+_LARGEST_FILE_BYTES = 128 << 10  # a recipe has a few kB, and one of 1 MiB takes half a minute to parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,7 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     """Returns the settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE_BYTES + 1)
-        if len(content) > _LARGEST_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_LARGEST_FILE_BYTES >> 20} MiB; a recipe is a short YAML file")
-        loader = _Loader(content.decode())
+        loader = _Loader(read_short(path, "a recipe is a short YAML file").decode())
         root = loader.get_single_node()
         if root is None:
             return []
@@ -75,6 +72,18 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
         if first.setdefault(setting.key, setting) is not setting:
             raise ConfigError(f"{setting}: given before, at {first[setting.key].origin}; keep one of the two")
     return settings
+
+
+def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
+    """Returns the content of a file that people write. Raises ConfigError, which says what `kind` of file it should be,
+    where the file is too large, or a pipe or a device, which might never end; and OSError as `open` does."""
+    if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+        raise ConfigError(f"{path}: is no regular file; {kind}")
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ConfigError(f"{path}: larger than {most >> 10} KiB; {kind}")
+    return content
 
 
 def parse_value(text: str, key: str) -> object:

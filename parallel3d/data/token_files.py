@@ -28,6 +28,7 @@ from parallel3d.errors import DataError
 TOKENS_JSON = "tokens.json"
 FORMAT = 1
 Part = Literal["train", "validation"]
+_LARGEST_JSON_BYTES = 64 << 20  # a tokens.json has some 100 bytes for each shard
 _CHUNK = 1 << 23  # ids that are checked at a time
 
 
@@ -79,6 +80,8 @@ class TokensJson:
         """Reads `tokens.json`. Raises DataError where it is missing, or not what this version writes."""
         path = folder / TOKENS_JSON
         try:
+            if path.stat().st_size > _LARGEST_JSON_BYTES:
+                raise ValueError("it is larger than that of any data set")
             found = json.loads(path.read_text())
             if found["format"] != FORMAT:
                 raise DataError(f"{path}: format {found['format']}, this version reads {FORMAT}; write the folder anew")
@@ -93,7 +96,7 @@ class TokensJson:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); make the folder with parallel3d-data"
             ) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{path}: is damaged ({error}); write the folder anew") from error
         return header
 

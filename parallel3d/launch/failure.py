@@ -89,7 +89,9 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def print_error(message: str) -> None:
-    """Writes `error: ...` on stderr, further lines of the message below its first."""
+    """Writes `error: ...` on stderr, further lines of the message below its first. Of a word that fills a page, such as
+    an argument that is a whole file, the beginning and the end are shown."""
+    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", message)
     print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
 

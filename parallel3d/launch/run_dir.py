@@ -15,6 +15,7 @@ from pathlib import Path
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
+from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.run_lock import RunLock
@@ -96,7 +97,9 @@ def prepare_run_dir(recipe: Recipe, lock: RunLock) -> list[str]:
 
 def _cannot_be_written(run_dir: str | Path, error: OSError | ValueError) -> ConfigError:
     cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return ConfigError(f"run_dir = {run_dir}: cannot be written ({cause}); try another, such as run_dir=/tmp/run")
+    return ConfigError(
+        f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as run_dir=/tmp/run"
+    )
 
 
 def _write(path: Path, text: str) -> None:

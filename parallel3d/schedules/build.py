@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.check import check_schedule
-from parallel3d.schedules.classic import Actions, groups
+from parallel3d.schedules.classic import Actions, group_sizes, groups
 from parallel3d.schedules.registry import ScheduleName, ScheduleTraits, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
@@ -117,10 +117,10 @@ def live_with_all_gradients(
 ) -> int | None:
     """The most forwards that a rank has alive once each of its stages has had a backward and none its last one: all
     gradients of the rank are in memory then and none is reduced. None where no such moment comes or is known."""
-    traits, group_sizes = schedule_traits(name), groups(pp, microbatches)
-    if microbatches == 1 or (virtual_stages > 1 and (len(group_sizes) == 1 or traits.holds_whole_batch)):
+    traits, (first, _) = schedule_traits(name), group_sizes(pp, microbatches)
+    if microbatches == 1 or (virtual_stages > 1 and (first == microbatches or traits.holds_whole_batch)):
         return None
-    backwards = (virtual_stages - 1) * group_sizes[0] + 1  # the first group's, down to the first one of the first stage
+    backwards = (virtual_stages - 1) * first + 1  # the first group's, down to the first one of the first stage
     left = microbatches * virtual_stages - backwards
     if traits.holds_whole_batch:
         return left

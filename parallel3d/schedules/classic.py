@@ -55,7 +55,7 @@ def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int)
 
 def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Counts a rank's forwards before interleaved 1F1B's first forward-backward pair."""
-    return 2 * (pp - rank - 1) + (virtual_stages - 1) * groups(pp, microbatches)[0]
+    return 2 * (pp - rank - 1) + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
 
 
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
@@ -73,7 +73,7 @@ def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
     is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1) (F + I + W) / v where the three are equal.
     At most (v - 1) g + p forwards are alive, with g as in `interleaved_1f1b`; over virtual stages it is the order of
     torch.distributed.pipelining's ScheduleInterleavedZeroBubble."""
-    warm_up = pp - rank - 1 + (virtual_stages - 1) * groups(pp, microbatches)[0]
+    warm_up = pp - rank - 1 + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
     return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up, delay=rank)
 
 
@@ -84,6 +84,12 @@ def groups(pp: int, microbatches: int) -> list[int]:
     microbatches) in groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining."""
     count = max(1, microbatches // pp)
     return [microbatches // count + (group < microbatches % count) for group in range(count)]
+
+
+def group_sizes(pp: int, microbatches: int) -> tuple[int, int]:
+    """Returns the size of the first and of the last of `groups`, by arithmetic: a step may have a million of them."""
+    count = max(1, microbatches // pp)
+    return -(-microbatches // count), microbatches // count
 
 
 def _in_turn(

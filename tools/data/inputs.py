@@ -167,7 +167,7 @@ class JsonLines:
             where = f"{self.path}, line {number}"
             try:
                 found = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # that of an encoding among them
+            except (ValueError, RecursionError) as error:  # that of an encoding among them
                 raise DataError(f"{where}: is no JSON ({error}); mend or delete that line") from None
             if not isinstance(found, dict):
                 raise DataError(f'{where}: must be a JSON object, such as {{"text": ...}}, one in each line')

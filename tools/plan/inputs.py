@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from parallel3d.config.recipe import ParallelConfig, Recompute
+from parallel3d.config.ranges import range_errors
+from parallel3d.config.recipe import ParallelConfig, Recompute, TrainConfig
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
@@ -92,6 +93,7 @@ def read_question(
         needed = {asks.partition(" ")[0]: devices, "--seq-len": seq_len, "--global-batch": batch}
         missing = ", ".join(name for name, value in needed.items() if value is None)
         raise ConfigError(f"{missing}: required; try {asks} --seq-len 4096 --global-batch 1024")
+    _check_sizes(devices, seq_len, batch)
     if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
         rows = model.shape.position_rows
         raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
@@ -129,6 +131,18 @@ def read_question(
     if model.longest is not None and seq_len > model.longest:
         more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
     return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
+
+
+def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:
+    """Raises ConfigError for a number that no recipe takes either."""
+    options = {"dp_shard": "--gpus", "seq_len": "--seq-len", "global_batch_size": "--global-batch"}
+    for section in (
+        ParallelConfig(dp_shard=gpus),
+        TrainConfig(steps=1, seq_len=seq_len, global_batch_size=batch),
+    ):
+        for line in range_errors(section):
+            key, _, rest = line.partition(" = ")
+            raise ConfigError(f"{options[key]} {rest}")
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:

@@ -4,6 +4,7 @@ numbers by hand."""
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,9 +88,9 @@ def find_model(options: argparse.Namespace) -> Model:
 def read_model(text: str) -> Model:
     """Returns the model of a name or a path. Raises ConfigError where it finds no model."""
     path = Path(text)
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):  # which a name that is too long is not; Path.is_file raises
         path = path / "config.json"
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"--model {text}: a folder without a config.json; try the path of the file")
     if path.suffix == ".json":
         return _of_config_json(path, text)

@@ -12,18 +12,16 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import parallel3d_memory, worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.model.training import optimizer_memory, unmodeled_settings
+from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.arguments import HARDWARE
+from parallel3d.recipes.host_fit import question_of
 from parallel3d.tools.reply import Reply
 
 if TYPE_CHECKING:
@@ -98,19 +96,11 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
 
 
 def question_of_recipe(recipe: Recipe) -> Question:
-    """Returns the question that a recipe's layout answers; of the hardware only CPU or GPU matters here. Raises
-    ConfigError for what the memory model does not know."""
+    """Returns the question that a recipe's layout answers. Raises ConfigError for what the memory model does not
+    know."""
     for setting, known, instead in unmodeled_settings(recipe):
         raise ConfigError(f"{setting}: {known}; try {instead}")
-    return Question(
-        shape=from_config(recipe.model),
-        cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
-        gpus=recipe.parallel.world_size,
-        seq_len=recipe.train.seq_len,
-        global_batch_size=recipe.train.global_batch_size,
-        precision=recipe.train.precision,
-        training=optimizer_memory(recipe),
-    )
+    return question_of(recipe)
 
 
 def _page(found: Verified) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
-from parallel3d.schedules.classic import groups
+from parallel3d.schedules.classic import group_sizes
 from parallel3d.schedules.registry import SCHEDULES
 
 
@@ -56,7 +56,7 @@ def _rank_floor(state: RankState) -> MemoryFloor:
     kept = [stage.kept for stage in state.stages]
     activations = live * min(kept)
     if SCHEDULES[name].warm_up is not None:  # the first forwards are alive: groups of microbatches, stage after stage
-        group = groups(layout.pp, layout.microbatches)[-1]
+        _, group = group_sizes(layout.pp, layout.microbatches)
         rounds, rest = divmod(live, group * len(kept))
         activations = rounds * group * sum(kept)
         activations += sum(min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.hugging_face import sliding_window, whole_number, windowed_layers
+from parallel3d.config.hugging_face import check_numbers, sliding_window, whole_number, windowed_layers
+from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape
@@ -45,6 +46,17 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
             f"{path}: mlp_only_layers = {said['mlp_only_layers']}: must be empty: such layers are not priced"
         )
     hidden, heads = number("hidden_size"), number("num_attention_heads")
+    check_numbers(
+        ModelConfig(
+            layers=number("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=None if said.get("num_key_value_heads") is None else number("num_key_value_heads"),
+            ffn_hidden=number("intermediate_size"),
+            vocab=number("vocab_size"),
+        ),
+        str(path),
+    )
     head_dim = number("head_dim") if said.get("head_dim") else hidden // heads
     shape: dict[str, Any] = _FAMILIES[kind](said, number)
     if (latent := shape.get("latent")) is not None:

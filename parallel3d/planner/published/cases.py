@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from parallel3d.config.yaml_text import read_short
 from parallel3d.errors import ConfigError
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.model.parameters import FlopsDefinition
@@ -83,26 +84,31 @@ def read_cases(
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
 
 
+_LARGEST_BYTES = 16 << 20
+
+
 def _trees(path: Path) -> list[Any]:
     try:
-        text = path.read_text()
+        text = read_short(path, "a file of cases has some kB for each", _LARGEST_BYTES).decode()
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases") from problem
     except UnicodeDecodeError as problem:
         raise ConfigError(f"{path}: cannot be read as JSON, it is no text ({problem.reason})") from problem
     try:
         trees = json.loads(text)
+    except RecursionError as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
     except ValueError as problem:
         lines: list[Any] = [line for line in text.splitlines() if line.strip()]
         for number, line in enumerate(lines):
-            with suppress(ValueError):  # a line that is no JSON stays a text, which no case is
+            with suppress(ValueError, RecursionError):  # a line that is no JSON stays a text, which no case is
                 lines[number] = json.loads(line)
         if not any(isinstance(line, dict) for line in lines):
             raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
         return lines
     if isinstance(trees, dict) and "model" in trees:
         return [trees]
-    if not isinstance(trees, list):
+    if not isinstance(trees, list) or not trees:
         raise ConfigError(f"{path}: must be a list of cases, or a case a line")
     return trees
 
