@@ -61,6 +61,10 @@ class NonFiniteError(Parallel3dError):
     exit_status = 71  # the loss or the gradient norm is NaN or infinite
 
 
+class SpikeError(NonFiniteError):
+    """The loss or the gradient norm is finite, and spikes again whatever is done about it."""
+
+
 class PreemptedError(Parallel3dError):
     exit_status = 75  # the run was asked to end, and has saved its state
 

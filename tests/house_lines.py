@@ -45,6 +45,7 @@ BATCH_PATH = frozenset(
         "parallel3d/sharding/fully_sharded.py",
         "parallel3d/sharding/optimizer_parts.py",
         "parallel3d/row_split.py",
+        "parallel3d/spikes.py",
         "parallel3d/torch_private.py",
         "parallel3d/training/hooks.py",
         "parallel3d/training/loss.py",

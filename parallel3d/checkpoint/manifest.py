@@ -22,6 +22,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
+from parallel3d.spikes import SpikeHistory
 
 FORMAT = 1
 MANIFEST_FILE, INDEX_FILE, CONFIG_FILE = "manifest.json", ".metadata", "config.yaml"
@@ -53,6 +54,7 @@ class SavedProgress:
     skip: tuple[SequenceRange, ...] = ()  # data.skip of the run
     skipped_by_rollbacks: tuple[SequenceRange, ...] = ()  # sequences left out beside them
     drawn: dict[str, int] | None = None  # sequences seen of each source of a mixture; None: not known
+    spikes: SpikeHistory = SpikeHistory()
     skipped_steps: int = 0  # steps that the loss scaler has skipped
     val_loss: float | None = None  # after this step; None: the step had no evaluation
     loss_scale: float | None = None  # the scale of the next step; None: not trained in float16

@@ -43,7 +43,7 @@ def _candidates(folder: Path) -> list[Path]:
     """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume tells what is wrong
     with one that has lost its manifest."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and any(path.glob("*"))]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
@@ -107,7 +107,7 @@ def tidy(folder: Path) -> None:
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
     """Sets aside what a run that goes on from `step`, which is `resumed`'s, has found `damaged`, and what is newer, by
     which a later resume would go back to what this run has left. Returns a line for the user about each kind."""
-    newer = [path for path in _candidates(folder) if path not in damaged and _step_of(path) >= step]
+    newer = [path for path in _candidates(folder) if path not in damaged and step_of(path) >= step]
     newer = [path for path in newer if not path.samefile(resumed)]
     lines = []
     if damaged:
@@ -130,9 +130,9 @@ def set_aside(path: Path, ending: str) -> Path:
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
     """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place. Raises SaveError."""
     with writing(folder):
-        paths = {_step_of(path): path for path in list_checkpoints(folder)}
+        paths = {step_of(path): path for path in list_checkpoints(folder)}
         losses = {step: _loss_of(path) if rule.keep_best else None for step, path in paths.items()}
-        for step in superfluous(losses, rule, _step_of(saved)):
+        for step in superfluous(losses, rule, step_of(saved)):
             _delete(paths[step])
 
 
@@ -156,7 +156,7 @@ def _named(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.{ending}")
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 

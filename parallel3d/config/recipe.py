@@ -19,6 +19,7 @@ DecayShape = Literal["linear", "cosine", "sqrt"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
 OnNonfinite = Literal["stop", "skip"]
+OnSpike = Literal["warn", "skip", "rollback"]
 ReduceDtype = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "fp16", "int8"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
@@ -207,6 +208,15 @@ class TrainConfig:
     grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
     on_nonfinite: OnNonfinite = "stop"  # skip: leave out a step whose loss or gradient is not finite, and go on
     nonfinite_in_a_row: int = 10  # the steps that `skip` leaves out one after the other, before it ends the run
+    # What is done about a step whose loss or gradient norm stands out (parallel3d/spikes.py). skip: its update is left
+    # out. rollback: the run goes back to a checkpoint, and leaves out the sequences of the last steps.
+    on_spike: OnSpike = "warn"
+    spike_window: int = within("at least 4 and at most 10000", 128)  # finite steps that a step is compared with
+    spike_deviations: float = within("above 0 and finite", 6.0)  # a spike is so many above their median, ...
+    spike_loss_ratio: float = within("at least 1 and finite", 1.1)  # ... and its loss more than so many times that
+    spike_norm_ratio: float = within("at least 1 and finite", 3.0)  # ... or its gradient norm than that of the norms
+    spike_steps: int = 2  # rollback: the steps up to the spike, and with it, whose sequences are left out
+    spikes_in_a_row: int = 5  # the spikes that `skip` or `rollback` mend one after the other, before they end the run
     eval_every: int | None = None  # steps; None: no validation
     eval_sequences: int = up_to(2**24, 64)
     # The evaluations without a lower loss after which the run ends; None: it goes on to its last step.

@@ -194,6 +194,7 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     if train.on_nonfinite == "stop" and train.nonfinite_in_a_row != type(train).nonfinite_in_a_row:
         words = "means nothing where the first such step ends the run"
         yield f"<train.nonfinite_in_a_row>: {words}; try train.on_nonfinite=skip beside it"
+    yield from spike_errors(recipe)
     yield from logging_errors(recipe)
     is_named = data.path or data.sources
     if data.source == "text" and not is_named:
@@ -212,6 +213,17 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield f"run_dir = '{shown(run_dir)}': must be a folder; try run_dir=runs/mine"
     elif run_dir is not None and Path(run_dir).resolve() == Path(Path(run_dir).resolve().anchor):
         yield "<run_dir>: is the root of the file system, and a run has a folder of its own; try run_dir=runs/mine"
+
+
+def spike_errors(recipe: Recipe) -> Iterator[str]:
+    """One line, for a `rule` to yield, for each setting of `train.on_spike` that means nothing or cannot be done."""
+    train = recipe.train
+    if train.on_spike == "rollback" and recipe.checkpoint.every is None:
+        yield "<train.on_spike>: goes back to a checkpoint, and <checkpoint.every>; try checkpoint.every=100"
+    for key, readers in (("spike_steps", ["rollback"]), ("spikes_in_a_row", ["skip", "rollback"])):
+        if train.on_spike not in readers and getattr(train, key) != getattr(type(train), key):
+            words = f"means nothing with <train.on_spike>; try train.on_spike={any_of(readers)} beside it"
+            yield f"<train.{key}>: {words}"
 
 
 def start_errors(recipe: Recipe) -> Iterator[str]:
@@ -345,6 +357,9 @@ def step_in_backward_errors(recipe: Recipe) -> Iterator[str]:
     if train.on_nonfinite == "skip":
         words = "leaves out a step by its whole gradient, which is known when all parameters have been stepped"
         yield f"<optimizer.step_in_backward>: <train.on_nonfinite> {words}; try train.on_nonfinite=stop"
+    if train.on_spike == "skip":
+        words = "leaves out an update by the whole loss, which is known when all parameters have been stepped"
+        yield f"<optimizer.step_in_backward>: <train.on_spike> {words}; try train.on_spike=rollback"
     if recipe.optimizer.name not in ("adamw", "sgd"):
         words = "exchanges something of many parameters at once in its step, and each would come alone"
         yield f"<optimizer.step_in_backward>: <optimizer.name> {words}; try optimizer.name=adamw"

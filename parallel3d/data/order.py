@@ -59,7 +59,12 @@ class LeftOut:
 
     def end(self, sequences: int) -> int:
         """Returns the number of samples up to the last of the first `sequences` sequences, with those left out."""
-        return int(self.samples(np.array([sequences - 1]))[0]) + 1 if sequences else 0
+        return self.span(0, sequences).last + 1 if sequences else 0
+
+    def span(self, begin: int, end: int) -> SequenceRange:
+        """Returns the samples from the run's sequence `begin` to the last one before `end`."""
+        first, last = self.samples(np.array([begin, end - 1])).tolist()
+        return SequenceRange(first=first, last=last)
 
 
 def window_order(samples: NDArray[np.int64], *, windows: int, seed: int | None) -> NDArray[np.int64]:

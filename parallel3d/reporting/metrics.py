@@ -41,6 +41,8 @@ class StepMetrics:
     val_loss: float | None = None  # of the part of the run's own data that is kept for validation
     set_losses: Mapping[str, float] = field(default_factory=dict)  # of the other evaluation sets, by their names
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
+    spikes: int = 0  # steps since the start of the run whose loss or gradient norm stood out
+    rollbacks: int = 0  # how often the run has gone back to a checkpoint because of them
     skipped_steps: int = 0  # steps since the start of the run that were left out: not finite, or refused
 
     @property
@@ -60,18 +62,35 @@ def perplexity(loss: float) -> float:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from are dropped: the
-    file is replaced by a new one that is whole. Where it has lines that are no metrics, the old file is kept beside it,
-    and `note` says so. Each new line is handed on to `also` as well."""
+    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from, or goes back to,
+    are dropped: the file is replaced by a new one that is whole. Where it has lines that are no metrics, the old file
+    is kept beside it, and `note` says so. Each new line is handed on to `also` as well, and each step that the run goes
+    back to to `also_back`."""
 
-    def __init__(self, path: Path, *, resumed_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self._path, self._also, self.note = path, also, ""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resumed_step: int,
+        also: Callable[[dict[str, Any]], None] | None = None,
+        also_back: Callable[[int], None] | None = None,
+    ) -> None:
+        self._path, self._also, self._also_back, self.note = path, also, also_back, ""
+        self.history = self._without_lines_after(resumed_step)  # the lines of the steps that the run goes on from
+
+    def go_back(self, step: int) -> None:
+        """Drops the lines of the steps after `step`."""
+        self.history = self._without_lines_after(step)
+        if self._also_back is not None:
+            self._also_back(step)
+
+    def _without_lines_after(self, step: int) -> list[dict[str, float | None]]:
+        """Returns the lines that the file has up to a step, and leaves it with them alone."""
+        path = self._path
         before = path.read_text(errors="replace") if path.exists() else ""
         *whole, _cut_off = before.split("\n")  # a crash may cut off the last line
         lines = [_read_line(line) for line in whole]
-        self.history: list[dict[str, float | None]] = [  # as the run resumes
-            line for line in lines if line is not None and (line["step"] or 0) <= resumed_step
-        ]
+        kept = [line for line in lines if line is not None and (line["step"] or 0) <= step]
         if None in lines:
             taken = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
             aside = next(each for each in taken if not each.exists())
@@ -83,8 +102,9 @@ class MetricsFile:
             )
         partial = path.with_name(f".{path.name}.partial")
         with writing(path):
-            partial.write_text("".join(f"{json.dumps(line)}\n" for line in self.history))
+            partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
             partial.replace(path)
+        return kept
 
     def write(self, metrics: StepMetrics) -> None:
         with writing(self._path), self._path.open("a") as file:

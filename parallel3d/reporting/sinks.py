@@ -1,8 +1,9 @@
 """Dashboards beside metrics.jsonl: each is fed the very lines of that file, from a thread of its own, and none of them
 can stop or slow a run. What one has lost, `parallel3d-train replay` sends again.
 
-Where steps are trained again after a crash, TensorBoard drops what it had of them, and MLflow takes the later value.
-The history of Weights & Biases only grows, so that the value of the first time stays: a replay is a new run there."""
+Where steps are trained again after a crash or a rollback, TensorBoard drops what it had of them, and MLflow takes the
+later value. The history of Weights & Biases only grows, so that the value of the first time stays: a replay is a new
+run there."""
 
 from __future__ import annotations
 
@@ -58,6 +59,9 @@ class Sink(Protocol):
     def log(self, line: Line) -> None:
         """Takes a line."""
 
+    def go_back(self, step: int) -> None:
+        """Drops the lines after `step`, which are undone, if it can."""
+
     def finish(self, succeeded: bool) -> None:
         """Sends what is on its way, and closes the run."""
 
@@ -66,14 +70,22 @@ class TensorBoard:
     """Event files in `run_dir/tensorboard`."""
 
     def start(self, run: SinkRun) -> None:
+        self._folder = str(run.folder / "tensorboard")
+        self._open(run.resumed_step)
+
+    def _open(self, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.resumed_step + 1)
+        self._writer = SummaryWriter(self._folder, purge_step=resumed_step + 1)
 
     def log(self, line: Line) -> None:
         for name, value in _numbers(line).items():
             self._writer.add_scalar(name, value, line["step"])
         self._writer.flush()
+
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
 
     def finish(self, succeeded: bool) -> None:
         self._writer.close()
@@ -102,6 +114,9 @@ class WeightsAndBiases:
 
     def log(self, line: Line) -> None:
         self._run.log(_numbers(line), step=line["step"])
+
+    def go_back(self, step: int) -> None:
+        """Leaves the history as it is."""
 
     def finish(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
@@ -138,6 +153,9 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def go_back(self, step: int) -> None:
+        """Leaves the values as they are: those that come count."""
+
     def finish(self, succeeded: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")
 
@@ -161,6 +179,11 @@ class Sinks(AbstractContextManager["Sinks"]):
         for feeder in self._feeders:
             feeder.offer(line)
         self._tell_of_the_lost()
+
+    def go_back(self, step: int) -> None:
+        """Tells every sink that the run has gone back to a step, and waits for none."""
+        for feeder in self._feeders:
+            feeder.offer(step)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Ends all sinks."""
@@ -187,11 +210,11 @@ class _Feeder(Thread):
     def __init__(self, name: SinkName, run: SinkRun) -> None:
         super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
         self._sink, self._run, self.loss, self.is_told = name, run, "", False
-        self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
+        self._items: Queue[Line | int | bool] = Queue(_MOST_LINES_WAITING)
         self.start()
 
-    def offer(self, item: Line | bool) -> None:
-        """Puts a line into the queue, or at the run's end whether it has succeeded."""
+    def offer(self, item: Line | int | bool) -> None:
+        """Puts a line into the queue, or the step that the run goes back to, or at its end whether it has succeeded."""
         try:
             if not self.loss:
                 self._items.put_nowait(item)
@@ -203,7 +226,10 @@ class _Feeder(Thread):
             sink = SINKS[self._sink]()
             sink.start(self._run)
             while not isinstance(item := self._items.get(), bool):
-                sink.log(item)
+                if isinstance(item, int):
+                    sink.go_back(item)
+                else:
+                    sink.log(item)
             sink.finish(succeeded=item)
         except BaseException as error:  # a library that calls sys.exit loses itself alone
             self.loss = cause_of(error, self.name)

@@ -33,7 +33,7 @@ class RunView:
     recipe: Recipe
     run_dir: Path
     say: Callable[[str], None]  # shows a line beside the run's own
-    history: Sequence[Mapping[str, float | None]] = ()  # the lines of metrics.jsonl up to the step resumed from
+    history: Sequence[Mapping[str, float | None]] = ()  # the lines of metrics.jsonl that the run goes on from
     step: int = 0  # steps done
     stop_reason: str | None = field(default=None, init=False)
 
@@ -59,6 +59,10 @@ class Callback:
 
     def saved(self, run: RunView, checkpoint: Path) -> None:
         """Is called when a checkpoint is whole."""
+
+    def rolled_back(self, run: RunView, why: str) -> None:
+        """Is called when the run has gone back to the checkpoint of `run.step`, and `run.history` is that of this step.
+        What a callback was told of later steps is undone."""
 
     def ended(self, run: RunView, error: BaseException | None) -> None:
         """Is called after the last step; `error` is what has ended the run before it, such as SIGTERM."""
@@ -95,6 +99,12 @@ class Callbacks:
         finally:
             self.tell("ended", step if self._run is None else self._run.step, error)
 
+    def tell_of_a_rollback(self, step: int, why: str, history: Sequence[Mapping[str, float | None]]) -> None:
+        """Tells the callbacks that the run has gone back to `step`."""
+        if self._run is not None:
+            self._run.history = history
+        self.tell("rolled_back", step, why)
+
     def tell(self, hook: str, step: int, *seen: object) -> None:
         """Calls the method `hook` of each callback with what it sees after `step`."""
         for index, callback in enumerate(self._callbacks):
@@ -127,6 +137,10 @@ class EarlyStopping(Callback):
         for loss in (line.get(key) for line in run.history):
             if loss is not None:
                 self._see(run, loss)
+
+    def rolled_back(self, run: RunView, why: str) -> None:
+        self._lowest, self._waited = float("inf"), 0
+        self.started(run)
 
     def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
         self._see(run, losses[self._of])

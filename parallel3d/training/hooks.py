@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import Recipe, TrainConfig
 from parallel3d.data.loader import IGNORED, WrongId
-from parallel3d.errors import DataError, NonFiniteError
+from parallel3d.errors import DataError, NonFiniteError, SpikeError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.mesh import Axis
+from parallel3d.spikes import SpikeHistory
 from parallel3d.training.local_sgd.replicas import LocalSgd
 from parallel3d.training.loss import SMALLEST, LossScaler, MeanLoss
 
@@ -163,6 +164,37 @@ class CompareReplicas(StepHook):
     def after_step(self, step: int) -> None:
         if step % self._every == 0:
             self._compare(f"step {step}")
+
+
+class Spikes(StepHook):
+    """Leaves out the update of a step whose loss or gradient norm stands out of the steps before, or only finds it, as
+    `train.on_spike` says. Ends the run where too many such steps are in a row."""
+
+    def __init__(self, rule: TrainConfig, *, steps_in_backward: bool) -> None:
+        self._rule, self._steps_in_backward = rule, steps_in_backward
+        self.history = SpikeHistory()
+        self.found: str | None = None  # the spike of the last step, in words
+
+    def check(self, step: int, totals: StepResult) -> str | None:
+        self.found, rule = None, self._rule
+        if not totals.is_finite:
+            return None
+        seen = totals.loss, totals.grad_norm
+        why = self.history.judge(*seen, rule)
+        self.history = self.history.after(step, *seen, rule, is_spike=why is not None)
+        if why is None:
+            return None
+        self.found = f"step {step}: a spike: {why}"
+        if rule.on_spike == "warn":
+            if self.history.in_a_row > 1:  # told once, however long the numbers stay so high
+                self.found = None
+            return None
+        if self.history.in_a_row > rule.spikes_in_a_row:
+            raise SpikeError(
+                f"{self.found}; it is number {self.history.in_a_row} in a row, more than train.spikes_in_a_row = "
+                f"{rule.spikes_in_a_row}. Go on from a checkpoint with a lower optimizer.lr, or train.on_spike=warn"
+            )
+        return None if self._steps_in_backward else f"{self.found}; its update is left out"
 
 
 class CountLabelsFirst(StepHook):

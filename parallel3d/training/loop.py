@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.saver import Saver
-from parallel3d.checkpoint.store import checkpoint_path
+from parallel3d.checkpoint.store import checkpoint_path, list_checkpoints, step_of
 from parallel3d.checkpoint.together import collect as collect_from_all
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
+from parallel3d.data.order import LeftOut
 from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest
@@ -28,7 +29,7 @@ from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import VALIDATION, Callbacks
 from parallel3d.training.hooks import StepResult
-from parallel3d.training.state import state_of
+from parallel3d.training.state import of_rank_0, resume_from, state_of
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import Trainer
 
@@ -76,16 +77,23 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Trains to the end."""
+        with self.profiler, self.saver, garbage_collected(self.recipe.train.gc_every) as collect:
+            is_done = self.trainer.step >= self.recipe.train.steps
+            while not is_done:
+                is_done = self.train(collect)
+
+    def train(self, collect: Callable[[int], None]) -> bool:
+        """Trains to the run's last step and returns True, or until the run goes back to a checkpoint."""
         steps = range(self.trainer.step, self.recipe.train.steps)
-        training = replace(self.loaders[0], left_out=self.trainer.left_out)
-        ahead = batches_ahead(training, steps, self.trainer.device)
-        collected = garbage_collected(self.recipe.train.gc_every)
-        with closing(ahead) as batches, self.profiler, self.saver, collected as collect:
-            is_last = not steps
-            while not is_last:
+        loader = replace(self.loaders[0], left_out=self.trainer.left_out)
+        with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
+            while True:
                 result = self.train_step(batches)
                 collect(self.trainer.step)
-                is_last = self.step_done(result)
+                if self.recipe.train.on_spike == "rollback" and self.trainer.spikes.found and self.roll_back():
+                    return False
+                if self.step_done(result):
+                    return True
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed, and recorded where the recipe asks for that."""
@@ -100,8 +108,8 @@ class TrainingLoop:
                 result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
         if report is not None:
             self.progress.say(str(report))
-        if result.left_out is not None:
-            self.progress.say(f"warning: {result.left_out}")
+        if warning := result.left_out or self.trainer.spikes.found:
+            self.progress.say(f"warning: {warning}")
         return result
 
     def step_done(self, result: StepResult) -> bool:
@@ -163,6 +171,42 @@ class TrainingLoop:
         if (exported == "all" and not is_preempted) or (exported != "none" and is_last):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last or is_preempted, then=then)
+
+    def roll_back(self) -> bool:
+        """Goes back to the newest checkpoint from before the steps that are suspected of the spike, and has the run
+        leave out their sequences, or those of the steps since the checkpoint where none is as old as that. Saves the
+        checkpoint again, so that a run that is killed from here on resumes with what it leaves out. Returns False,
+        with nothing done, where there is no checkpoint yet."""
+        trainer, spike, why = self.trainer, self.trainer.step, self.trainer.spikes.found
+        assert why is not None
+        self.saver.finish()
+        newest_first = of_rank_0(list_checkpoints(self.checkpoints)[::-1])
+        if not newest_first:
+            self.progress.say("there is no checkpoint yet to go back to, so the run goes on")
+            return False
+        history, skipped, left_out = trainer.spikes.history, trainer.skipped_by_rollbacks, trainer.left_out
+        if trainer.local_sgd is not None:
+            trainer.local_sgd.settle()  # what is still on its way would arrive in the parameters that are loaded
+        innocent = max(0, spike - self.recipe.train.spike_steps)  # the last step before those that are suspected
+        old_enough = [path for path in newest_first if step_of(path) <= innocent] or newest_first[-1:]
+        loaded, lines = resume_from(trainer, old_enough, self.checkpoints)
+        sequences = (self.recipe.batch_sizes.before(step) for step in (max(innocent, trainer.step), spike))
+        suspects = left_out.span(*sequences)
+        trainer.skipped_by_rollbacks = LeftOut.of((*skipped, suspects)).ranges
+        trainer.spikes.history = history.back_at(loaded.spikes)
+        for line in (f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}", *lines):
+            self.progress.say(line)
+        state, progress = state_of(trainer, loaded.val_loss)
+        path = checkpoint_path(self.checkpoints, trainer.step)
+        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=False)
+        self.reported_tokens = trainer.tokens
+        for watch in (self.watch, self.waiting):
+            watch.read()
+        if self.metrics_file is not None:
+            self.metrics_file.go_back(trainer.step)
+            self.callbacks.tell_of_a_rollback(trainer.step, why, self.metrics_file.history)
+        self.progress.step_done(trainer.step)
+        return True
 
     def _tell_of_a_save(self, path: Path) -> None:
         self.callbacks.tell("saved", self.trainer.step, path)
@@ -265,6 +309,8 @@ def measure(
         val_loss=sets.pop(VALIDATION, None),
         set_losses=sets,
         loss_scale=result.loss_scale,
+        spikes=trainer.spikes.history.spikes,
+        rollbacks=trainer.spikes.history.rollbacks,
         skipped_steps=trainer.skipped_steps,
     )
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import SavedProgress, in_line
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
+from parallel3d.checkpoint.store import after_resume
 from parallel3d.config.load import to_yaml
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import LeftOut
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.local_sgd import state as replica_state
 from parallel3d.training.local_sgd.state import SavedReplicas
 from parallel3d.training.trainer import Trainer
+
+Loaded = TypeVar("Loaded")
 
 
 def save_trainer(trainer: Trainer, path: Path) -> None:
@@ -47,6 +53,7 @@ def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str,
         skip=recipe.data.skip,
         skipped_by_rollbacks=trainer.skipped_by_rollbacks,
         drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
+        spikes=trainer.spikes.history,
         skipped_steps=trainer.skipped_steps,
         val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
@@ -79,10 +86,53 @@ def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
     for data in trainer.data:
         data.publish()
     trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
-    trainer.skipped_by_rollbacks = progress.skipped_by_rollbacks
+    trainer.skipped_by_rollbacks, trainer.spikes.history = progress.skipped_by_rollbacks, progress.spikes
     if trainer.scaler is not None and progress.loss_scale is not None:
         trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
     return progress
+
+
+def of_rank_0(paths: list[Path]) -> list[Path]:
+    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they look."""
+    box = [paths]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> tuple[SavedProgress, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's `folder` that are damaged
+    or newer. Returns the progress that was loaded, and lines for the user: what was passed over, and where the run goes
+    on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or one is of another model."""
+    path, progress, lines = first_whole(checkpoints, partial(load_trainer, trainer))
+    lines += told_of_other_data(trainer, path, progress)
+    if dist.get_rank() == 0:
+        with writing(folder):
+            lines += after_resume(folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)])
+    begun = trainer.recipe.checkpoint.start_from
+    words = "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
+    return progress, [*lines, f"goes on from step {trainer.step} of {path}{words}"]
+
+
+def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
+    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from` does all of them."""
+    if not checkpoints:
+        return []
+    path, _, lines = first_whole(checkpoints, partial(load_start, trainer))
+    return [*lines, f"starts from the weights of {path}"]
+
+
+def first_whole(checkpoints: list[Path], load: Callable[[Path], Loaded]) -> tuple[Path, Loaded, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of it, and a line for
+    each that was passed over."""
+    lines: list[str] = []
+    for path in checkpoints:
+        try:
+            return path, load(path), lines
+        except DamagedCheckpointError as error:
+            if path == checkpoints[-1]:
+                raise
+            lines.append(f"passed over: {error}")
+    raise AssertionError("no checkpoint")
 
 
 def load_start(trainer: Trainer, path: Path) -> None:

@@ -83,7 +83,9 @@ class Trainer:
             self.local_sgd = LocalSgd(
                 self.parameters, recipe.local_sgd, replicas=replicas, axes=self.axes, steps=recipe.train.steps
             )
-        self.hooks: list[hooks.StepHook] = [hooks.NonFiniteSteps(self.loss, self.scaler, recipe, self._suspects)]
+        self.spikes = hooks.Spikes(recipe.train, steps_in_backward=in_backward)
+        not_finite = hooks.NonFiniteSteps(self.loss, self.scaler, recipe, self._suspects)
+        self.hooks: list[hooks.StepHook] = [not_finite, self.spikes]
         if in_backward:
             self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
         if self.local_sgd is not None:

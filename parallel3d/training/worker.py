@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.start import find_start
-from parallel3d.checkpoint.store import after_resume, find_checkpoints, tidy
+from parallel3d.checkpoint.store import find_checkpoints, tidy
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -23,7 +22,7 @@ from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
-from parallel3d.errors import DamagedCheckpointError, writing
+from parallel3d.errors import writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.signals import StopRequest, catch_stop_signals
@@ -39,7 +38,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
-from parallel3d.training.state import load_start, load_trainer, told_of_other_data
+from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
 
 
@@ -83,7 +82,7 @@ def run_worker(
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.data_fingerprint = data_fingerprint(recipe.data, corpora)
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
-        resumed = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
+        resumed = resume_from(trainer, saved, checkpoints)[1] if saved else start_from(trainer, start)
         # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
         signals = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_stop_signals()
         with (
@@ -130,7 +129,8 @@ def open_metrics(
         yield None
         return
     with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
-        metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step=resumed_step, also=sinks.log)
+        path = run_dir / "metrics.jsonl"
+        metrics = MetricsFile(path, resumed_step=resumed_step, also=sinks.log, also_back=sinks.go_back)
         if metrics.note:
             tell(f"warning: {metrics.note}")
         yield metrics
@@ -220,52 +220,3 @@ def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
     ).placement
     is_end = pp_rank in (stages[0], stages[-1])
     return is_end or recipe.optimizer.step_in_backward or recipe.data.documents == "mask"
-
-
-def of_rank_0(paths: list[Path]) -> list[Path]:
-    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they look."""
-    box = [paths]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
-    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's `folder` that are damaged
-    or newer. Returns lines for the user: the ones that were passed over, and where the run goes on. Raises
-    CheckpointError, with no damaged one renamed, where all are damaged, or one is of another model."""
-    notes: list[str] = []
-
-    def load(path: Path) -> None:
-        notes[:] = told_of_other_data(trainer, path, load_trainer(trainer, path))
-
-    path, lines = first_whole(checkpoints, load)
-    lines += notes
-    if dist.get_rank() == 0:
-        with writing(folder):
-            lines += after_resume(folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)])
-    begun = trainer.recipe.checkpoint.start_from
-    words = "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
-    return [*lines, f"goes on from step {trainer.step} of {path}{words}"]
-
-
-def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from` does all of them."""
-    if not checkpoints:
-        return []
-    path, lines = first_whole(checkpoints, partial(load_start, trainer))
-    return [*lines, f"starts from the weights of {path}"]
-
-
-def first_whole(checkpoints: list[Path], load: Callable[[Path], object]) -> tuple[Path, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged. Returns it, and a line for each that was passed over."""
-    lines: list[str] = []
-    for path in checkpoints:
-        try:
-            load(path)
-        except DamagedCheckpointError as error:
-            if path == checkpoints[-1]:
-                raise
-            lines.append(f"passed over: {error}")
-        else:
-            break
-    return path, lines

@@ -23,8 +23,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.models import shape_cards
-from parallel3d.training.state import load_model, load_trainer, save_trainer
-from parallel3d.training.worker import resume_from
+from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
 from tests.distributed.training_cases import (
     DEEP,
     DEEP_TIED,
@@ -269,7 +268,7 @@ def resume_on_other_data(path: Path) -> None:
         load_trainer(trainer, path)
     assert has_weights(trainer, before)
     trainer.recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, allow_other_data=True))
-    told = resume_from(trainer, [path], path.parent)
+    _, told = resume_from(trainer, [path], path.parent)
     assert told[0] == (
         f"{path}: was trained on other data (train_tokens 900, now 800; checksum aa, now bb), which "
         "checkpoint.allow_other_data allows"
@@ -296,7 +295,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, s
 
 def resume_and_tell(checkpoints: list[Path]) -> list[str]:
     trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
-    return resume_from(trainer, checkpoints, checkpoints[0].parent)
+    return resume_from(trainer, checkpoints, checkpoints[0].parent)[1]
 
 
 def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:

@@ -1,0 +1,250 @@
+"""Spikes: eight sequences of nonsense in the data are found, and the run goes on as if they had never been there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from parallel3d.checkpoint.manifest import read_manifest
+from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    LocalSgdConfig,
+    LoggingConfig,
+    ParallelConfig,
+    Recipe,
+    SequenceRange,
+)
+from parallel3d.data.loader import Batch
+from parallel3d.data.windows import TokenIds, WindowSource
+from parallel3d.errors import SpikeError
+from parallel3d.launch.signals import StopRequest
+from parallel3d.reporting.metrics import MetricsFile
+from parallel3d.reporting.progress import ProgressDisplay
+from parallel3d.training.callbacks import Callback, Callbacks, RunView
+from parallel3d.training.hooks import StepResult
+from parallel3d.training.loop import fit
+from parallel3d.training.state import resume_from
+from tests.distributed.training_cases import (
+    BATCH,
+    GROUPED,
+    STEPS,
+    VOCAB,
+    assert_follows,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    plain_curve,
+)
+
+SPIKED = 15
+NONSENSE = range((SPIKED - 1) * BATCH, SPIKED * BATCH)  # the eight sequences of step 15
+ONE = ParallelConfig(microbatch_size=BATCH)
+
+
+@dataclass(frozen=True, eq=False)
+class WithNonsense:
+    """A window source of which some samples are one token again and again, which no text has."""
+
+    source: WindowSource
+    nonsense: range
+
+    @property
+    def windows(self) -> int:
+        return self.source.windows
+
+    def draw(self, samples: NDArray[np.int64]) -> TokenIds:
+        ids = self.source.draw(samples).copy()
+        ids[np.isin(samples, self.nonsense)] = VOCAB - 1
+        return ids
+
+
+def spiky_recipe(parallel: ParallelConfig, on_spike: str, **train: object) -> Recipe:
+    recipe = make_recipe(GROUPED, parallel, on_spike=on_spike, spike_window=8, spike_loss_ratio=1.05, **train)
+    return replace(recipe, checkpoint=CheckpointConfig(every=6), logging=LoggingConfig(every=1))
+
+
+class Told(Callback):
+    """Remembers the loss and the norm of each step that is not undone, and the steps that the run goes back to."""
+
+    def __init__(self) -> None:
+        self.curve: dict[int, tuple[float, float]] = {}
+        self.back_at: list[int] = []
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        self.curve[run.step] = result.loss, result.grad_norm
+
+    def rolled_back(self, run: RunView, why: str) -> None:
+        assert [line["step"] for line in run.history] == list(range(1, run.step + 1))
+        self.back_at.append(run.step)
+        self.curve = {step: seen for step, seen in self.curve.items() if step <= run.step}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run has left behind; rank 0 knows all of it."""
+
+    curve: dict[int, tuple[float, float]]  # the steps of this process
+    back_at: list[int]
+    said: list[str]
+    left_out: tuple[SequenceRange, ...]
+    skipped_steps: int
+    error: str
+
+
+def run(
+    recipe: Recipe, folder: Path, nonsense: range = NONSENSE, *, harmful: range = range(0), killed_in: int | None = None
+) -> Ended:
+    """Trains to the end, from the newest checkpoint if there is one, as a worker does. The weights are spoilt when a
+    sequence among `harmful` has been trained on. `killed_in` is the number of the step, of this process, in which all
+    ranks end without a word."""
+    rank, checkpoints = dist.get_rank(), folder / "checkpoints"
+    if rank == 0:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    trainer = make_trainer(recipe)
+    if found := list_checkpoints(checkpoints)[::-1]:
+        resume_from(trainer, found, checkpoints)
+    train_step, begun = trainer.train_step, 0
+
+    def step(batch: Batch, **settings: Any) -> StepResult:
+        nonlocal begun
+        begun += 1
+        if begun == killed_in:
+            raise KeyboardInterrupt
+        result = train_step(batch, **settings)
+        if not set(harmful).isdisjoint(batch.samples.flatten().tolist()):
+            for parameter in trainer.parameters:
+                own = parameter.local.detach()
+                own.copy_(3.0 * own.flip(0))
+        return result
+
+    trainer.train_step = step  # type: ignore[assignment]
+    loader = make_loader(recipe, rank)
+    loader = replace(loader, source=WithNonsense(loader.source, nonsense))
+    told, said, progress, error = Told(), list[str](), ProgressDisplay(), ""
+    progress.say = said.append  # type: ignore[method-assign]
+    metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=trainer.step) if rank == 0 else None
+    view = None if metrics is None else RunView(recipe, folder, said.append, metrics.history, trainer.step)
+    try:
+        fit(trainer, (loader, ()), checkpoints, metrics, progress, StopRequest(), callbacks=Callbacks([told], view))
+    except (SpikeError, KeyboardInterrupt) as ended:
+        error = str(ended)
+    return Ended(told.curve, told.back_at, said, trainer.left_out.ranges, trainer.skipped_steps, error)
+
+
+def rolled_back_and_without(recipe: Recipe, folder: Path) -> tuple[Ended, Ended]:
+    """Returns a run that goes back, and one that leaves out the nonsense from the start."""
+    skip = SequenceRange(first=NONSENSE.start, last=NONSENSE.stop - 1)
+    return run(recipe, folder / "straight"), run(replace(recipe, data=DataConfig(skip=(skip,))), folder / "without")
+
+
+LOCAL_SGD = LocalSgdConfig(sync_every=4, overlap_steps=2)  # something is on its way in the step of the spike
+LAYOUTS = [
+    (ONE, {}),
+    (ParallelConfig(tp=2, pp=2, microbatch_size=2), {}),
+    (ParallelConfig(dp_shard=2), {"checkpoint": CheckpointConfig(every=6, in_background=True)}),
+    pytest.param(ParallelConfig(dp_replicate=2), {"local_sgd": LOCAL_SGD}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("parallel", "settings"), LAYOUTS, ids=["one", "tp2-pp2", "dp2-background", "local-sgd"])
+def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
+    world: Callable, tmp_path: Path, parallel: ParallelConfig, settings: dict[str, Any]
+) -> None:
+    recipe = replace(spiky_recipe(parallel, "rollback", spike_steps=1), **settings)
+    straight, without = world(parallel.world_size).run(rolled_back_and_without, recipe, tmp_path)[0]
+    assert straight.back_at == [12] and without.back_at == []
+    assert straight.curve == without.curve  # to the bit
+    assert straight.left_out == without.left_out and straight.skipped_steps == 0
+    if "local_sgd" not in settings:
+        everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
+        assert_follows(list(straight.curve.values()), everywhere)
+    assert straight.said[0].startswith(f"warning: step {SPIKED}: a spike: ")
+    assert straight.said[1:] == [
+        "goes back, and leaves out the sequences 112 to 119",
+        f"goes on from step 12 of {tmp_path / 'straight/checkpoints/step_00000012'}",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "straight/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["rollbacks"]) for line in lines] == [(s, int(s > 12)) for s in range(1, STEPS + 1)]
+    saved = read_manifest(tmp_path / "straight/checkpoints/step_00000020").progress
+    assert (saved.skip, saved.skipped_by_rollbacks) == ((), without.left_out)
+    assert (saved.spikes.spikes, saved.spikes.rollbacks, saved.spikes.last_spike) == (1, 1, SPIKED)
+
+
+def killed_and_resumed(recipe: Recipe, folder: Path) -> tuple[Ended, Ended, Ended]:
+    """Returns a run that goes back, another that is killed in the second step after that, and its resume."""
+    return (
+        run(recipe, folder / "straight"),
+        run(recipe, folder / "killed", killed_in=SPIKED + 2),
+        run(recipe, folder / "killed"),
+    )
+
+
+def test_a_run_that_is_killed_after_it_went_back_resumes_to_the_bit(world: Callable, tmp_path: Path) -> None:
+    recipe = spiky_recipe(ParallelConfig(pp=2, microbatch_size=2), "rollback")
+    straight, killed, resumed = world(2).run(killed_and_resumed, recipe, tmp_path)[0]
+    assert straight.back_at == killed.back_at == [12] and resumed.back_at == []
+    assert resumed.curve == {step: straight.curve[step] for step in range(13, STEPS + 1)}
+    two_steps = SequenceRange(first=104, last=119)
+    assert resumed.left_out == straight.left_out == (two_steps,)
+
+
+def one_step_too_few_and_enough(folder: Path) -> tuple[Ended, Ended, Ended]:
+    """The sequences of step 14 spoil the weights, which the loss of step 15 shows. Returns a run that suspects step 15
+    alone, one that suspects the step before as well, and one without the sequences of both."""
+    recipe = spiky_recipe(ONE, "rollback", spikes_in_a_row=3, spike_norm_ratio=100.0)
+    harmful, nothing = range(NONSENSE.start - BATCH, NONSENSE.start), range(0)
+    fewer = replace(recipe, train=replace(recipe.train, spike_steps=1))
+    both = DataConfig(skip=(SequenceRange(first=harmful.start, last=NONSENSE.stop - 1),))
+    return (
+        run(fewer, folder / "fewer", nothing, harmful=harmful),
+        run(recipe, folder / "enough", nothing, harmful=harmful),
+        run(replace(recipe, data=both), folder / "without", nothing, harmful=harmful),
+    )
+
+
+def test_a_spike_that_shows_a_step_late_is_left_out_with_its_cause_and_no_run_goes_back_forever(
+    world: Callable, tmp_path: Path
+) -> None:
+    ((fewer, enough, without),) = world(1).run(one_step_too_few_and_enough, tmp_path)
+    assert enough.back_at == [12] and enough.curve == without.curve and enough.left_out == without.left_out
+    assert fewer.back_at == [12, 12, 12]
+    assert fewer.error.startswith(f"step {SPIKED}: a spike: loss ")
+    assert "it is number 4 in a row, more than train.spikes_in_a_row = 3" in fewer.error
+    assert fewer.left_out == (SequenceRange(first=112, last=135),)
+
+
+def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
+    recipe = spiky_recipe(ONE, "skip")
+    once, early = replace(recipe, train=replace(recipe.train, spikes_in_a_row=1)), range(4 * BATCH, 5 * BATCH)
+    resumed = run(recipe, folder / "killed", killed_in=STEPS)
+    return {
+        "warn": run(spiky_recipe(ONE, "warn"), folder / "warn"),
+        "skip": run(recipe, folder / "skip"),
+        "resumed": replace(run(recipe, folder / "killed"), said=resumed.said),
+        "too many": run(once, folder / "many", range(NONSENSE.start, NONSENSE.stop + BATCH)),
+        "early": run(spiky_recipe(ONE, "rollback"), folder / "early", early),
+    }
+
+
+def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path) -> None:
+    (ended,) = world(1).run(spikes_by_what_is_done, tmp_path)
+    warned, skipped = ended["warn"], ended["skip"]
+    assert len(warned.said) == 1 and warned.skipped_steps == 0
+    assert skipped.said == [f"{warned.said[0]}; its update is left out"] and skipped.skipped_steps == 1
+    assert {step for step in warned.curve if warned.curve[step] == skipped.curve[step]} == set(range(1, SPIKED + 1))
+    assert ended["resumed"].curve == {step: skipped.curve[step] for step in (19, 20)}
+    assert ended["resumed"].skipped_steps == 1
+    assert "it is number 2 in a row, more than train.spikes_in_a_row = 1" in ended["too many"].error
+    assert ended["early"].said[1:] == ["there is no checkpoint yet to go back to, so the run goes on"]
+    assert list(ended["early"].curve) == list(range(1, STEPS + 1)) and ended["early"].skipped_steps == 1
