@@ -24,7 +24,7 @@ from parallel3d.planner.report.text import si
 from parallel3d.planner.search.question import Question
 from parallel3d.tools.arguments import HARDWARE
 
-_WORKER_BYTES = 100 << 20  # what a worker has of its own beside the model: Python's objects, gloo, torch's caches
+_WORKER_BYTES = 64 << 20  # what a worker has of its own beside the model: Python objects, gloo, a share of torch
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # below /dev, of CUDA, ROCm and WSL
 
 

@@ -40,6 +40,7 @@ from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.host_fit import check_host
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
+from parallel3d.tools.reply import status_of
 
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
 # These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()
         return error.exit_status
+    except OSError as error:
+        return status_of(error)
     except KeyboardInterrupt:
         return 130
 

@@ -154,7 +154,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("train quickstart data.tokenizer={}", ("nowhere.json", "/dev/null", "/", "gpt2"), statuses=_DATA),
     Kind("train quickstart parallel.schedule={}", ("1f2b", "", "3", "[1f1b]", "interleaved_1f1b", "dualpipe_v")),
     Kind(
-        "train quickstart parallel.{}", ("tp=5", "pp=3", "dp_shard=3", "sharding=ZERO", "zero_stage=9", "dp=2", "cp=2")
+        "train quickstart parallel.{}", ("tp=5", "pp=5", "dp_shard=3", "sharding=ZERO", "zero_stage=9", "dp=2", "cp=2")
     ),
     Kind("train quickstart parallel.dp_shard={}", ("8192", "1048576", "1099511627776")),
     Kind("train quickstart optimizer.{}", ("name=adam2", "betas=[1,2]", "betas=[0.9]", "lr=-1", "momentum=0.9")),

@@ -3,6 +3,7 @@ the one place where subcommands write files."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -49,8 +50,19 @@ def exit_status(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone, such as `| head`; nothing is to be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return status_of(error)
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def status_of(error: OSError) -> int:
+    """Tells of an argument that is too long for the name of a file, and returns the exit status. Raises any other error
+    again."""
+    if error.errno != errno.ENAMETOOLONG:
+        raise error
+    print_error(f"{error.filename}: no file has a name so long; see --help")
+    return ConfigError.exit_status
 
 
 def write_output(option: str, path: Path, text: str) -> None:

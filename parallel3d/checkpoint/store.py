@@ -74,7 +74,7 @@ def check_manifests(checkpoints: Sequence[Path]) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Returns whether a folder has a checkpoint of any format, which its reader may then refuse in better words."""
-    return any((path / name).is_file() for name in (MANIFEST_FILE, FORMER_FILE))
+    return any(os.path.isfile(path / name) for name in (MANIFEST_FILE, FORMER_FILE))  # not where a name is too long
 
 
 def commit(partial: Path, final: Path) -> None:

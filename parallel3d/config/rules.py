@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
@@ -39,6 +40,14 @@ _MOST_PROBLEMS = 5  # lines of an error; further problems are counted
 _MOST_NS_STEPS = 99  # the limit of torch.optim.Muon
 # A step moves a running mean by 1 - beta of its distance from the new value, and bf16 rounds away a change below 1/512.
 _LARGEST_BF16_BETA = 0.99
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes of a name in a path, and of the path, on the usual file systems
+_PATHS = {
+    "run_dir": "run_dir=runs/mine",
+    "data.path": "data.path=corpus.txt",
+    "data.tokenizer": "data.tokenizer=bytes",
+    "checkpoint.resume": "auto",
+    "checkpoint.start_from": "null, or runs/mine",
+}
 _BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
 _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
@@ -208,9 +217,14 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     yield from _export_errors(recipe)
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
+    for key, tries in _PATHS.items():
+        path = attrgetter(key)(recipe) or ""
+        if "\0" in path or len(path) > _LONGEST_PATH or any(len(p.encode()) > _LONGEST_NAME for p in Path(path).parts):
+            yield f"<{key}>: can be no path, which has names of at most {_LONGEST_NAME} bytes; try {tries}"
+            return
     run_dir = recipe.run_dir
-    if run_dir is not None and (not run_dir.strip() or "\0" in run_dir):
-        yield f"run_dir = '{shown(run_dir)}': must be a folder; try run_dir=runs/mine"
+    if run_dir is not None and not run_dir.strip():
+        yield "run_dir = '': must be a folder; try run_dir=runs/mine"
     elif run_dir is not None and Path(run_dir).resolve() == Path(Path(run_dir).resolve().anchor):
         yield "<run_dir>: is the root of the file system, and a run has a folder of its own; try run_dir=runs/mine"
 

@@ -17,6 +17,9 @@ from parallel3d.errors import ConfigError, DataError
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
+_HEAD_BYTES = 4096  # by these a binary file is told before all of it is read
+
+
 @dataclass(frozen=True, kw_only=True)
 class Document:
     """The bytes `start` to `stop` of a file: the whole file, except where a single file is split in two."""
@@ -31,16 +34,19 @@ class Document:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
-                content = file.read(self.stop - self.start)
+                content = file.read(min(_HEAD_BYTES, self.stop - self.start))
+                if 0 not in content:
+                    file.seek(self.start)
+                    content = file.read(self.stop - self.start)
         except OSError as error:
             _refuse(error)
-        if len(content) < self.stop - self.start:
-            raise DataError(f"{self.path}: shrank below {self.stop} bytes while it was read; start the run again")
         if (zero := content.find(0)) >= 0:  # text has no such byte; what is compressed, or made of numbers, has many
             raise DataError(
                 f"{self.path}: is a binary file, not text: byte {self.start + zero:,} is zero; name a file of text, or "
                 "leave this one out by data.pattern"
             )
+        if len(content) < self.stop - self.start:
+            raise DataError(f"{self.path}: shrank below {self.stop} bytes while it was read; start the run again")
         return content
 
 

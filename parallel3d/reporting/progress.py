@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
 from parallel3d.reporting.metrics import StepMetrics, perplexity
@@ -70,7 +70,9 @@ class Lines(ProgressDisplay):
         self._steps, self._stream = steps, stream
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        """Prints a text. What cannot be printed, to a file on a full disk or a reader that has gone, ends no run."""
+        with suppress(OSError):
+            print(text, file=self._stream, flush=True)
 
     def measured(self, metrics: StepMetrics) -> None:
         self.say(describe(metrics, self._steps))
