@@ -105,7 +105,8 @@ def read_question(
     )
     device = cluster.device
     bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
-    cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price))
+    whose = "" if options.price else device.price_from
+    cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price, price_from=whose))
     precision = options.precision or (train.precision if train else "bf16")
     program = _program(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in program.axes:

@@ -33,8 +33,9 @@ _NUMBERS: dict[str, dict[str, tuple[str, float]]] = {
 }
 _WHOLE = ("processors", "gpus", "whole_nodes")
 _OPTIONAL = ("kernel_s", "launch_s", "price_per_hour", "oversubscription", "whole_nodes")
-_DEVICE_KEYS = ("name", "family", "cuda_names", "peak_tflops", "attention_tflops")  # beside its numbers
-_TOP_KEYS = (*_NUMBERS, "measured", "price_per_hour")
+_DEVICE_KEYS = ("name", "family", "cuda_names", "peak_tflops", "attention_tflops", "price_from")  # beside its numbers
+_PRICE_KEYS = ("price_per_hour", "price_from")
+_TOP_KEYS = (*_NUMBERS, "measured", *_PRICE_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Device:
     kernel_s: float = 2.0e-6  # start and drain of one kernel
     launch_s: float = 6.0e-6  # host time to launch one
     price_per_hour: float | None = None  # US dollars
+    price_from: str = ""  # whose list says so, and of which date
     family: str = ""  # the architecture; software that is older than a family runs slower on it
     cuda_names: tuple[str, ...] = ()  # the device as CUDA calls it
 
@@ -122,7 +124,8 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
     """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. A cluster's file names its
-    device's, which it is laid over: the links key by key, and the price. Raises ConfigError with the nearest names."""
+    device's, which it is laid over: the links key by key. Its price is its own, or nobody knows it: what a device costs
+    elsewhere it does not cost there. Raises ConfigError with the nearest names."""
     path = _path(name, folders)
     tree, device_file = _load(path), path
     if isinstance(device := tree.get("device"), str):
@@ -131,7 +134,7 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
         below = _load(device_file)
         if isinstance(below.get("device"), str):
             raise ConfigError(f"hardware {path}: device = {device}: is a cluster's file; name a device's")
-        price = {key: tree[key] for key in ("price_per_hour",) if key in tree}
+        price = {key: tree.get(key) for key in _PRICE_KEYS}
         links = {section: {**below.get(section, {}), **tree.get(section, {})} for section in ("node", "network")}
         tree = {"device": {**below.get("device", {}), **price}, **links}
     return replace(cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem)
@@ -222,6 +225,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
             attention_flops=rates["attention_tflops"],
             family=str(own.get("family", "")),
             cuda_names=tuple(map(str, names)),
+            price_from=str(own.get("price_from") or ""),
             **found["device"],
         ),
         node=node,

@@ -306,7 +306,11 @@ def _run(plan: Plan, best: Strategy) -> str:
     length = plan.length(best)
     if length is None or plan.tokens is None:
         return f"{text}; --tokens 2T --price 2.5 would say days and price"
-    price = f", {money(length.price)}" if length.price is not None else "; --price 2.5 would say what it costs"
+    device = plan.question.cluster.device
+    price = "; --price 2.5 would say what it costs"
+    if length.price is not None:
+        whose = f" ({device.price_from})" if device.price_from else ""
+        price = f", {money(length.price)} at ${device.price_per_hour:.2f} an hour{whose}"
     return f"{text}; {si(plan.tokens)} tokens: {length.days:,.1f} days, {length.gpu_hours:,.0f} GPU-hours{price}"
 
 
