@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
+from math import log
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +53,10 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
         if other != kind and (found := find_name(other, text)) is not None:
             return ConfigError(f"{place}: unknown, and the name of another thing; try {option} {found}")
     table = _by_plain_name(kind)
-    near = dict.fromkeys(table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.5))
+    close = get_close_matches(_plain(text), table, n=40, cutoff=0.5)
+    if kind == "model" and (size := _billions(text)) is not None:  # of like names those of a like size first
+        close.sort(key=lambda each: abs(log((_billions(each) or 1e3 * size) / size)))
+    near = dict.fromkeys(table[each] for each in close)
     lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}
     known = lists.get(kind) or f"known are {', '.join(sorted(known_names(kind)))}"
     return ConfigError(f"{place}: unknown; " + (f"did you mean {', '.join([*near][:3])}?" if near else known))
@@ -62,6 +66,14 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
 def _by_plain_name(kind: Kind) -> dict[str, str]:
     aliases = {_plain(alias): name for name, others in _ALIASES[kind].items() for alias in others}
     return {**aliases, **{_plain(name): name for name in known_names(kind)}}
+
+
+def _billions(name: str) -> float | None:
+    """Returns the size that a model's name ends with, in billions of parameters."""
+    found = re.search(r"(\d+(?:\.\d+)?)([bm])$", name.strip().lower())
+    if found is None or not float(found[1]):
+        return None
+    return float(found[1]) * (1e-3 if found[2] == "m" else 1.0)
 
 
 def _plain(name: str) -> str:

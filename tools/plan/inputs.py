@@ -110,12 +110,13 @@ def read_question(
     precision = options.precision or (train.precision if train else "bf16")
     program = _program(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in program.axes:
-        able = ", ".join(name for name, each in programs().items() if "ep" in each.axes)
-        what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token, which"
+        able = [name for name, each in programs().items() if "ep" in each.axes and "compiled" not in name]
+        what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
         whose = (
-            "this project's trainer does not train" if program.is_parallel3d else f"{program.name} does not train here"
+            "this project's trainer has none" if program.is_parallel3d else f"{program.name} trains none that is known"
         )
-        raise ConfigError(f"--model {model.shape.name}: {what} {whose}; price it for {able} by --engine megatron-core")
+        tries = f"try --engine {able[0]} ({', '.join(able[1:])}), which prices it for that program"
+        raise ConfigError(f"--model {model.shape.name}: {what}, and {whose}; {tries}")
     question = Question(
         shape=model.shape,
         cluster=cluster,

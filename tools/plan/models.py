@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from parallel3d.planner.model.parameters import (
 )
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
-from parallel3d.planner.report.text import si
+from parallel3d.planner.report.text import WIDTH, si
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.names.lookup import find_name, unknown_name
 from parallel3d.tools.reply import Reply
@@ -164,15 +165,14 @@ def _show(shape: ModelShape) -> Iterator[str]:
     routed, layers = expert_numel(shape, (whole_model(shape),)), shape.layers - shape.first_dense
     active = f", of which a token meets {si(active_parameters(shape))}" if experts is not None else ""
     yield f"{shape.name}: {total:,} parameters ({si(total)}){active}"
-    yield f"  embedding        {embedding:>18,}" + "  (also the output table)" * shape.tied_embeddings
-    if shape.first_dense:
-        yield f"  {shape.first_dense:>3} dense layers   {first:>18,}"
-    yield f"  {layers:>3} layers each  {block:>18,}" + "  beside their experts" * (experts is not None)
-    if experts is not None:
-        yield f"  {experts.count:>3} experts each {routed // experts.count // layers:>18,}  in each of these layers"
     rest = total - embedding - layers * block - shape.first_dense * first - routed
-    yield f"  norm and head    {rest:>18,}"
-    yield f"layers {shape.layers}, hidden {shape.hidden}, heads {shape.heads} of {shape.head_dim},"
+    rows = [("embedding", embedding, "  (also the output table)" * shape.tied_embeddings)]
+    rows += [(f"{shape.first_dense} dense layers each", first, "")] * (shape.first_dense > 0)
+    rows += [(f"{layers} layers each", block, "  beside their experts" * (experts is not None))]
+    if experts is not None:
+        rows += [(f"{experts.count} experts each", routed // experts.count // layers, "  in each of these layers")]
+    for label, count, more in (*rows, ("norm and head", rest, "")):
+        yield f"  {label:<20}{count:>16,}{more}"
     norm = "LayerNorm" if shape.layer_norm else "RMSNorm"
     biases = "biases" if shape.biases else "biases on q, k, v" if shape.qkv_biases else "no biases"
     ffn = f"ffn {shape.ffn_hidden} ({shape.feed_forward})"
@@ -180,9 +180,10 @@ def _show(shape: ModelShape) -> Iterator[str]:
         shared = f" and a shared part of {experts.shared_hidden}" if experts.shared_hidden else ""
         ffn = f"{experts.per_token} of {experts.count} experts of ffn {experts.hidden}{shared}"
         ffn += f", ffn {shape.ffn_hidden} in the first {shape.first_dense}" if shape.first_dense else ""
-    latent = ", latent attention" if shape.latent is not None else ""
-    yield f"kv heads {shape.kv_heads}{latent}, {ffn}, vocabulary {shape.vocab},"
+    heads = f"heads {shape.heads} of {shape.head_dim}, kv heads {shape.kv_heads}"
+    heads += ", latent attention" if shape.latent is not None else ""
     window = f", a window of {shape.window} in {shape.windowed_layers} layers" if shape.window is not None else ""
-    yield f"{shape.positions} positions, {norm}, {biases}{window}"
+    told = f"layers {shape.layers}, hidden {shape.hidden}, {heads}, {ffn}, vocabulary {shape.vocab}, "
+    yield from textwrap.wrap(f"{told}{shape.positions} positions, {norm}, {biases}{window}", WIDTH)
     flops = model_flops_per_token(shape, 4096)
     yield f"model FLOPs of a token at sequences of 4096, forward and backward: {flops / 1e9:,.1f} G"

@@ -45,7 +45,9 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
         return range(pp)
     layers = [part.layers for part in run.ranks]
     next_ones = range(1, min(pp, max(2, run.layout.recompute_every)))
-    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), *next_ones))
+    # A mixture's first layers have no experts: the first rank with most of those that have may hold more.
+    routed = [part.layers - part.dense for part in run.ranks]
+    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), routed.index(max(routed)), *next_ones))
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:

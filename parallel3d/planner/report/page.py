@@ -126,7 +126,7 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _one_label("because", reasons(best))
         yield "memory", f"GiB on pipeline rank {memory.rank}, the fullest: {memory_text(memory)}"
         yield from _verified(plan)
-        if not plan.verified and q.program.is_parallel3d:
+        if not plan.verified and q.program.is_parallel3d and not q.shape.lacks_module:
             yield "exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory"
         yield "time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"
         yield "run", _run(plan, best)
@@ -148,15 +148,14 @@ def _engine_notes(question: Question) -> Iterator[str]:
     """Yields what this project's own trainer does not have of a plan, and what is assumed in its place."""
     program, shape = question.program, question.shape
     if not program.is_parallel3d:
-        lacks = [
-            "mixtures of experts" * (shape.experts is not None),
-            "context parallelism" * ("cp" in program.axes),
-            shape.lacks_module,
-        ]
-        has = f" ({' and '.join(filter(None, lacks))}: it has none)" if any(lacks) else ""
-        yield f"priced for {program.name}, and not for this project's trainer{has}: no recipe is written"
+        lacks = ["no mixtures of experts"] * (shape.experts is not None)
+        lacks += ["no context parallelism"] * ("cp" in program.axes)
+        has = f" which has {' and '.join(lacks)}," if lacks else ""
+        yield f"priced for {program.name}, not for this project's trainer,{has} so that no recipe is written"
     elif shape.lacks_module:
         yield f"this project's trainer lacks {shape.lacks_module}: priced as if it had them, and no recipe is written"
+    if question.cluster.device.is_cpu and question.cluster.measured is None:
+        yield "cpu is an order of magnitude, of one core: parallel3d-plan calibrate -o mine.yaml measures this machine"
     if shape.experts is not None:
         yield "all experts are taken to get equally many tokens: uneven ones take longer, and more memory on some ranks"
 
@@ -266,26 +265,32 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     """Yields the best strategies, and below them the layouts that are nearest to fitting."""
     answer, usable = plan.answer, plan.question.usable_bytes
     sizes = len({each.parallel.world_size for each in answer.strategies}) > 1
-    head = "  #" + " gpus" * sizes + layout_head(plan.question.program)
-    head += f"{f'GiB of {usable / GIB:.1f}':>17}  fits tok/s/gpu    MFU" + " step s" * (not sizes)
+    question = plan.question
+    # A row has a hundred columns at the most: a step's seconds give way to days where a layout has more axes.
+    has_step = not sizes and (plan.tokens is None or not question.program.axes)
+    head = "  #" + " gpus" * sizes + layout_head(question)
+    head += f"{f'GiB of {usable / GIB:.1f}':>17}  fits tok/s/gpu    MFU" + " step s" * has_step
     if plan.tokens is not None:
         head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
     yield head
-    for number, found in enumerate(answer.strategies[: plan.top or _MOST_SHOWN], 1):
+    # Of layouts that differ in no column the first is shown.
+    told = {layout_columns(question, each.parallel): each for each in reversed(answer.strategies)}
+    shown = [each for each in answer.strategies if told[layout_columns(question, each.parallel)] is each]
+    for number, found in enumerate(shown[: plan.top or _MOST_SHOWN], 1):
         total, length, spread = found.memory.total, plan.length(found), plan.spread(found)
         limit = found.question.cluster.device.memory_bytes
         fits = "-" if spread is None else f"{min(0.99, spread.chance_to_fit(total, limit)):.2f}"
         line = f"{'>' if number == 1 else ' '}{number:>2}" + f"{found.parallel.world_size:>5}" * sizes
-        line += f"{layout_columns(found.parallel)}{gib(total):>7} {bar(total / usable)} {fits:>4}"
+        line += f"{layout_columns(question, found.parallel)}{gib(total):>7} {bar(total / usable)} {fits:>4}"
         line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
-        line += f"{found.cost.step_time_s:>7.3g}" * (not sizes)
+        line += f"{found.cost.step_time_s:>7.3g}" * has_step
         if length is not None:
             line += days_column(length.days)
             line += f" {money(length.price):>6}" if length.price is not None else ""
         yield bold(line) if number == 1 else line
     for each in answer.rejected[:_MOST_REJECTED]:
         reason = each.reason.replace("pipeline rank", "rank").replace("most of all for", "most for")
-        yield f"  -{' ' * 5 * sizes}{layout_columns(each.parallel)}  {reason}"
+        yield f"  -{' ' * 5 * sizes}{layout_columns(question, each.parallel)}  {reason}"
 
 
 def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -300,7 +305,7 @@ def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _run(plan: Plan, best: Strategy) -> str:
     tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
-    text = f"{si(tokens)} tokens/s, {best.cost.model_flops_per_gpu / 1e12:.3g} TFLOP/s a device"
+    text = f"{si(tokens)} tokens/s, {_three_digits(best.cost.model_flops_per_gpu / 1e12)} TFLOP/s a device"
     if best.parallel.recompute != "none":
         text += f" (with recompute {best.cost.hfu:.1%} of the peak)"
     length = plan.length(best)

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import EngineLayout, other_axes
+from parallel3d.planner.search.question import Question
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
@@ -35,19 +35,24 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(text) or "one device, nothing parallel"
 
 
-def layout_columns(parallel: ParallelConfig) -> str:
-    """Writes a layout in columns: tp, pp, stages a rank, cp and ep where its program has them, data ranks (sharded x
-    replicated), microbatch, recompute."""
+def layout_columns(question: Question, parallel: ParallelConfig) -> str:
+    """Writes a layout in columns: tp, pp, stages a rank, cp where its program has it, ep of a mixture, data ranks
+    (sharded x replicated), microbatch, recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
     recompute = f"every {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
-    more = "".join(f"{size:>4}" for size in other_axes(parallel)) if isinstance(parallel, EngineLayout) else ""
+    sizes = dict(zip(("cp", "ep"), other_axes(parallel), strict=True))
+    more = "".join(f"{sizes[axis]:>4}" for axis in _shown_axes(question))
     return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{more} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
 
 
-def layout_head(program: TrainingProgram) -> str:
+def layout_head(question: Question) -> str:
     """Returns the heads of those columns."""
-    return f"  tp  pp  vs{'  cp  ep' if program.axes else ''}  dp s x r  mb recompute"
+    return f"  tp  pp  vs{''.join(f'  {axis}' for axis in _shown_axes(question))}  dp s x r  mb recompute"
+
+
+def _shown_axes(question: Question) -> list[str]:
+    return [axis for axis in question.program.axes if axis != "ep" or question.shape.experts is not None]
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:

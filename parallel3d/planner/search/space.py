@@ -214,7 +214,7 @@ def check_fixed(question: Question) -> None:
     fixed, gpus, program, shape = question.fixed, question.gpus, question.program, question.shape
     if fixed.cp is not None and "cp" not in program.axes:
         longer = "longer sequences fit with recompute=full; " if program.is_parallel3d else ""
-        has = f"{longer}--engine megatron-core prices it, which has it"
+        has = f"{longer}--engine megatron-core has it, and prices it"
         raise ConfigError(f"cp = {fixed.cp}: context parallelism is not among the axes of {program.name}; {has}")
     if fixed.ep is not None and (shape.experts is None or "ep" not in program.axes):
         why = f"{shape.name} has none" if shape.experts is None else f"{program.name} divides none"
