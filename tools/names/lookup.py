@@ -55,7 +55,7 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
     table = _by_plain_name(kind)
     close = get_close_matches(_plain(text), table, n=40, cutoff=0.5)
     if kind == "model" and (size := _billions(text)) is not None:  # of like names those of a like size first
-        close.sort(key=lambda each: abs(log((_billions(each) or 1e3 * size) / size)))
+        close.sort(key=lambda each: abs(log((_billions(table[each]) or 1e3 * size) / size)))
     near = dict.fromkeys(table[each] for each in close)
     lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}
     known = lists.get(kind) or f"known are {', '.join(sorted(known_names(kind)))}"

@@ -25,6 +25,7 @@ from parallel3d.planner.report.text import (
     layout_text,
     links_text,
     money,
+    shown_axes,
     si,
     wrapped,
 )
@@ -186,7 +187,8 @@ def _sizes_page(
         whose = f" ({cluster.device.price_from})" if cluster.device.price_from else ""
         yield from wrapped("price", f"${hourly:.2f} an hour of a device{whose}")
     yield ""
-    head = f"   gpus{layout_head(question)}{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
+    axes = shown_axes([each.parallel for each in sizes.values() if isinstance(each, Strategy)])
+    head = f"   gpus{layout_head(axes)}{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
     yield head + ("   days  price" if options.tokens is not None else " step s")
     least = next((each.cost.tokens_per_s_per_gpu for each in sizes.values() if isinstance(each, Strategy)), 1.0)
     for gpus, found in sizes.items():
@@ -196,7 +198,7 @@ def _sizes_page(
             yield from (f"{start}{first[len(start) :]}", *more)
             continue
         share, speed = found.memory.total / usable, found.cost.tokens_per_s_per_gpu
-        line = f"{start}{layout_columns(question, found.parallel)}{gib(found.memory.total):>6} {bar(share)}"
+        line = f"{start}{layout_columns(found.parallel, axes)}{gib(found.memory.total):>6} {bar(share)}"
         line += f"{speed:>10,.0f}{speed / least:>9.0%}"
         if options.tokens is None:
             yield f"{line}{found.cost.step_time_s:>7.3g}"

@@ -25,6 +25,7 @@ from parallel3d.planner.report.text import (
     links_text,
     memory_text,
     money,
+    shown_axes,
     si,
     time_text,
     wrapped,
@@ -265,23 +266,28 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     """Yields the best strategies, and below them the layouts that are nearest to fitting."""
     answer, usable = plan.answer, plan.question.usable_bytes
     sizes = len({each.parallel.world_size for each in answer.strategies}) > 1
-    question = plan.question
+    axes = shown_axes(
+        [
+            *(each.parallel for each in answer.strategies),
+            *(each.parallel for each in answer.rejected[:_MOST_REJECTED]),
+        ]
+    )
     # A row has a hundred columns at the most: a step's seconds give way to days where a layout has more axes.
-    has_step = not sizes and (plan.tokens is None or not question.program.axes)
-    head = "  #" + " gpus" * sizes + layout_head(question)
+    has_step = not sizes and (plan.tokens is None or not axes)
+    head = "  #" + " gpus" * sizes + layout_head(axes)
     head += f"{f'GiB of {usable / GIB:.1f}':>17}  fits tok/s/gpu    MFU" + " step s" * has_step
     if plan.tokens is not None:
         head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
     yield head
     # Of layouts that differ in no column the first is shown.
-    told = {layout_columns(question, each.parallel): each for each in reversed(answer.strategies)}
-    shown = [each for each in answer.strategies if told[layout_columns(question, each.parallel)] is each]
+    told = {layout_columns(each.parallel, axes): each for each in reversed(answer.strategies)}
+    shown = [each for each in answer.strategies if told[layout_columns(each.parallel, axes)] is each]
     for number, found in enumerate(shown[: plan.top or _MOST_SHOWN], 1):
         total, length, spread = found.memory.total, plan.length(found), plan.spread(found)
         limit = found.question.cluster.device.memory_bytes
         fits = "-" if spread is None else f"{min(0.99, spread.chance_to_fit(total, limit)):.2f}"
         line = f"{'>' if number == 1 else ' '}{number:>2}" + f"{found.parallel.world_size:>5}" * sizes
-        line += f"{layout_columns(question, found.parallel)}{gib(total):>7} {bar(total / usable)} {fits:>4}"
+        line += f"{layout_columns(found.parallel, axes)}{gib(total):>7} {bar(total / usable)} {fits:>4}"
         line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{found.cost.mfu:>7.1%}"
         line += f"{found.cost.step_time_s:>7.3g}" * has_step
         if length is not None:
@@ -290,7 +296,7 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
         yield bold(line) if number == 1 else line
     for each in answer.rejected[:_MOST_REJECTED]:
         reason = each.reason.replace("pipeline rank", "rank").replace("most of all for", "most for")
-        yield f"  -{' ' * 5 * sizes}{layout_columns(question, each.parallel)}  {reason}"
+        yield f"  -{' ' * 5 * sizes}{layout_columns(each.parallel, axes)}  {reason}"
 
 
 def _verified(plan: Plan) -> Iterator[tuple[str, str]]:

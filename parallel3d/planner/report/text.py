@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
 from parallel3d.config.recipe import ParallelConfig
@@ -11,7 +11,6 @@ from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import EngineLayout, other_axes
-from parallel3d.planner.search.question import Question
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
@@ -35,24 +34,26 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(text) or "one device, nothing parallel"
 
 
-def layout_columns(question: Question, parallel: ParallelConfig) -> str:
-    """Writes a layout in columns: tp, pp, stages a rank, cp where its program has it, ep of a mixture, data ranks
-    (sharded x replicated), microbatch, recompute."""
+def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
+    """Returns which axes of other programs any of these layouts uses."""
+    sizes = [other_axes(parallel) for parallel in layouts]
+    return tuple(axis for axis, used in zip(("cp", "ep"), zip(*sizes, strict=True), strict=False) if max(used) > 1)
+
+
+def layout_columns(parallel: ParallelConfig, axes: Sequence[str] = ()) -> str:
+    """Writes a layout in columns: tp, pp, stages a rank, other `axes`, data ranks (sharded x replicated), microbatch,
+    recompute."""
     stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
     data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
     recompute = f"every {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
     sizes = dict(zip(("cp", "ep"), other_axes(parallel), strict=True))
-    more = "".join(f"{sizes[axis]:>4}" for axis in _shown_axes(question))
+    more = "".join(f"{sizes[axis]:>4}" for axis in axes)
     return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{more} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
 
 
-def layout_head(question: Question) -> str:
+def layout_head(axes: Sequence[str] = ()) -> str:
     """Returns the heads of those columns."""
-    return f"  tp  pp  vs{''.join(f'  {axis}' for axis in _shown_axes(question))}  dp s x r  mb recompute"
-
-
-def _shown_axes(question: Question) -> list[str]:
-    return [axis for axis in question.program.axes if axis != "ep" or question.shape.experts is not None]
+    return f"  tp  pp  vs{''.join(f'  {axis}' for axis in axes)}  dp s x r  mb recompute"
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
