@@ -54,7 +54,7 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
             return ConfigError(f"{place}: unknown, and the name of another thing; try {option} {found}")
     table = _by_plain_name(kind)
     close = get_close_matches(_plain(text), table, n=40, cutoff=0.5)
-    if kind == "model" and (size := _billions(text)) is not None:  # of like names those of a like size first
+    if kind == "model" and (size := _billions(text)) is not None:  # names of a like size come first
         close.sort(key=lambda each: abs(log((_billions(table[each]) or 1e3 * size) / size)))
     near = dict.fromkeys(table[each] for each in close)
     lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}

@@ -279,7 +279,7 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     if plan.tokens is not None:
         head += "   days" + "  price" * (plan.question.cluster.device.price_per_hour is not None)
     yield head
-    # Of layouts that differ in no column the first is shown.
+    # The first of several layouts that differ in no column stands for all.
     told = {layout_columns(each.parallel, axes): each for each in reversed(answer.strategies)}
     shown = [each for each in answer.strategies if told[layout_columns(each.parallel, axes)] is each]
     for number, found in enumerate(shown[: plan.top or _MOST_SHOWN], 1):

@@ -39,7 +39,7 @@ def search(question: Question, *, top: int = 10) -> Answer:
         if each not in best and (least := each.leanest()) is not None:
             memory, short = Strategy(question, least.parallel).memory, least.bytes - question.usable_bytes
             largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
-            needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "less than 0.1"
+            needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
             why = f"needs {needs} GiB more on pipeline rank {memory.rank}, most of all for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
     told = {(each.parallel.tp, each.parallel.pp) for each in found}
