@@ -14,6 +14,7 @@ from pathlib import Path
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
+from parallel3d.launch.devices import has_gpu_files
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -25,7 +26,6 @@ from parallel3d.planner.search.question import Question
 from parallel3d.tools.arguments import HARDWARE
 
 _WORKER_BYTES = 64 << 20  # what a worker has of its own beside the model: Python objects, gloo, a share of torch
-_GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # below /dev, of CUDA, ROCm and WSL
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> No
     """Raises ConfigError where the first `ranks` ranks, which this host runs on its CPUs, need more memory than there
     is, with a smaller model or a leaner layout that would fit. `free` is asked of the system where it is not given."""
     device, free = recipe.train.device, free or free_memory()
-    may_have_gpu = device == "cuda" or (device == "auto" and any(any(Path("/dev").glob(name)) for name in _GPUS))
+    may_have_gpu = device == "cuda" or (device == "auto" and has_gpu_files())
     if may_have_gpu or free is None or recipe.model.is_custom:
         return
     on_cpu = replace(recipe, train=replace(recipe.train, device="cpu"))

@@ -26,7 +26,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
 from parallel3d.errors import ConfigError, CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
-from parallel3d.launch.devices import choose_device, may_refuse_the_device
+from parallel3d.launch.devices import choose_device, may_refuse_the_device, refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_watch import SettledError
@@ -158,6 +158,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"{_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the layout"
         )
     check_model(recipe.model)
+    refuse_without_torch(recipe.train.device)
     notes = _check(job, world_size)
     if may_refuse_the_device(recipe.train.device):
         nowhere, target = replace(recipe, run_dir=None), "parallel3d.launch.devices:check_devices"

@@ -16,7 +16,7 @@ import pytest
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import RunLockedError
-from parallel3d.launch import run_lock
+from parallel3d.launch import devices, run_lock
 from parallel3d.launch.run_lock import LOCK_FILE, LockHolder, RunLock
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, pretrain
@@ -234,6 +234,7 @@ def test_a_device_that_is_refused_moves_nothing(earlier: Path, monkeypatch: pyte
         return 2
 
     monkeypatch.setattr(pretrain, "launch_local", launch)
+    monkeypatch.setattr(devices, "has_gpu_files", lambda: True)
     assert pretrain.main(["quickstart", "train.device=cuda"]) == 2
     assert asked == ["parallel3d.launch.devices:check_devices"]
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():

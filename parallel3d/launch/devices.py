@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -78,6 +79,18 @@ def gpu_index(
     raise ConfigError(
         f"train.device = {wanted}: {has}{sees}; ask the launcher for a GPU for each worker, or use train.device=cpu"
     )
+
+
+def has_gpu_files() -> bool:
+    """Returns whether there is a file of any GPU, of CUDA, ROCm, WSL or a Jetson; True where this is not Linux."""
+    names = ("nvidia[0-9]*", "kfd", "dxg", "nvmap")
+    return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in names)
+
+
+def refuse_without_torch(wanted: DeviceName) -> None:
+    """Raises ConfigError where a GPU is wanted and there is no file of one: torch would take seconds to say so."""
+    if wanted == "cuda" and not has_gpu_files():
+        gpu_index(wanted, 0, gpus=0, has_hidden=False)
 
 
 def may_refuse_the_device(wanted: DeviceName) -> bool:
