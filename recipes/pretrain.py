@@ -37,7 +37,6 @@ from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
-from parallel3d.recipes.host_fit import check_host
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 from parallel3d.tools.reply import status_of
@@ -190,7 +189,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
-            notes = _check(job, rendezvous.local_world_size)
+            # Where the run is started again it has fitted before, and its last processes may not have gone yet.
+            notes = _check(job, 0 if rendezvous.is_restart else rendezvous.local_world_size)
     except ConfigError as error:
         if speaks:
             raise
@@ -263,6 +263,8 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     for all, before they meet, and before anything is written. Returns lines for the user."""
     recipe = job.recipe
     if job.trains:
+        from parallel3d.recipes.host_fit import check_host  # this imports the planner
+
         check_host(recipe, local_ranks)
     from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
     from parallel3d.data.evaluation import evaluation_windows
