@@ -16,8 +16,8 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe, RopeScaling
 from parallel3d.models import shape_cards
 from parallel3d.recipes import pretrain
+from parallel3d.tools.launch.script import LAUNCHERS
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan.emit import LAUNCHERS
 
 Said = pytest.CaptureFixture[str]
 TINY = "--layers 4 --hidden 64 --heads 4 --vocab 300 --gpu cpu --gpus 4 --seq-len 64 --global-batch 8 --precision fp32"
@@ -156,7 +156,8 @@ def test_launch_scripts_are_well_formed(kind: str, gpus: int, capsys: Said) -> N
     text = Path("out").read_text()
     assert "$$" not in text and "{{" not in text
     if kind == "k8s":
-        service, job = yaml.safe_load_all(text)
+        recipe, service, job = yaml.safe_load_all(text)
+        assert "recipe.yaml" in recipe["data"]
         assert (service["kind"], job["spec"]["completions"]) == ("Service", max(1, gpus // 8))
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == min(gpus, 8)
@@ -175,7 +176,9 @@ def with_fakes(**variables: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}", **variables}
 
 
-@pytest.mark.parametrize(("status", "again"), [(0, False), (2, False), (65, False), (75, True), (143, True)])
+@pytest.mark.parametrize(
+    ("status", "again"), [(0, False), (2, False), (65, False), (75, True), (137, True), (143, True)]
+)
 def test_the_slurm_job_starts_a_task_a_gpu_and_asks_again_where_it_helps(
     status: int, again: bool, capsys: Said
 ) -> None:
@@ -198,7 +201,7 @@ def test_torchrun_is_told_how_the_nodes_meet(gpus: int, meets: str, capsys: Said
     fake("torchrun", 'echo "$*"')
     done = subprocess.run(["bash", "launch.sh"], env=with_fakes(HEAD="node-1"), capture_output=True, text=True)
     assert done.stdout.startswith(meets)
-    assert done.stdout.endswith("--nproc-per-node 8 -m parallel3d.recipes.pretrain plan.yaml\n")
+    assert done.stdout.endswith("--nproc-per-node 8 -m parallel3d.recipes.pretrain plan.yaml checkpoint.resume=auto\n")
 
 
 def test_a_recipe_has_what_differs_from_the_defaults_and_in_full_every_key(capsys: Said) -> None:

@@ -22,10 +22,10 @@ import pytest
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.search.fastest import Objective
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.tools.launch.script import LAUNCHERS
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
-from parallel3d.tools.plan.emit import LAUNCHERS
 
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -21,18 +20,10 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
+from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.inputs import ParsedQuestion
 from parallel3d.tools.reply import write_output
 
-# The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
-# start the same worker, parallel3d.recipes.pretrain, which reads what its launcher sets, and none has a site's
-# particulars.
-LAUNCHERS = {
-    "torchrun": ("launch.sh", "bash"),
-    "slurm": ("job.sbatch", "sbatch"),
-    "torchx": ("torchx.sh", "SCHEDULER=slurm bash"),
-    "k8s": ("job.yaml", "kubectl apply -f"),
-}
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36
 
@@ -79,8 +70,7 @@ def emit(options: argparse.Namespace, asked: ParsedQuestion, plan: Plan, launch:
     if launch is None:
         yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
     else:
-        gpus, gpus_per_node = best.parallel.world_size, plan.question.cluster.gpus_per_node
-        yield _write_launcher(options.emit_launch[0], launch, path, gpus=gpus, gpus_per_node=gpus_per_node)
+        yield _write_launcher(options.emit_launch[0], launch, path, recipe, plan.question.cluster.gpus_per_node)
 
 
 def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
@@ -205,32 +195,20 @@ def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy)
         yield "data.source", "a stand-in that is there everywhere; your corpus: source: text, path: ..."
 
 
-def _write_launcher(kind: str, written: Path, recipe: Path, *, gpus: int, gpus_per_node: int) -> str:
-    """Writes the script that starts a recipe on so many devices, and returns what to type. Raises ConfigError where the
-    devices are not whole nodes."""
+def _write_launcher(kind: str, written: Path, path: Path, recipe: Recipe, gpus_per_node: int) -> str:
+    """Writes the script that starts a recipe, and returns what to type. Raises ConfigError where the devices are not
+    whole nodes."""
+    gpus = recipe.parallel.world_size
     per_node = min(gpus, gpus_per_node)
     if gpus % per_node:
         fitting = -(-gpus // gpus_per_node) * gpus_per_node
         raise ConfigError(f"--emit-launch: {gpus} GPUs are not whole nodes of {gpus_per_node}; try --gpus {fitting}")
-    nodes = gpus // per_node
-    # SLURM, DNS and a shell all take such a name as it is.
-    name = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40] or "parallel3d"
-    name = name if name[0].isalpha() else f"p3d-{name}"
-    template, start = LAUNCHERS[kind]
-    rendezvous = "--standalone"
-    if kind == "torchrun" and nodes > 1:
-        start = f"HEAD=NAME_OF_ONE_NODE {start}"
-        rendezvous = f'--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:29500" --rdzv-id {name}'
-    values = {
-        **{"gpus": gpus, "nodes": nodes, "per_node": per_node, "name": name, "recipe": shlex.quote(str(recipe))},
-        **{"start": f"{start} {shlex.quote(written.name)}", "rendezvous": rendezvous},
-    }
-    text = Path(__file__).with_name("launchers").joinpath(template).read_text()
-    write_output("--emit-launch", written, re.sub(r"{{(\w+)}}", lambda found: str(values[found[1]]), text))
-    notes = {"k8s": f"    # after the configmap of {recipe} (see the file)"}
-    if nodes > 1:
+    launcher = Launcher(kind=kind, recipe=recipe, said=(str(path),), per_node=per_node, file=written.name)
+    write_output("--emit-launch", written, launcher.text())
+    notes = {"k8s": "    # with your image and claim in it; the recipe is in it, too"}
+    if launcher.nodes > 1:
         notes["torchrun"] = "    # on every node"
-    return f"{start} {shlex.quote(str(written))}{notes.get(kind, '')}"
+    return f"{launcher.start} {shlex.quote(str(written))}{notes.get(kind, '')}"
 
 
 def _override_command(asked: ParsedQuestion, mine: Recipe, planned: Recipe) -> str:

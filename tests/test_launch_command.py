@@ -1,0 +1,149 @@
+"""`parallel3d-launch`: scripts for any recipe, which the tools that they are meant for take."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_restarts import write_recipe
+
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.models import shape_cards
+from parallel3d.recipes import find_recipe
+from parallel3d.tools.launch.command import main
+from parallel3d.tools.launch.script import GPU_SETTINGS, LAUNCHERS
+
+Said = pytest.CaptureFixture[str]
+GPUS = "quickstart train.device=auto parallel.tp=4 parallel.dp_shard=2 model.kv_heads=4 model.heads=8 --gpus-per-node 8"
+
+
+def printed(arguments: str, capsys: Said) -> str:
+    assert main(shlex.split(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", [GPUS, "quickstart", "quickstart parallel.pp=1 parallel.tp=1 parallel.dp_shard=1"])
+@pytest.mark.parametrize("kind", ["torchrun", "slurm", "torchx"])
+def test_the_scripts_pass_shellcheck(kind: str, where: str, tmp_path: Path, capsys: Said) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    site = "--partition gpu --account me --time 24:00:00 --container registry/image:1" if kind == "slurm" else ""
+    script = tmp_path / "script"
+    script.write_text(printed(f"{kind} {where} {site}", capsys))
+    checked = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_settings_of_gpus_have_their_reasons_and_a_run_on_cpus_has_none(kind: str, capsys: Said) -> None:
+    with_gpus, without = printed(f"{kind} {GPUS}", capsys), printed(f"{kind} quickstart train.device=cpu", capsys)
+    for setting in GPU_SETTINGS:
+        for name, value in setting.values:
+            assert f"{name}=${{{name}:-{value}}}" in with_gpus and name not in without
+        assert kind == "k8s" or setting.reason.splitlines()[0] in with_gpus
+    asked = {"slurm": "#SBATCH --gpus-per-node=8", "torchx": "--gpu 8", "k8s": "nvidia.com/gpu: 8", "torchrun": ""}
+    assert asked[kind] in with_gpus and (not asked[kind] or asked[kind] not in without)
+    assert "{{" not in with_gpus + without
+
+
+@pytest.mark.parametrize("where", [GPUS, "quickstart parallel.pp=1 parallel.tp=1 parallel.dp_shard=1"])
+def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(where: str, capsys: Said) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs Kubernetes' schemas: pip install kubernetes-validate"
+    )
+    text = printed(f"k8s {where} train.steps=7 --image registry/image:1 --claim runs --restarts 3", capsys)
+    parts: list[dict[str, Any]] = list(yaml.safe_load_all(text))
+    for part in parts:
+        kubernetes_validate.validate(part, "1.31", strict=True)
+    config, service, job = parts
+    recipe, spec = yaml.safe_load(config["data"]["recipe.yaml"]), job["spec"]
+    assert recipe["train"]["steps"] == 7 and recipe["checkpoint"]["resume"] == "none"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert spec["backoffLimit"] == 3 * spec["completions"]
+    (container,) = spec["template"]["spec"]["containers"]
+    syntax = subprocess.run(["bash", "-n", "-c", container["args"][0]], capture_output=True, text=True)
+    assert (syntax.returncode, syntax.stderr, container["image"]) == (0, "", "registry/image:1")
+    assert "/recipe/recipe.yaml checkpoint.resume=auto" in container["args"][0]
+
+
+def test_the_recipe_of_the_manifest_is_read_as_the_same_recipe(tmp_path: Path, capsys: Said) -> None:
+    config = next(yaml.safe_load_all(printed("k8s quickstart optimizer.lr=1e-3", capsys)))
+    (tmp_path / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
+    same = load_recipe(find_recipe("quickstart"), ["optimizer.lr=1e-3"], cards=shape_cards())
+    assert load_recipe(tmp_path / "recipe.yaml", cards=shape_cards()) == same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("pbs quickstart", "invalid choice: 'pbs'"),
+        ("slurm", "RECIPE: required; try parallel3d-launch slurm quickstart"),
+        ("slurm quickstart --gpus-per-node 3", "must divide the layout's pp 2 x dp_shard 2 x tp 2 = 8 workers; try"),
+        ("slurm quickstart parallel.tp=5", "parallel.tp = 5"),
+        (
+            "torchrun quickstart --partition gpu",
+            "--partition: no such option of torchrun; see",
+        ),
+    ],
+)
+def test_a_mistake_is_a_line_and_status_2(arguments: str, said: str, capsys: Said) -> None:
+    assert main(shlex.split(arguments)) == 2
+    out, error = capsys.readouterr()
+    assert said in error and not out and "Traceback" not in error
+
+
+def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
+    printed("torchrun quickstart", capsys)
+    assert main(shlex.split("torchrun quickstart --gpus-per-node 1 checkpoint.every=null")) == 0
+    said = capsys.readouterr().err
+    assert "parallel.tp = 2: does not divide a node of 1" in said
+    assert "checkpoint.every is not set, so a restart begins anew" in said
+
+
+def test_the_commands_of_the_page_print_a_launcher(capsys: Said) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "launch.md").read_text()
+    commands = [line.partition(" > ")[0] for line in page.splitlines() if line.startswith("parallel3d-launch ")]
+    assert len(commands) == 4
+    for command in commands:
+        printed(command.removeprefix("parallel3d-launch ").replace("my-recipe.yaml", "quickstart"), capsys)
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    program = "import sys; from parallel3d.tools.launch.command import main; main(['slurm', 'quickstart'])"
+    done = subprocess.run([sys.executable, "-c", f"{program}; sys.exit('torch' in sys.modules)"], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_torchx_runs_its_script(tmp_path: Path, capsys: Said) -> None:
+    """On torchx's local scheduler, with a worker that is killed once: torchrun takes its restarts from the script."""
+    if importlib.util.find_spec("torchx") is None:
+        pytest.skip("torchx is not installed: pip install torchx")
+    write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2))
+    (tmp_path / "plan").write_text(json.dumps({"step": 7, "ranks": 2, "signal": 9, "rank": 1, "pid": None}))
+    (tmp_path / "torchx.sh").write_text(printed(f"torchx {tmp_path}/run.yaml", capsys))
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{here.parent}:{here}",
+        "SCHEDULER": "local_cwd",
+    }
+    done = subprocess.run(
+        ["bash", "torchx.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").exists(), done.stderr
+    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert outcome["status"] == "done" and len(lines) == 14, done.stderr
+    assert "goes on from step 6" in done.stderr + done.stdout

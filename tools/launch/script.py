@@ -1,0 +1,173 @@
+"""The scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates, and what is filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from parallel3d.config.load import to_yaml
+from parallel3d.config.recipe import Recipe
+
+# The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
+# start the same worker, parallel3d.recipes.pretrain, which reads what its launcher sets.
+LAUNCHERS = {
+    "torchrun": ("launch.sh", "bash"),
+    "slurm": ("job.sbatch", "sbatch"),
+    "torchx": ("torchx.sh", "SCHEDULER=slurm bash"),
+    "k8s": ("job.yaml", "kubectl apply -f"),
+}
+RESTARTS = 10
+_STOP_S = 120  # from the signal that asks for an end to the kill
+_KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
+_RECIPE_OF_POD = "/recipe/recipe.yaml"
+
+
+@dataclass(frozen=True)
+class GpuSetting:
+    """Variables that belong to a job on GPUs, and the reason, which stands as a comment above them."""
+
+    reason: str
+    values: tuple[tuple[str, str], ...]
+
+
+GPU_SETTINGS = (
+    GpuSetting(
+        "NCCL's flight recorder: each rank keeps its last operations, and where one times out it writes them into the\n"
+        "run's folder, in nccl_flight_record_rank_N, which says on what the ranks waited and which did not come.",
+        (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")),
+    ),
+    GpuSetting(
+        "NCCL says which link, device or memory it could not use; torch alone says that NCCL has failed.",
+        (("NCCL_DEBUG", "WARN"),),
+    ),
+    GpuSetting(
+        "The allocator grows its segments in place. Otherwise, when memory runs out, it frees what it has cached by a\n"
+        "call that waits for the whole device, for which two ranks of a pipeline in a step can wait for ever.",
+        (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
+    ),
+    GpuSetting(
+        "The GPUs compute. More threads on the CPU would take the cores from those that launch kernels and read data.",
+        (("OMP_NUM_THREADS", "1"),),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a cluster's administrators decide. None leaves it to the cluster's own defaults."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    container: str | None = None
+    image: str = "IMAGE"
+    claim: str = "CLAIM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """One recipe on nodes of so many workers each. `said` is how the worker is told the recipe: a file or the name of a
+    shipped one, then `key=value`; `file` is what the script will be called."""
+
+    kind: str
+    recipe: Recipe
+    said: tuple[str, ...]
+    per_node: int
+    file: str
+    restarts: int = RESTARTS
+    site: Site = field(default_factory=Site)
+
+    @property
+    def workers(self) -> int:
+        return self.recipe.parallel.world_size
+
+    @property
+    def nodes(self) -> int:
+        return self.workers // self.per_node
+
+    @property
+    def start(self) -> str:
+        """The command that starts the script, without the script."""
+        start = LAUNCHERS[self.kind][1]
+        return f"HEAD=NAME_OF_ONE_NODE {start}" if self.kind == "torchrun" and self.nodes > 1 else start
+
+    def text(self) -> str:
+        """Returns the script."""
+        values = self._values()
+        template = Path(__file__).with_name("launchers").joinpath(LAUNCHERS[self.kind][0]).read_text()
+        return "".join(f"{line}\n" for line in _filled(template, values))
+
+    def _values(self) -> dict[str, str]:
+        # SLURM, DNS and a shell all take such a name as it is.
+        name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower()).strip("-")[:40] or "parallel3d"
+        name = name if name[0].isalpha() else f"p3d-{name}"
+        has_gpus = self.recipe.train.device != "cpu"
+        settings = [each for setting in GPU_SETTINGS for each in setting.values] if has_gpus else []
+        rendezvous = "--standalone"
+        if self.nodes > 1:
+            rendezvous = (
+                f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:29500" --rdzv-id {name}'
+            )
+        # A launcher that starts the run anew gives it no other sign of an earlier start.
+        resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
+        numbers = {
+            **{"workers": self.workers, "nodes": self.nodes, "per_node": self.per_node, "restarts": self.restarts},
+            **{"gpus_per_node": self.per_node if has_gpus else 0, "backoff": self.restarts * self.nodes},
+            **{"stop_s": _STOP_S, "kill_s": _STOP_S + _KILL_S},
+        }
+        values = {key: str(number) for key, number in numbers.items()} | {
+            "name": name,
+            "arguments": shlex.join([*self.said, *resume]),
+            "start": f"{self.start} {shlex.quote(self.file)}",
+            "settings": "\n\n".join(_exports()) if has_gpus else "",
+            "names": "".join(f",{key}=${key}" for key, _ in settings),
+            "rendezvous": rendezvous,
+            "site": "\n".join(self._slurm_lines(has_gpus)),
+            "srun": self._container(),
+            "image": self.site.image,
+            "claim": self.site.claim,
+        }
+        if self.kind == "k8s":
+            gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {self.per_node}" if has_gpus else ""
+            inner = replace(self, kind="torchrun", said=(_RECIPE_OF_POD,), file="this")
+            script = "\n".join(line for line in inner.text().splitlines() if not line.startswith("#"))
+            values |= {"limits": gpus, "recipe": to_yaml(self.recipe), "script": script.replace('"$@"', "").strip()}
+        return values
+
+    def _slurm_lines(self, has_gpus: bool) -> Iterator[str]:
+        if has_gpus:
+            yield f"#SBATCH --gpus-per-node={self.per_node}"
+        for option in ("partition", "account", "time"):
+            if (value := getattr(self.site, option)) is not None:
+                yield f"#SBATCH --{option}={value}"
+
+    def _container(self) -> str:
+        if self.site.container is None:
+            return ""
+        image = shlex.quote(self.site.container)
+        return f'--container-image={image} --container-mounts="$PWD" --container-workdir="$PWD" '
+
+
+def _exports() -> Iterator[str]:
+    """Yields each setting of a GPU's job as lines of shell, which leave alone what the user has set."""
+    for setting in GPU_SETTINGS:
+        reason = "\n".join(f"# {line}" for line in setting.reason.splitlines())
+        yield f"{reason}\nexport {' '.join(f'{key}=${{{key}:-{value}}}' for key, value in setting.values)}"
+
+
+def _filled(template: str, values: dict[str, str]) -> Iterator[str]:
+    """Yields the template's lines with its `{{names}}` replaced. A line that is a name alone becomes the lines of its
+    value, each with the same indentation, or none, and then one empty line is left out as well."""
+    skips_empty = False
+    for line in template.splitlines():
+        alone = re.fullmatch(r"( *){{(\w+)}}", line)
+        if alone is not None:
+            inner = values[alone[2]].splitlines()
+            yield from (f"{alone[1]}{each}".rstrip() for each in inner)
+            skips_empty = not inner
+        elif line or not skips_empty:
+            yield re.sub(r"{{(\w+)}}", lambda found: values[found[1]], line)
+            skips_empty = False
