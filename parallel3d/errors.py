@@ -33,6 +33,18 @@ class SaveError(Parallel3dError):
     exit_status = 73  # a checkpoint or another file of a run that cannot be written
 
 
+class NotSavedInTimeError(SaveError):
+    """A run was asked to end by a signal, and had not saved its state within checkpoint.grace_s. Its exit status is
+    that of a process which the signal has ended."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message, signum)
+        self.exit_status = 128 + signum
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RunLockedError(Parallel3dError):
     exit_status = 73  # another run writes into the folder
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, has_earlier_run, locked, prepare_run_dir
 from parallel3d.launch.run_lock import RunLock
+from parallel3d.launch.signals import SAVE_SIGNAL, handled
 from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
@@ -87,9 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe = options.load(options).recipe
             print(to_yaml(recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)), end="")
             return 0
-        if rendezvous is None:
-            return _launch(options)
-        return _join(options, rendezvous)
+        with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
+            return _launch(options) if rendezvous is None else _join(options, rendezvous)
     except Parallel3dError as error:
         print_error(str(error))
         if {"-v", "--verbose"} & set(arguments):

@@ -142,6 +142,22 @@ def descendants(pid: int) -> list[int]:
     return sorted(children + [grandchild for child in children for grandchild in descendants(child)])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["size=5m", "size=64k", "ro"])
+def test_shared_memory_that_is_small_or_read_only_changes_no_loss(options: str, tmp_path: Path) -> None:
+    """Of two ranks in a pipeline 5 MiB are room for the memory of one alone, and only one way goes through it."""
+    layout = ["parallel.tp=1", "parallel.dp_shard=1", "train.steps=2"]
+    assert run(*layout, f"run_dir={tmp_path / 'usual'}").returncode == 0
+    mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", *COMMAND, *SMALL, *layout, f"run_dir={tmp_path / 'small'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"only root may mount a tmpfs: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    usual, small = metrics(tmp_path / "usual"), metrics(tmp_path / "small")
+    assert [line["loss"] for line in small] == [line["loss"] for line in usual]
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no shared memory folder")
 def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.manifest import SavedProgress
 from parallel3d.checkpoint.store import retain
 from parallel3d.checkpoint.together import collect
 from parallel3d.config.recipe import CheckpointConfig
-from parallel3d.errors import Parallel3dError, RankError, SaveError
+from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
 
 
 @dataclass
@@ -147,10 +147,12 @@ class Saver(AbstractContextManager["Saver"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the save under way at the end of a run, also where an error ends it that all ranks have: a lost
-        peer would never write its part."""
+        peer would never write its part, and a run that is out of time waits for nothing."""
         if error is None:
             self.finish()
-        elif self._under_way is not None and isinstance(error, Parallel3dError) and not isinstance(error, RankError):
+        elif isinstance(error, RankError | NotSavedInTimeError):
+            pass
+        elif self._under_way is not None and isinstance(error, Parallel3dError):
             self._under_way.wait()
         if self._failed:
             self._say(f"{self._failed} of {self._begun} checkpoints could not be saved")
@@ -158,7 +160,8 @@ class Saver(AbstractContextManager["Saver"]):
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
         if done.error is None:
             return False
-        return done.is_last or self._rule.on_error == "stop" or not isinstance(done.error, SaveError)
+        is_of_this_save = isinstance(done.error, SaveError) and not isinstance(done.error, NotSavedInTimeError)
+        return done.is_last or self._rule.on_error == "stop" or not is_of_this_save
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes what came of it."""

@@ -407,6 +407,8 @@ class CheckpointConfig:
     keep_best: int = within("at least 0", 0)  # the checkpoints to keep beside them whose validation losses are lowest
     in_background: bool = False  # train on while a copy in the host's memory is written
     on_error: Literal["stop", "warn"] = "stop"  # warn: say that a save has failed, and train on to the next one
+    # Seconds after SIGTERM, SIGHUP or Ctrl-C within which the state must be saved; None: however long it takes.
+    grace_s: float | None = within("above 0 and finite", None, example="100")
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
     allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.

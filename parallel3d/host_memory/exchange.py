@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.host_memory.segment import Segment, can_share, own_folder, reserve
+from parallel3d.host_memory.segment import Segment, own_folder, reserve
 from parallel3d.torch_private import timeout_ms
 
 SLOT_BYTES = 2**20
@@ -50,7 +50,7 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     with own_folder("cpu") as folder:
         mine: Path | None = None  # stays None where something fails, and then all ranks agree on no exchange
         others = [other for other in range(size) if other != rank]
-        if can_share("cpu"):
+        if folder is not None:
             with suppress(OSError):
                 reserve(folder / "slots", SLOTS * SLOT_BYTES, map(str, others))
                 own = Segment(folder / "slots")

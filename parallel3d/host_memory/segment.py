@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,20 +23,20 @@ MEMORY_FOLDER = Path("/dev/shm")  # a file system in memory
 _MEMORY = "memory"
 
 
-def can_share(device_type: str) -> bool:
-    """Returns whether tensors on this type of device can go through the memory of this host."""
-    return device_type == "cpu" and MEMORY_FOLDER.is_dir()
-
-
 @contextmanager
-def own_folder(device_type: str) -> Iterator[Path]:
-    """Makes a folder for this process's segments, which is removed at the end of the block: by then all others must
-    have opened what they need. The folder is in memory if tensors on this type of device can be shared there."""
-    folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER if can_share(device_type) else None))
+def own_folder(device_type: str) -> Iterator[Path | None]:
+    """Makes a folder in memory for this process's segments, which is removed at the end of the block: by then all
+    others must have opened what they need. It is None where tensors on this type of device cannot be shared, and where
+    the memory of this host takes no files: it may be full, read-only or missing."""
+    folder = None
+    if device_type == "cpu":
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER))
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        if folder is not None:
+            shutil.rmtree(folder)
 
 
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:

@@ -84,8 +84,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that caused the others: the earliest that is not about a lost peer."""
-    return min(failures, key=lambda failure: (failure.secondary, failure.at))
+    """Returns the failure that caused the others: the earliest that is not about a lost peer. A process that was
+    aborted may have aborted for the loss of a peer or for a reason of its own: it is the cause where no other failure
+    is, and ranks merely say that they have lost a peer."""
+    return min(failures, key=lambda failure: (failure.secondary, not failure.died, failure.at))
 
 
 def print_error(message: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,17 +18,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from types import FrameType
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.launch.failure import Failure, print_error, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
-from parallel3d.launch.signals import STOP_SIGNALS, handled
+from parallel3d.launch.signals import LAUNCHER_SIGNALS, SAVE_SIGNAL, STOP_SIGNALS, handled
 from parallel3d.launch.worker_process import run_worker_process
 
-_SAVED = (PreemptedError.exit_status, CtrlCError.exit_status)  # how workers end that have saved and were asked to
+# timeout(1), terminals and systemd send a signal twice at once; what comes within so many seconds, for a signal and for
+# SIGINT, is the same request.
+_SAME_S = (1.0, 0.1)
+_NO_FORK_SERVER = 255  # what multiprocessing makes of the status of a process whose fork server has gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +56,18 @@ def launch_local(
 
     The function is called with the recipe, its `Rendezvous` and `arguments`. `preload` names modules that are imported
     once for all workers. A failure is reported on stderr in one line, with a traceback where the error is not the
-    user's (or with `verbose`), and in `outcome.json` of an existing run_dir. SIGTERM is passed on to the workers, and
-    so is Ctrl-C where the recipe has checkpoints, so that they may save and end; the status is 143 or 130 where they
-    end otherwise, or at a second signal."""
+    user's (or with `verbose`), and in `outcome.json` of an existing run_dir. `SignalRelay` says which signals go on
+    to the workers, so that they may save; the status is 128 + the signal where they end otherwise."""
     workers: list[_Worker] = []
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
     # What nohup or a shell's & has started ignores Ctrl-C on purpose.
     heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, handled(heard, relay):
+    with tempfile.TemporaryDirectory(prefix="parallel3d-") as meeting_place, handled([*heard, SAVE_SIGNAL], relay):
         try:
             forkserver.set_forkserver_preload([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
-            with handled(STOP_SIGNALS, signal.SIG_IGN):  # the server that forks the workers inherits this
+            with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # the server that forks the workers inherits this
                 forkserver.ensure_running()
+            left = [meeting_place, get_temp_dir()]  # in the second one the fork server has its socket
             for rank in range(world_size):
                 rendezvous = Rendezvous(
                     rank=rank,
@@ -72,11 +76,11 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{meeting_place}/store",
                 )
-                workers.append(_Worker(target, recipe, rendezvous, arguments, heard))
+                workers.append(_Worker(target, recipe, rendezvous, (arguments, heard, left)))
                 workers[-1].start()
             relay.passes_on = True
             failures = _watch(workers, patience or Patience())
-            if relay.passed_on and failures and root_cause(failures).exit_status not in _SAVED:
+            if failures and relay.has_ended(root_cause(failures)):
                 raise _Stopped(relay.passed_on)
             outcome = _tell(failures, world_size, verbose)
         except _Stopped as stop:
@@ -107,15 +111,14 @@ class _Worker:
         target: str,
         recipe: Recipe,
         rendezvous: Rendezvous,
-        arguments: Sequence[object],
-        heard: Sequence[signal.Signals],
+        more: tuple[Sequence[object], Sequence[signal.Signals], Sequence[str]],  # for run_worker_process
     ) -> None:
         self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
         self._run_dir = recipe.run_dir
         self.ended_at: float | None = None
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
-        args = (target, recipe, rendezvous, self._sender, arguments, heard)
+        args = (target, recipe, rendezvous, self._sender, *more)
         self.process: BaseProcess = context.Process(target=run_worker_process, args=args, name=f"rank-{self.rank}")
 
     def start(self) -> None:
@@ -133,7 +136,10 @@ class _Worker:
             report = None
         if report is not None or not exitcode:
             return report
-        if exitcode == -signal.SIGKILL:
+        if exitcode == _NO_FORK_SERVER and not _fork_server_lives():
+            message = "ended with the server that forks the workers, which was killed; if nobody did it, the host ran "
+            message += "out of memory (see dmesg)"
+        elif exitcode == -signal.SIGKILL:
             message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
         elif exitcode < 0:
             message = f"was killed by {signal.Signals(-exitcode).name}"
@@ -185,25 +191,48 @@ def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOut
     return RunOutcome(exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
 
 
+def _fork_server_lives() -> bool:
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if sys.platform == "darwin" or pid is None:
+        return True
+    time.sleep(0.05)  # its pipes close before it is known to have ended
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 class SignalRelay:
-    """The launcher's handler of SIGINT and SIGTERM, which raises `_Stopped`. Once `passes_on` is set, the first SIGTERM
-    is sent on to the workers instead, and so is the first SIGINT if they can save (`saves`); once `is_deaf` is set,
-    signals are ignored."""
+    """The launcher's handler of signals. Those that ask for an end raise `_Stopped`; once `passes_on` is set, the first
+    of them is sent on to the workers instead, but for a SIGINT to workers that cannot save (not `saves`), and a second
+    one raises it. SIGUSR1 is sent on to workers that can save. Once `is_deaf` is set, signals are ignored.
+
+    A worker that is stopped would keep the others waiting, and the run from its end: it is told to continue, as SLURM,
+    systemd and timeout do."""
 
     def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
         self._workers, self._saves = workers, saves
         self.passes_on = self.is_deaf = False
         self.passed_on = 0  # the signal that was sent on
+        self._passed_on_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.is_deaf:
+        if self.is_deaf or (signum == SAVE_SIGNAL and not (self.passes_on and self._saves)):
             return
-        if not self.passes_on or self.passed_on or (signum == signal.SIGINT and not self._saves):
-            raise _Stopped(signum)
-        self.passed_on = signum
+        now = time.monotonic()
+        if self.passed_on and now - self._passed_on_at < _SAME_S[signum == signal.SIGINT]:
+            return
+        if signum != SAVE_SIGNAL:
+            if not self.passes_on or self.passed_on or (signum == signal.SIGINT and not self._saves):
+                raise _Stopped(signum)
+            self.passed_on, self._passed_on_at = signum, now
         if signum == signal.SIGINT:  # not by print, which this handler may have interrupted
             os.write(2, b"\nsaves and ends after this step; Ctrl-C again ends at once, and saves nothing\n")
         for worker in self._workers:
             if worker.ended_at is None and worker.process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(worker.process.pid, signum)
+                    os.kill(worker.process.pid, signal.SIGCONT)
+
+    def has_ended(self, failure: Failure) -> bool:
+        """True if a worker was ended by the signal that was sent on, which had come before it could save."""
+        if not self.passed_on or not failure.died:
+            return False
+        return failure.message.startswith(f"was killed by {signal.Signals(self.passed_on).name}")

@@ -1,5 +1,6 @@
-"""SIGTERM (a time limit nears, a machine is taken back) and SIGINT (Ctrl-C) as requests to end the run. Each training
-step sums the requests over the mesh, so a signal to any one worker ends all ranks after the same step."""
+"""Signals as requests to a run: SIGTERM (a time limit nears, a machine is taken back), SIGHUP (its terminal has gone)
+and SIGINT (Ctrl-C) ask it to save and end, SIGUSR1 to save and go on. Each training step sums the requests over the
+mesh, so a signal to any one worker counts for all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -10,32 +11,62 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVE_SIGNAL = signal.SIGUSR1
+LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # what a launcher passes on to its workers
+
+
+def signal_name(signum: int) -> str:
+    """Returns what people call a signal."""
+    return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
 @dataclass
 class StopRequest:
-    """Set by a signal in this process; polled once a step. Launchers may send a signal again, so a further one changes
+    """Set by signals in this process; polled once a step. Launchers may send a signal again, so a further one changes
     nothing: what ends a run at once at a second Ctrl-C is its launcher."""
 
-    signum: int = 0  # the last signal's number; 0 before any
+    signum: int = 0  # the signal that asks for an end; 0 before any
+    wants_save: bool = False  # SIGUSR1 has come since the last save that answered it
 
     @property
     def is_made(self) -> bool:
-        return self.signum != 0
+        return self.signum != 0 or self.wants_save
+
+    def is_answered(self) -> None:
+        """Ends the time of `checkpoint.grace_s`: what was asked for is saved."""
+        if self.signum:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[StopRequest]:
-    """Turns the signals that ask for an end into a request, from here to the end of the block; in another thread than
-    the main one never. A signal that this process ignores, as nohup or a shell's & has it, stays ignored."""
+def catch_stop_signals(
+    grace_s: float | None = None, too_late: Callable[[int], Exception] | None = None
+) -> Iterator[StopRequest]:
+    """Turns the signals into a request, from here to the end of the block; in another thread than the main one never.
+    A signal that this process ignores, as nohup or a shell's & has it, stays ignored.
+
+    Where `grace_s` after the first signal that asks for an end the request is not answered, what `too_late` makes of
+    the signal is raised in the main thread."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGALRM and too_late is not None:
+            raise too_late(request.signum)
+        if signum == SAVE_SIGNAL:
+            request.wants_save = True
+            return
+        if grace_s is not None and not request.signum:
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
         request.signum = signum
 
-    with handled([each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN], hear):
-        yield request
+    caught = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    caught += [SAVE_SIGNAL] + [signal.SIGALRM] * (grace_s is not None)
+    with handled(caught, hear):
+        try:
+            yield request
+        finally:
+            request.is_answered()
 
 
 def ignore_stop_signals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -28,13 +29,15 @@ def run_worker_process(
     reports: Connection,
     arguments: Sequence[object],
     heard: Sequence[signal.Signals],
+    left: Sequence[str],
 ) -> None:
     """The main function of a worker process: returns when the target ("module:function") has, and ends the process
     where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host.
 
-    The signals that the launcher has `heard` end the worker, until it catches them. A terminal sends Ctrl-C to every
-    process, so what the launcher ignores the worker ignores, too."""
-    _die_with_the_launcher()
+    The signals that the launcher has `heard` end the worker until it catches them; SIGUSR1 does nothing until then. A
+    terminal sends Ctrl-C to every process, so what the launcher ignores the worker ignores, too. The folders `left`
+    are removed where the launcher is killed, and cannot."""
+    _die_with_the_launcher(left)
     for each in STOP_SIGNALS:  # all of which the fork server ignores
         signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
@@ -57,8 +60,9 @@ def run_worker_process(
         end_process(failure.exit_status)
 
 
-def _die_with_the_launcher() -> None:
-    """Makes this worker end with its launcher, even if that is killed: a thread waits for the launcher's end.
+def _die_with_the_launcher(left: Sequence[str]) -> None:
+    """Makes this worker end with its launcher, even if that is killed: a thread waits for the launcher's end, and then
+    removes what it has `left`.
 
     The thread ends the fork server as well, which is this process's parent, and so every worker, also one that is
     stopped and whose own thread sleeps."""
@@ -68,6 +72,8 @@ def _die_with_the_launcher() -> None:
 
     def follow() -> None:
         launcher.join()
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
         if os.getppid() == fork_server:
             os.kill(fork_server, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
 from parallel3d.host_memory.ring import Header, Incoming, Outgoing, PeerLostError, reserve
-from parallel3d.host_memory.segment import can_share, own_folder
+from parallel3d.host_memory.segment import own_folder
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.torch_private import default_store, group_of, timeout_ms
 
@@ -59,8 +59,9 @@ class Links:
         self._timeout_ms = partial(timeout_ms, pipeline, device)  # which changes after the first step
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
-            for source, target in [way for way in self._ways if way[1] == self.rank and can_share(device.type)]:
+            for source, target in [way for way in self._ways if way[1] == self.rank and folder is not None]:
                 with suppress(OSError):  # where there is no room, the backend carries this way's messages
+                    assert folder is not None
                     path = folder / f"{source}-{target}"
                     reserve(path)
                     mine[source, target] = path

@@ -65,7 +65,8 @@ class Transport:
         links = self.links
         gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
         if all(
-            one == other or ((one, other) in links.shared and crossing.forward.nbytes <= LARGEST_BYTES)
+            one == other
+            or (links.shared.issuperset({(one, other), (other, one)}) and crossing.forward.nbytes <= LARGEST_BYTES)
             for one, other, crossing in gaps
         ):
             return

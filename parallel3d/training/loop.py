@@ -22,7 +22,7 @@ from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ah
 from parallel3d.data.order import LeftOut
 from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
-from parallel3d.launch.signals import StopRequest
+from parallel3d.launch.signals import StopRequest, signal_name
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
 from parallel3d.reporting.profiler import ProfilerWindow
@@ -116,9 +116,9 @@ class TrainingLoop:
         """Tells of the step that is done, evaluates, measures and saves where that is due, and returns whether it was
         the run's last. Raises PreemptedError where a signal has asked to end the run."""
         step, train = self.trainer.step, self.recipe.train
-        signum = self.signal_heard(result)
+        signum, wants_save, is_stopped = self.requests_heard(result)
         self.saver.step_done()
-        is_last = step == train.steps or (result.is_asked_to_stop and not signum)
+        is_last = step == train.steps or (is_stopped and not signum)
         self.progress.step_done(step)
         self.callbacks.tell("step_done", step, result)
         profiled = self.profiler.end_after(step)
@@ -127,26 +127,34 @@ class TrainingLoop:
         losses = self.evaluate() if _due(train.eval_every, step, is_last) else None
         if losses is not None or _due(self.recipe.logging.every, step, is_last) or step == 1:
             self.report(result, losses)
-        if signum or _due(self.recipe.checkpoint.every, step, is_last):
-            self.save(losses, is_last=is_last, is_preempted=signum != 0)
+        is_due = _due(self.recipe.checkpoint.every, step, is_last)
+        if signum or wants_save or is_due:
+            self.save(losses, is_last=is_last or signum != 0, is_on_time=is_last or (is_due and not signum))
+        if signum:
+            self.stop.is_answered()
+        if wants_save and not signum and not is_last:
+            self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
         if signum and not is_last:
-            by, error = ("Ctrl-C", CtrlCError) if signum == signal.SIGINT else ("SIGTERM", PreemptedError)
+            by, error = signal_name(signum), CtrlCError if signum == signal.SIGINT else PreemptedError
             path = checkpoint_path(self.checkpoints, step)
             raise error(f"stopped by {by} after step {step}, saved: {path}; checkpoint.resume=auto goes on")
         if is_last and step < train.steps:
             self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
         return is_last
 
-    def signal_heard(self, result: StepResult) -> int:
-        """Returns the signal that any rank received; 0: none, so that it is a callback that asks to stop, if anyone.
-        Raises the error of a save that has failed on any rank."""
+    def requests_heard(self, result: StepResult) -> tuple[int, bool, bool]:
+        """Returns the signal that has asked any rank to end (0: none), whether one has asked any to save, and whether a
+        callback asks to end the run. Raises the error of a save that has failed on any rank."""
         if not result.is_asked_to_stop:
-            return 0
-        # SIGTERM has a larger number than SIGINT, and counts where both were heard.
-        signum, has_failed = _largest((self.stop.signum, self.saver.has_failed), self.trainer.device)
+            return 0, False, False
+        wants_save, self.stop.wants_save = self.stop.wants_save, False
+        # SIGTERM has a larger number than SIGINT and SIGHUP, and counts where several were heard.
+        signum, saves, has_failed, is_stopped = _largest(
+            (self.stop.signum, wants_save, self.saver.has_failed, self.callbacks.is_asked_to_stop), self.trainer.device
+        )
         if has_failed:
             self.saver.finish()  # raises the error, on all ranks
-        return signum
+        return signum, bool(saves), bool(is_stopped)
 
     def evaluate(self) -> dict[str, float]:
         """Returns the loss of each evaluation set by its name."""
@@ -164,13 +172,13 @@ class TrainingLoop:
             self.metrics_file.write(line)
         self.callbacks.tell("measured", self.trainer.step, line)
 
-    def save(self, losses: Mapping[str, float] | None, *, is_last: bool, is_preempted: bool) -> None:
-        """Saves a checkpoint, and exports it where the recipe asks for that."""
+    def save(self, losses: Mapping[str, float] | None, *, is_last: bool, is_on_time: bool) -> None:
+        """Saves a checkpoint, and exports one that is saved on time where the recipe asks for that."""
         path, exported, then = checkpoint_path(self.checkpoints, self.trainer.step), self.recipe.checkpoint.export, None
         state, progress = state_of(self.trainer, None if losses is None else losses.get(VALIDATION))
-        if (exported == "all" and not is_preempted) or (exported != "none" and is_last):
+        if is_on_time and (exported == "all" or (exported == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
-        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last or is_preempted, then=then)
+        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self) -> bool:
         """Goes back to the newest checkpoint from before the steps that are suspected of the spike, and has the run

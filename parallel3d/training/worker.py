@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.start import find_start
-from parallel3d.checkpoint.store import find_checkpoints, tidy
+from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, tidy
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -22,10 +22,10 @@ from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
-from parallel3d.errors import writing
+from parallel3d.errors import NotSavedInTimeError, writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.signals import StopRequest, catch_stop_signals
+from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
@@ -84,7 +84,13 @@ def run_worker(
         trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
         resumed = resume_from(trainer, saved, checkpoints)[1] if saved else start_from(trainer, start)
         # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
-        signals = nullcontext(StopRequest()) if recipe.checkpoint.every is None else catch_stop_signals()
+        signals = (
+            nullcontext(StopRequest())
+            if recipe.checkpoint.every is None
+            else catch_stop_signals(
+                recipe.checkpoint.grace_s, partial(not_saved_in_time, recipe.checkpoint.grace_s, checkpoints)
+            )
+        )
         with (
             signals as stop,
             open_progress(train.steps, trainer.step, speaks=speaks) as progress,
@@ -117,6 +123,18 @@ def run_worker(
             text = generate(trainer, corpora[0].tokenizer, train)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
+
+
+def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> NotSavedInTimeError:
+    """Returns the error of a save that has outlived `checkpoint.grace_s`, with the last whole checkpoint."""
+    whole = list_checkpoints(checkpoints)
+    goes_on = (
+        f"{whole[-1]} is the last good one, from which checkpoint.resume=auto goes on" if whole else "none is whole"
+    )
+    by = signal_name(signum)
+    return NotSavedInTimeError(
+        f"stopped by {by}, and not saved within checkpoint.grace_s = {grace_s}: {goes_on}", signum
+    )
 
 
 @contextmanager

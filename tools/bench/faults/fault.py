@@ -36,7 +36,7 @@ STEPS = 60
 _LONGEST_S = 120.0  # a run or a wait that takes longer has hung
 _PEER_S = 40.0  # the longest that is waited for the peer's end
 _ORPHANS_S = 5.0  # the longest that a process may stay after the command has ended
-_TORCHS_CACHE = "torchinductor_"  # a folder that torch keeps for the next run
+_TORCHS_OWN = ("torchinductor_", "torchelastic_")  # a cache for the next run; what torchrun leaves when it is killed
 _MARK = "PARALLEL3D_FAULT_RUN"  # an environment variable that all processes of a run inherit
 _PLANT = "PARALLEL3D_FAULT_PLANT"
 
@@ -173,7 +173,9 @@ class LiveRun:
         return [pid for pid in _all_processes() if _environment(pid).get(_MARK) == self._mark and _is_alive(pid)]
 
     def fork_server(self) -> int:
-        return next(pid for pid in self.processes() if "multiprocessing.forkserver" in _read(pid, "cmdline"))
+        """Returns the server that forks the workers, which have its command line."""
+        alike = {pid for pid in self.processes() if "multiprocessing.forkserver" in _read(pid, "cmdline")}
+        return next(pid for pid in alike if _parent(pid) not in alike)
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank: a launcher has set RANK, or it is one of those that were forked in order."""
@@ -181,14 +183,14 @@ class LiveRun:
         if str(rank) in by_rank:
             return by_rank[str(rank)]
         server = self.fork_server()
-        return sorted(pid for pid in self.processes() if _parent(pid) == server)[rank]
+        return sorted((pid for pid in self.processes() if _parent(pid) == server), key=_started)[rank]
 
     def end(self) -> list[str]:
         """Kills what is left of the run. Returns what it has left in its temporary folder."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.command.wait()
-        left = [str(path) for path in self._temporary.rglob("*") if not path.name.startswith(_TORCHS_CACHE)]
+        left = [str(path) for path in self._temporary.iterdir() if not path.name.startswith(_TORCHS_OWN)]
         shutil.rmtree(self._temporary, ignore_errors=True)
         return left
 
@@ -394,6 +396,11 @@ def _stat(pid: int) -> list[str]:
 
 def _parent(pid: int) -> int:
     return int((_stat(pid) or ["", "0"])[1])
+
+
+def _started(pid: int) -> tuple[int, int]:
+    """Returns what orders processes by their start: the clock's ticks, and the number where they are the same."""
+    return int((_stat(pid) or ["0"] * 20)[19]), pid
 
 
 def _is_alive(pid: int) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.checkpoint import saver
+from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.llama import Llama
 
@@ -44,6 +46,17 @@ def sleep_for_ever(model: nn.Module) -> None:
 def raise_error(model: nn.Module) -> None:
     """Fails as a bug does."""
     raise ValueError("a planted fault")
+
+
+def save_slowly(model: nn.Module) -> None:
+    """Makes each save of this rank take a minute longer, as a disk does that hardly answers."""
+    write = saver.write_and_commit
+
+    def slow(save: PlannedSave, group: dist.ProcessGroup | None) -> None:
+        time.sleep(60)
+        write(save, group)
+
+    vars(saver)["write_and_commit"] = slow
 
 
 def abort(model: nn.Module) -> None:

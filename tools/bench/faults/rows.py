@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from parallel3d.tools.bench.faults.fault import Fault
-from parallel3d.tools.bench.faults.signal_rows import ASKED_TO_END, KILLED
+from parallel3d.tools.bench.faults.signal_rows import ASKED_TO_SAVE, KILLED
 
-FAULTS: tuple[Fault, ...] = (*KILLED, *ASKED_TO_END)
+FAULTS: tuple[Fault, ...] = (*KILLED, *ASKED_TO_SAVE)

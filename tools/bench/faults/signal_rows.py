@@ -1,36 +1,46 @@
-"""The rows of signals to a run: those that kill, and those that ask it to save and end."""
+"""The rows of signals to a run: those that kill, and those that ask it to save and end, or to save and go on."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.tools.bench.faults.fault import (
+    PLANTED,
     Fault,
+    LiveRun,
+    after,
+    plant,
+    to_fork_server,
     to_group,
     to_launcher,
     to_rank,
+    torchrun,
+    under_timeout,
 )
 
-_STOPPED_BY = r"^error: stopped by {} after step \d+, saved: "
-_SENT = {"launcher": to_launcher, "rank 1": lambda signum: to_rank(1, signum), "group": to_group}
+_PLACE_1 = r"(?m)^error: rank 1 \(.*, pp 0, dp_replicate 0, dp_shard 1, tp 0\)"
+_WHOM: dict[str, Callable[[int], Callable[[LiveRun], None]]] = {
+    "the launcher": to_launcher,
+    "rank 1": lambda signum: to_rank(1, signum),
+    "the group": to_group,
+}
+_ASKED = ((signal.SIGTERM, 75, "SIGTERM"), (signal.SIGHUP, 75, "SIGHUP"), (signal.SIGINT, 130, "Ctrl-C"))
 
 
-def _asks(signum: signal.Signals, whom: str, status: int, by: str) -> Fault:
-    """A signal that asks a run to save and end."""
-    return Fault(
-        name=f"{signum.name} to the {whom}" if whom != "rank 1" else f"{signum.name} to rank 1",
-        act=_SENT[whom](signum),
-        words=(f"(?m){_STOPPED_BY.format(by)}",),
-        within_s=3.0,
-        status=status,
-        saves=True,
-    )
+def _stopped_by(name: str) -> tuple[str, ...]:
+    return (rf"(?m)^error: stopped by {name} after step \d+, saved: ",)
 
 
-ASKED_TO_END: tuple[Fault, ...] = (
-    *(_asks(signal.SIGTERM, whom, 75, "SIGTERM") for whom in _SENT),
-    *(_asks(signal.SIGINT, whom, 130, "Ctrl-C") for whom in _SENT),
-)
+def _with_planted_model(recipe: Recipe) -> Recipe:
+    return replace(recipe, model=PLANTED)
+
+
+def _with_little_grace(recipe: Recipe) -> Recipe:
+    return replace(_with_planted_model(recipe), checkpoint=replace(recipe.checkpoint, grace_s=1.0))
+
 
 KILLED: tuple[Fault, ...] = (
     Fault(
@@ -42,10 +52,116 @@ KILLED: tuple[Fault, ...] = (
         has_peer=True,
     ),
     Fault(
-        name="SIGKILL of rank 1",
-        act=to_rank(1, signal.SIGKILL),
-        words=(r"(?m)^error: rank 1 \(.*, pp 0, dp_replicate 0, dp_shard 1, tp 0\) was killed by SIGKILL",),
-        within_s=2.0,
+        name="SIGKILL of the launcher, with rank 1 stopped",
+        act=after(to_rank(1, signal.SIGSTOP), to_launcher(signal.SIGKILL)),
+        words=(),
+        within_s=5.0,
+        status=-signal.SIGKILL,
         has_peer=True,
+    ),
+    Fault(
+        name="SIGKILL of torchrun, with rank 1 stopped",
+        act=after(to_rank(1, signal.SIGSTOP), to_launcher(signal.SIGKILL)),
+        words=(),
+        within_s=5.0,
+        launch=torchrun,
+        status=-signal.SIGKILL,
+    ),
+    Fault(
+        name="SIGKILL of the fork server",
+        act=to_fork_server(signal.SIGKILL),
+        words=("ended with the server that forks the workers, which was killed",),
+        within_s=3.0,
+    ),
+    *(
+        Fault(
+            name=f"{signum.name} of rank 1",
+            act=to_rank(1, signum),
+            words=(f"{_PLACE_1} was killed by {signum.name}",),
+            within_s=3.0,
+        )
+        for signum in (signal.SIGABRT, signal.SIGSEGV, signal.SIGUSR2)
+    ),
+    Fault(
+        name="abort() in rank 1 of pp 2 x tp 2",
+        act=plant(1, "abort"),
+        words=(r"(?m)^error: rank 1 \(.*, pp 0, dp_replicate 0, dp_shard 0, tp 1\) was killed by SIGABRT",),
+        within_s=3.0,
+        parallel=ParallelConfig(pp=2, tp=2),
+        change=_with_planted_model,
+    ),
+)
+
+ASKED_TO_SAVE: tuple[Fault, ...] = (
+    *(
+        Fault(
+            name=f"{signum.name} to {whom}",
+            act=send(signum),
+            words=_stopped_by(by),
+            within_s=3.0,
+            status=status,
+            saves=True,
+        )
+        for signum, status, by in _ASKED
+        for whom, send in _WHOM.items()
+    ),
+    Fault(
+        name="SIGTERM to torchrun",
+        act=to_launcher(signal.SIGTERM),
+        words=_stopped_by("SIGTERM"),
+        within_s=3.0,
+        launch=torchrun,
+        status=75,
+        saves=True,
+    ),
+    Fault(
+        name="timeout(1), whose time is over",
+        act=to_launcher(signal.SIGALRM),
+        words=_stopped_by("SIGTERM"),
+        within_s=3.0,
+        launch=under_timeout,
+        status=75,
+        saves=True,
+    ),
+    Fault(
+        name="SIGTERM to the group, with rank 1 stopped",
+        act=after(to_rank(1, signal.SIGSTOP), to_group(signal.SIGTERM)),
+        words=_stopped_by("SIGTERM"),
+        within_s=3.0,
+        status=75,
+        saves=True,
+    ),
+    Fault(
+        name="Ctrl-C twice",
+        act=after(plant(1, "save_slowly"), to_group(signal.SIGINT), to_group(signal.SIGINT)),
+        words=("Ctrl-C again ends at once", "(?m)^error: stopped by SIGINT$"),
+        within_s=3.0,
+        status=130,
+        change=_with_planted_model,
+    ),
+    Fault(
+        name="SIGTERM, and a save that takes too long",
+        act=after(plant(1, "save_slowly"), to_group(signal.SIGTERM)),
+        words=(
+            r"(?m)^error: .*stopped by SIGTERM, and not saved within checkpoint.grace_s = 1.0: .*/step_00000010 is the "
+            "last good one",
+        ),
+        within_s=4.0,
+        status=143,
+        change=_with_little_grace,
+    ),
+    Fault(
+        name="SIGUSR1 to the launcher",
+        act=to_launcher(signal.SIGUSR1),
+        words=(r"SIGUSR1: saves after step 1\d, and goes on",),
+        within_s=1.0,
+        goes_on=True,
+    ),
+    Fault(
+        name="SIGUSR1 to the group",
+        act=to_group(signal.SIGUSR1),
+        words=(r"SIGUSR1: saves after step 1\d, and goes on",),
+        within_s=1.0,
+        goes_on=True,
     ),
 )
