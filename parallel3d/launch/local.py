@@ -22,6 +22,7 @@ from multiprocessing.util import get_temp_dir
 from types import FrameType
 
 from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import Failure, print_error, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
@@ -66,7 +67,7 @@ def launch_local(
         try:
             forkserver.set_forkserver_preload([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
             with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # the server that forks the workers inherits this
-                forkserver.ensure_running()
+                _start_fork_server()
             left = [meeting_place, get_temp_dir()]  # in the second one the fork server has its socket
             for rank in range(world_size):
                 rendezvous = Rendezvous(
@@ -189,6 +190,14 @@ def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOut
     is_wanted = cause.traceback and (verbose or not cause.foreseen)
     print_error(line + ("\n" + cause.traceback.rstrip() if is_wanted else ""))
     return RunOutcome(exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
+
+
+def _start_fork_server() -> None:
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        raise ConfigError(f"TMPDIR = {folder}: no socket can be made there ({error}); try TMPDIR=/tmp") from error
 
 
 def _fork_server_lives() -> bool:
