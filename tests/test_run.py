@@ -145,7 +145,7 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["size=5m", "size=64k", "ro"])
 def test_shared_memory_that_is_small_or_read_only_changes_no_loss(options: str, tmp_path: Path) -> None:
-    """Of two ranks in a pipeline 5 MiB are room for the memory of one alone, and only one way goes through it."""
+    """A tmpfs of 5 MiB has room for the memory of one rank of two: only one way of the pipeline goes through it."""
     layout = ["parallel.tp=1", "parallel.dp_shard=1", "train.steps=2"]
     assert run(*layout, f"run_dir={tmp_path / 'usual'}").returncode == 0
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -137,15 +136,14 @@ class _Worker:
             report = None
         if report is not None or not exitcode:
             return report
-        if exitcode == _NO_FORK_SERVER and not _fork_server_lives():
-            message = "ended with the server that forks the workers, which was killed; if nobody did it, the host ran "
-            message += "out of memory (see dmesg)"
-        elif exitcode == -signal.SIGKILL:
+        if exitcode == -signal.SIGKILL:
             message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
         elif exitcode < 0:
             message = f"was killed by {signal.Signals(-exitcode).name}"
         else:
             message = f"ended with status {exitcode} and without a word"
+            if exitcode == _NO_FORK_SERVER:
+                message += "; all ranks do when the server that forks them is killed, by someone or for want of memory"
         # A communication library that loses a peer may abort its process.
         aborted = exitcode == -signal.SIGABRT
         failure = Failure(rank=self.rank, coordinates=self.coordinates, message=message, died=True, secondary=aborted)
@@ -198,14 +196,6 @@ def _start_fork_server() -> None:
     except OSError as error:
         folder = tempfile.gettempdir()
         raise ConfigError(f"TMPDIR = {folder}: no socket can be made there ({error}); try TMPDIR=/tmp") from error
-
-
-def _fork_server_lives() -> bool:
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if sys.platform == "darwin" or pid is None:
-        return True
-    time.sleep(0.05)  # its pipes close before it is known to have ended
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 class SignalRelay:

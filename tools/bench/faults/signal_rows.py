@@ -70,7 +70,7 @@ KILLED: tuple[Fault, ...] = (
     Fault(
         name="SIGKILL of the fork server",
         act=to_fork_server(signal.SIGKILL),
-        words=("ended with the server that forks the workers, which was killed",),
+        words=("all ranks do when the server that forks them is killed",),
         within_s=3.0,
     ),
     *(
