@@ -110,6 +110,22 @@ def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
     assert "checkpoint.every is not set, so a restart begins anew" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "asks"),
+    [
+        ("slurm", "#SBATCH --signal=TERM@{}\n"),
+        ("torchrun", "PET_SHUTDOWN_TIMEOUT={}\n"),
+        ("torchx", "PET_SHUTDOWN_TIMEOUT={}\n"),
+        ("k8s", "PET_SHUTDOWN_TIMEOUT={}\n"),
+    ],
+)
+def test_the_kill_comes_after_the_last_save_may_have_taken_its_time(kind: str, asks: str, capsys: Said) -> None:
+    assert asks.format(120) in printed(f"{kind} quickstart", capsys)
+    text = printed(f"{kind} quickstart checkpoint.grace_s=299.5", capsys)
+    assert asks.format(320) in text
+    assert kind != "k8s" or "terminationGracePeriodSeconds: 350 " in text
+
+
 def test_the_commands_of_the_page_print_a_launcher(capsys: Said) -> None:
     page = (Path(__file__).parents[1] / "docs" / "launch.md").read_text()
     commands = [line.partition(" > ")[0] for line in page.splitlines() if line.startswith("parallel3d-launch ")]

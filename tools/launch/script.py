@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 
 from parallel3d.config.load import to_yaml
@@ -20,7 +21,8 @@ LAUNCHERS = {
     "k8s": ("job.yaml", "kubectl apply -f"),
 }
 RESTARTS = 10
-_STOP_S = 120  # from the signal that asks for an end to the kill
+_GRACE_S = 100.0  # for the last save, where the recipe's checkpoint.grace_s says nothing
+_END_S = 20  # from the end of that to the kill
 _KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
 
@@ -94,6 +96,11 @@ class Launcher:
         start = LAUNCHERS[self.kind][1]
         return f"HEAD=NAME_OF_ONE_NODE {start}" if self.kind == "torchrun" and self.nodes > 1 else start
 
+    @property
+    def stop_s(self) -> int:
+        """The seconds from the signal that asks for an end to the kill: more than the last save may take."""
+        return ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
+
     def text(self) -> str:
         """Returns the script."""
         values = self._values()
@@ -116,7 +123,7 @@ class Launcher:
         numbers = {
             **{"workers": self.workers, "nodes": self.nodes, "per_node": self.per_node, "restarts": self.restarts},
             **{"gpus_per_node": self.per_node if has_gpus else 0, "backoff": self.restarts * self.nodes},
-            **{"stop_s": _STOP_S, "kill_s": _STOP_S + _KILL_S},
+            **{"stop_s": self.stop_s, "kill_s": self.stop_s + _KILL_S},
         }
         values = {key: str(number) for key, number in numbers.items()} | {
             "name": name,
