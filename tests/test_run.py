@@ -33,7 +33,7 @@ SMALL = [
 METRICS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
     "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", "val_perplexity",
-    "loss_scale", "spikes", "rollbacks", "skipped_steps",
+    "loss_scale", "spikes", "rollbacks", "skipped_steps", "slowest_rank", "slowest_ratio",
 }  # fmt: skip
 
 

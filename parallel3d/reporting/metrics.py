@@ -38,6 +38,8 @@ class StepMetrics:
     mfu: float | None  # the share of the device's dense peak that was used; None where the peak is not known
     peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
     peak_reserved_bytes: int | None = None  # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
+    slowest_rank: int | None = None  # the rank whose own work takes longest, without its waits for peers
+    slowest_ratio: float | None = None  # ... and how many times that of the median of its peers
     val_loss: float | None = None  # of the part of the run's own data that is kept for validation
     set_losses: Mapping[str, float] = field(default_factory=dict)  # of the other evaluation sets, by their names
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
@@ -125,20 +127,35 @@ def _read_line(line: str) -> dict[str, float | None] | None:
 class Stopwatch:
     """Adds up the time of the blocks that it times, until it is read: steps, but not validation or checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._seconds, self._blocks = 0.0, 0
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._clock()
         yield
-        self._seconds += time.perf_counter() - start
+        self._seconds += self._clock() - start
         self._blocks += 1
 
     def read(self) -> tuple[float, int]:
         """Returns the seconds and the number of blocks since the last reading, and starts again from 0."""
         read, self._seconds, self._blocks = (self._seconds, self._blocks), 0.0, 0
         return read
+
+
+@dataclass(frozen=True)
+class StepClocks:
+    """The clocks of a rank's steps: their time, the part of it that waits for a batch, and the rank's own work."""
+
+    whole: Stopwatch
+    data: Stopwatch
+    work: Stopwatch
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        with self.whole.timing(), self.work.timing():
+            yield
 
 
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:

@@ -20,11 +20,13 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.data.order import LeftOut
+from parallel3d.diagnosis.stragglers import Stragglers, work_clock
 from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
+from parallel3d.layers.collectives import all_gather_single
 from parallel3d.reporting import metrics
-from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
+from parallel3d.reporting.metrics import MetricsFile, StepClocks, StepMetrics, Stopwatch
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import VALIDATION, Callbacks
@@ -67,7 +69,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
-        self.watch, self.waiting = Stopwatch(), Stopwatch()
+        device = self.trainer.device
+        self.clocks = StepClocks(whole=Stopwatch(), data=Stopwatch(), work=Stopwatch(work_clock(device)))
+        self.stragglers = Stragglers(self.recipe.parallel)
         self.reported_tokens = self.trainer.tokens
         self.run_dir = self.checkpoints.parent
         self.profiler = ProfilerWindow(
@@ -98,8 +102,8 @@ class TrainingLoop:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed, and recorded where the recipe asks for that."""
         step, report = self.trainer.step + 1, None
-        with self.profiler.step(step), self.watch.timing():
-            with self.waiting.timing():
+        with self.profiler.step(step), self.clocks.timing():
+            with self.clocks.data.timing():
                 batch = next(batches)
             if step == self.recipe.logging.timeline:
                 result, report = traced_step(self.trainer, batch, self.run_dir)
@@ -165,9 +169,11 @@ class TrainingLoop:
     def report(self, result: StepResult, losses: Mapping[str, float] | None) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an evaluation."""
         tokens = self.trainer.tokens - self.reported_tokens
-        line = measure(self.trainer, result, self.watch, self.waiting, tokens, losses, self.peak_flops)
+        line, warning = measure(self.trainer, result, self.clocks, tokens, losses, self.peak_flops, self.stragglers)
         self.reported_tokens = self.trainer.tokens
         self.progress.measured(line)
+        if warning is not None:
+            self.progress.say(f"warning: {warning}")
         if self.metrics_file is not None:
             self.metrics_file.write(line)
         self.callbacks.tell("measured", self.trainer.step, line)
@@ -279,48 +285,50 @@ def _largest(numbers: Sequence[int], device: torch.device, group: dist.ProcessGr
 def measure(
     trainer: Trainer,
     result: StepResult,
-    watch: Stopwatch,
-    waiting: Stopwatch,
+    clocks: StepClocks,
     tokens: int,
     losses: Mapping[str, float] | None,
     peak: float | None,
-) -> StepMetrics:
-    """Returns the metrics of a step; every rank calls it. `tokens` counts those of the steps that `watch` has timed,
-    and `waiting` has timed what they waited for batches; `losses` are those of the evaluation sets by their names, and
-    `peak` is the FLOP/s of one device."""
+    stragglers: Stragglers,
+) -> tuple[StepMetrics, str | None]:
+    """Returns the metrics of a step, and a warning where a rank is slow; every rank calls it. `tokens` counts those of
+    the steps that `clocks` have timed; `losses` are those of the evaluation sets by their names, and `peak` is the
+    FLOP/s of one device."""
     recipe, sets = trainer.recipe, dict(losses or {})
-    seconds, steps = watch.read()
+    (seconds, steps), (waited_s, _), (work_s, _) = clocks.whole.read(), clocks.data.read(), clocks.work.read()
     per_device = tokens / seconds / recipe.parallel.world_size
     mfu, weights = None, trainer.block_weights
     if peak is not None and weights is not None:
         mfu = per_device * metrics.flops_per_token(recipe.model, weights, recipe.train.seq_len) / peak
-    worst = torch.tensor(
-        (*metrics.peak_memory_bytes(trainer.device), waiting.read()[0] / steps),
-        dtype=torch.float64,
-        device=trainer.device,
-    )
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    peak_bytes, reserved_bytes, data_wait_s = worst.tolist()
-    return StepMetrics(
+    own = (*metrics.peak_memory_bytes(trainer.device), waited_s / steps, (work_s + waited_s) / steps)
+    sent = torch.tensor(own, dtype=torch.float64, device=trainer.device)
+    gathered = sent.new_empty(dist.get_world_size() * len(own))
+    all_gather_single(gathered, sent)
+    peak_bytes, reserved_bytes, waits_s, works_s = gathered.view(-1, len(own)).t().tolist()
+    slowest, warning = stragglers.see(works_s)
+    line = StepMetrics(
         step=trainer.step,
         loss=result.loss,
         lr=result.lr,
         grad_norm=result.grad_norm,
         tokens=trainer.tokens,
         step_time_s=seconds / steps,
-        data_wait_s=data_wait_s,
+        data_wait_s=max(waits_s),
         tokens_per_s=tokens / seconds,
         tokens_per_s_per_device=per_device,
         mfu=mfu,
-        peak_memory_bytes=round(peak_bytes),
-        peak_reserved_bytes=round(reserved_bytes) or None,
+        peak_memory_bytes=round(max(peak_bytes)),
+        peak_reserved_bytes=round(max(reserved_bytes)) or None,
         val_loss=sets.pop(VALIDATION, None),
         set_losses=sets,
         loss_scale=result.loss_scale,
         spikes=trainer.spikes.history.spikes,
         rollbacks=trainer.spikes.history.rollbacks,
         skipped_steps=trainer.skipped_steps,
+        slowest_rank=None if slowest is None else slowest.rank,
+        slowest_ratio=None if slowest is None else slowest.ratio,
     )
+    return line, warning
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:

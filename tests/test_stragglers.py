@@ -1,0 +1,70 @@
+"""The slowest rank among peers of equal work, and when it is warned of."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.diagnosis.stragglers import Slowest, Stragglers, work_clock
+
+FAST, SLOW = 1.0, 2.5
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(box: list[str], src: int) -> None:
+        box[0] = f"node{src}"
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+
+
+def test_a_rank_is_compared_with_those_that_hold_its_stages(hosts: None) -> None:
+    """The last stages of a pipeline may have more work, of which nobody is warned."""
+    watch = Stragglers(ParallelConfig(pp=2, dp_shard=2))
+    for _ in range(5):
+        assert watch.see([FAST, FAST, SLOW, SLOW]) == (Slowest(0, 1.0), None)
+    assert watch.see([FAST, 1.2, SLOW, SLOW])[0] == Slowest(1, 1.2)
+
+
+def test_it_is_warned_of_once_when_it_has_been_slow_for_three_lines(hosts: None) -> None:
+    watch = Stragglers(ParallelConfig(tp=2, dp_shard=2))
+    slow = [FAST, FAST, SLOW, FAST]
+    warnings = [watch.see(each)[1] for each in (slow, slow, [FAST] * 4, slow, slow, slow, slow)]
+    assert [warning is not None for warning in warnings] == [False] * 5 + [True, False]
+    assert warnings[5] == (
+        "rank 2 (node2, pp 0, dp_replicate 0, dp_shard 1, tp 0) is slow: its own work takes 2.5 times that of its "
+        "peers' median, in 3 lines in a row, and all wait for it"
+    )
+
+
+def test_of_two_ranks_the_faster_one_is_the_measure(hosts: None) -> None:
+    watch = Stragglers(ParallelConfig(dp_shard=2))
+    assert [watch.see([FAST, SLOW]) for _ in range(2)] == [(Slowest(1, SLOW), None)] * 2
+
+
+def test_stages_on_one_rank_each_are_compared_and_not_warned_of(hosts: None) -> None:
+    watch = Stragglers(ParallelConfig(pp=3))
+    assert [watch.see([FAST, FAST, SLOW]) for _ in range(5)] == [(Slowest(2, SLOW), None)] * 5
+
+
+def test_one_rank_and_unknown_times_say_nothing() -> None:
+    assert Stragglers(ParallelConfig()).see([FAST]) == (None, None)
+    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, math.nan]) == (None, None)
+    assert math.isnan(work_clock(torch.device("cuda"))())
+
+
+def test_the_clock_of_work_stands_while_a_thread_sleeps_and_goes_while_it_runs() -> None:
+    clock = work_clock(torch.device("cpu"))
+    if math.isnan(clock()):
+        pytest.skip("this kernel does not count the times of a thread")
+    start = clock()
+    time.sleep(0.2)
+    slept, ran_until = clock() - start, time.thread_time() + 0.1
+    while time.thread_time() < ran_until:
+        pass
+    assert slept < 0.1 <= clock() - start
