@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.checkpoint import saver
 from parallel3d.checkpoint.files import PlannedSave
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import PackedDocuments
+from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
+from parallel3d.sharding.optimizer_parts import LocalParameter
+from parallel3d.training import update
 
 PLANT = "PARALLEL3D_FAULT_PLANT"  # the environment variable with the file's path
 
@@ -62,3 +68,23 @@ def save_slowly(model: nn.Module) -> None:
 def abort(model: nn.Module) -> None:
     """Ends the process as a failed assertion of a C++ library does."""
     os.abort()
+
+
+def spoil_a_gradient(model: nn.Module) -> None:
+    """Makes one element of the step's gradient NaN on this rank, where it is summed and not yet looked at."""
+    measure = update.squared_norm
+
+    def spoiled(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
+        update.squared_norm = measure
+        (gradient,) = [p.local.grad for p in parameters if p.name == "layers.1.mlp.up.weight"]
+        assert gradient is not None
+        gradient.view(-1)[0] = float("nan")
+        return measure(parameters, axes)
+
+    update.squared_norm = spoiled
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    """Flips one bit of a weight in this rank's memory."""
+    weight = local_tensor(model.get_parameter("layers.1.mlp.up.weight").detach())
+    weight.view(torch.int32).view(-1)[0] ^= 1 << 12

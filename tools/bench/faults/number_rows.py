@@ -1,0 +1,86 @@
+"""The rows of numbers that go wrong: a gradient that is not finite, a flipped bit in a replica, and a slow processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.tools.bench.faults.fault import PLANTED, Fault, LiveRun, plant
+
+_WHERE = r"rank 1 \(.*, pp 0, dp_replicate {}, dp_shard 0, tp {}\)"
+
+
+def _planted(**train: object) -> Callable[[Recipe], Recipe]:
+    """Changes a run so that a fault can be planted in its model, and other keys of `train`."""
+    return lambda recipe: replace(recipe, model=PLANTED, train=replace(recipe.train, **train))  # type: ignore[arg-type]
+
+
+def crowd(rank: int, programs: int) -> Callable[[LiveRun], None]:
+    """Binds all threads of a rank to one core, on which so many programs compute until the rank has ended."""
+
+    def act(run: LiveRun) -> None:
+        pid, core = run.rank_pid(rank), {min(os.sched_getaffinity(0))}
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), core)
+        loop = f"import os\nos.sched_setaffinity(0, {core})\nwhile os.path.exists('/proc/{pid}'): sum(range(9999))"
+        for _ in range(programs):
+            subprocess.Popen([sys.executable, "-c", loop])
+
+    return act
+
+
+NUMBERS_GONE_WRONG: tuple[Fault, ...] = (
+    Fault(
+        name="NaN in a gradient of rank 1",
+        act=plant(1, "spoil_a_gradient"),
+        words=(
+            r"(?m)^error: .*step \d+: loss [\d.]+, gradient norm nan; the first gradient of the backward that is not "
+            rf"finite is that of layers\.1\.mlp\.up\.weight on {_WHERE.format(0, 1)}; weights are those of step \d+",
+        ),
+        within_s=2.0,
+        status=71,
+        parallel=ParallelConfig(tp=2),
+        change=_planted(),
+    ),
+    Fault(
+        name="NaN in a gradient of rank 1, left out",
+        act=plant(1, "spoil_a_gradient"),
+        words=(rf"(?m)^warning: step \d+: .* {_WHERE.format(0, 1)}; the step is left out, 1 in a row of 10 at most$",),
+        within_s=2.0,
+        goes_on=True,
+        parallel=ParallelConfig(tp=2),
+        change=_planted(on_nonfinite="skip"),
+    ),
+    Fault(
+        name="a flipped bit in a weight of rank 1 of 2",
+        act=plant(1, "flip_a_bit"),
+        words=(r"(?m)^error: .*step \d+: layers\.1\.mlp\.up\.weight is not the same on ranks 0 and 1 \(rank 0: ",),
+        within_s=3.0,
+        parallel=ParallelConfig(dp_replicate=2, sharding="NO_SHARD"),
+        change=_planted(compare_replicas_every=5),
+    ),
+    Fault(
+        name="a flipped bit in a weight of rank 1 of 4",
+        act=plant(1, "flip_a_bit"),
+        words=(
+            r"(?m)^error: .*step \d+: layers\.1\.mlp\.up\.weight on rank 1 \(rank 1: .*, pp 0, dp_replicate 1, "
+            r"dp_shard 0, tp 0\) is not what it is on ranks 0, 2 and 3; go on from a checkpoint",
+        ),
+        within_s=3.0,
+        parallel=ParallelConfig(dp_replicate=4, sharding="NO_SHARD"),
+        change=_planted(compare_replicas_every=5),
+    ),
+    Fault(
+        name="other programs on the core of rank 1",
+        act=crowd(1, programs=4),
+        words=(rf"(?m)^warning: {_WHERE.format(1, 0)} is slow: its own work takes [\d.]+ times that of its peers'",),
+        within_s=10.0,
+        goes_on=True,
+        parallel=ParallelConfig(dp_replicate=2, sharding="NO_SHARD"),
+    ),
+)
