@@ -27,34 +27,41 @@ def test_a_rank_is_compared_with_those_that_hold_its_stages(hosts: None) -> None
     """The last stages of a pipeline may have more work, of which nobody is warned."""
     watch = Stragglers(ParallelConfig(pp=2, dp_shard=2))
     for _ in range(5):
-        assert watch.see([FAST, FAST, SLOW, SLOW]) == (Slowest(0, 1.0), None)
-    assert watch.see([FAST, 1.2, SLOW, SLOW])[0] == Slowest(1, 1.2)
+        assert watch.see([FAST, FAST, SLOW, SLOW], 10) == (Slowest(0, 1.0), None)
+    assert watch.see([FAST, 1.2, SLOW, SLOW], 10)[0] == Slowest(1, 1.2)
 
 
-def test_it_is_warned_of_once_when_it_has_been_slow_for_three_lines(hosts: None) -> None:
+def test_it_is_warned_of_once_when_it_has_been_slow_twice_in_a_row(hosts: None) -> None:
     watch = Stragglers(ParallelConfig(tp=2, dp_shard=2))
-    slow = [FAST, FAST, SLOW, FAST]
-    warnings = [watch.see(each)[1] for each in (slow, slow, [FAST] * 4, slow, slow, slow, slow)]
-    assert [warning is not None for warning in warnings] == [False] * 5 + [True, False]
-    assert warnings[5] == (
+    slow, usual = [FAST, FAST, SLOW, FAST], [FAST] * 4
+    warnings = [watch.see(each, 10)[1] for each in (slow, usual, slow, slow, slow)]
+    assert [warning is not None for warning in warnings] == [False, False, False, True, False]
+    assert warnings[3] == (
         "rank 2 (node2, pp 0, dp_replicate 0, dp_shard 1, tp 0) is slow: its own work takes 2.5 times that of its "
-        "peers' median, in 3 lines in a row, and all wait for it"
+        "peers' median, and all wait for it"
     )
 
 
-def test_of_two_ranks_the_faster_one_is_the_measure(hosts: None) -> None:
+def test_a_warning_goes_by_the_sum_of_ten_steps(hosts: None) -> None:
+    """A rank that is slow in every third line is not; one that is so in every line of two steps is after ten of them."""
     watch = Stragglers(ParallelConfig(dp_shard=2))
-    assert [watch.see([FAST, SLOW]) for _ in range(2)] == [(Slowest(1, SLOW), None)] * 2
+    assert [watch.see([FAST, SLOW if line % 3 == 0 else FAST], 1)[1] for line in range(60)] == [None] * 60
+    told = [watch.see([FAST, SLOW], 2)[1] is not None for _ in range(15)]
+    assert told == [line == 9 for line in range(15)]
+
+
+def test_of_two_ranks_the_faster_one_is_the_measure(hosts: None) -> None:
+    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, SLOW], 1) == (Slowest(1, SLOW), None)
 
 
 def test_stages_on_one_rank_each_are_compared_and_not_warned_of(hosts: None) -> None:
     watch = Stragglers(ParallelConfig(pp=3))
-    assert [watch.see([FAST, FAST, SLOW]) for _ in range(5)] == [(Slowest(2, SLOW), None)] * 5
+    assert [watch.see([FAST, FAST, SLOW], 10) for _ in range(5)] == [(Slowest(2, SLOW), None)] * 5
 
 
 def test_one_rank_and_unknown_times_say_nothing() -> None:
-    assert Stragglers(ParallelConfig()).see([FAST]) == (None, None)
-    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, math.nan]) == (None, None)
+    assert Stragglers(ParallelConfig()).see([FAST], 10) == (None, None)
+    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, math.nan], 10) == (None, None)
     assert math.isnan(work_clock(torch.device("cuda"))())
 
 

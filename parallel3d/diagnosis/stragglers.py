@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
 
-WARN_RATIO, WARN_LINES = 1.5, 3  # a rank is warned of that is so slow in so many lines of metrics in a row
+WARN_RATIO = 1.5  # a rank is warned of that is so slow ...
+WARN_STEPS, WARN_TIMES = 10, 2  # ... in the sum of at least so many steps, and so often in a row
 _SCHEDULE = Path("/proc/thread-self/schedstat")  # nanoseconds that a thread ran, and that it waited for a processor
 
 
@@ -49,29 +50,37 @@ class Slowest:
 class Stragglers:
     """Sees the times of all ranks' own work at each line of metrics. The peers of a rank are those that hold the same
     stages, because stages may have unequal work; where a stage is on one rank alone, its peers are all ranks, and no
-    warning is given."""
+    warning is given. A warning goes by sums over many steps, so that a moment of other work does not count."""
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._parallel = parallel
-        self._rank, self._lines = -1, 0
+        self._sums, self._steps = [0.0] * parallel.world_size, 0  # since the ranks were last judged
+        self._suspect, self._times = -1, 0  # the rank that was slowest then, and how often in a row it was too slow
 
-    def see(self, seconds: Sequence[float]) -> tuple[Slowest | None, str | None]:
-        """Returns the slowest rank, and a warning where it has been much slower than its peers for some lines. Every
-        rank calls it, with the times of all ranks."""
+    def see(self, seconds: Sequence[float], steps: int) -> tuple[Slowest | None, str | None]:
+        """Returns the slowest rank, and a warning where it has been much slower than its peers for long enough. Every
+        rank calls it, with the times of all ranks in a step, the mean of so many steps."""
         if len(seconds) < 2 or not all(math.isfinite(own) and own > 0 for own in seconds):
             return None, None
+        self._sums = [total + own * steps for total, own in zip(self._sums, seconds, strict=True)]
+        self._steps += steps
+        warning = None
+        if self._steps >= WARN_STEPS and len(seconds) > self._parallel.pp:
+            found = self._slowest(self._sums)
+            self._times = (self._times + 1 if found.rank == self._suspect else 1) * (found.ratio >= WARN_RATIO)
+            self._suspect, self._sums, self._steps = found.rank, [0.0] * len(seconds), 0
+            if self._times == WARN_TIMES:
+                warning = self._warning(found)
+        return self._slowest(seconds), warning
+
+    def _slowest(self, seconds: Sequence[float]) -> Slowest:
         each = len(seconds) // self._parallel.pp  # ranks that hold the same stages, which are neighbours
         peers = [seconds[first : first + each] if each > 1 else seconds for first in range(0, len(seconds), each)]
         ratios = [own / median_low(peers[rank // each]) for rank, own in enumerate(seconds)]
-        slowest = Slowest(ratios.index(max(ratios)), max(ratios))
-        is_slow = each > 1 and slowest.ratio >= WARN_RATIO
-        self._lines = (self._lines + 1 if slowest.rank == self._rank else 1) if is_slow else 0
-        self._rank = slowest.rank
-        if self._lines != WARN_LINES:
-            return slowest, None
+        return Slowest(ratios.index(max(ratios)), max(ratios))
+
+    def _warning(self, found: Slowest) -> str:
         host = [socket.gethostname()]
-        dist.broadcast_object_list(host, src=slowest.rank)
-        return slowest, (
-            f"rank {slowest.rank} ({host[0]}, {self._parallel.coordinates(slowest.rank)}) is slow: its own work takes "
-            f"{slowest.ratio:.1f} times that of its peers' median, in {WARN_LINES} lines in a row, and all wait for it"
-        )
+        dist.broadcast_object_list(host, src=found.rank)
+        place = f"rank {found.rank} ({host[0]}, {self._parallel.coordinates(found.rank)})"
+        return f"{place} is slow: its own work takes {found.ratio:.1f} times that of its peers' median, and all wait for it"

@@ -305,7 +305,7 @@ def measure(
     gathered = sent.new_empty(dist.get_world_size() * len(own))
     all_gather_single(gathered, sent)
     peak_bytes, reserved_bytes, waits_s, works_s = gathered.view(-1, len(own)).t().tolist()
-    slowest, warning = stragglers.see(works_s)
+    slowest, warning = stragglers.see(works_s, steps)
     line = StepMetrics(
         step=trainer.step,
         loss=result.loss,

@@ -1,4 +1,4 @@
-"""The rows of numbers that go wrong: a gradient that is not finite, a flipped bit in a replica, and a slow processor."""
+"""The rows of numbers that go wrong: a gradient that is not finite, a flipped bit in a replica, a slow processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.tools.bench.faults.fault import PLANTED, Fault, LiveRun, plant
+from parallel3d.tools.bench.faults.fault import PLANTED, TINY, Fault, LiveRun, plant
 
 _WHERE = r"rank 1 \(.*, pp 0, dp_replicate {}, dp_shard 0, tp {}\)"
 
@@ -18,6 +18,12 @@ _WHERE = r"rank 1 \(.*, pp 0, dp_replicate {}, dp_shard 0, tp {}\)"
 def _planted(**train: object) -> Callable[[Recipe], Recipe]:
     """Changes a run so that a fault can be planted in its model, and other keys of `train`."""
     return lambda recipe: replace(recipe, model=PLANTED, train=replace(recipe.train, **train))  # type: ignore[arg-type]
+
+
+def _busy(recipe: Recipe) -> Recipe:
+    """Gives a run so much work that its ranks need their processors all the time."""
+    train = replace(recipe.train, steps=120, seq_len=64, callbacks=())
+    return replace(recipe, model=replace(TINY, hidden=128, ffn_hidden=512), train=train)
 
 
 def crowd(rank: int, programs: int) -> Callable[[LiveRun], None]:
@@ -82,5 +88,6 @@ NUMBERS_GONE_WRONG: tuple[Fault, ...] = (
         within_s=10.0,
         goes_on=True,
         parallel=ParallelConfig(dp_replicate=2, sharding="NO_SHARD"),
+        change=_busy,
     ),
 )
