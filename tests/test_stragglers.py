@@ -37,13 +37,13 @@ def test_it_is_warned_of_once_when_it_has_been_slow_twice_in_a_row(hosts: None) 
     warnings = [watch.see(each, 10)[1] for each in (slow, usual, slow, slow, slow)]
     assert [warning is not None for warning in warnings] == [False, False, False, True, False]
     assert warnings[3] == (
-        "rank 2 (node2, pp 0, dp_replicate 0, dp_shard 1, tp 0) is slow: its own work takes 2.5 times that of its "
+        "rank 2 (node2, pp 0, dp_replicate 0, dp_shard 1, tp 0) is slow: its work takes 2.5 times that of its "
         "peers' median, and all wait for it"
     )
 
 
 def test_a_warning_goes_by_the_sum_of_ten_steps(hosts: None) -> None:
-    """A rank that is slow in every third line is not; one that is so in every line of two steps is after ten of them."""
+    """A rank that is slow in every third line is none of them; one that is in each line of two steps is in the tenth."""
     watch = Stragglers(ParallelConfig(dp_shard=2))
     assert [watch.see([FAST, SLOW if line % 3 == 0 else FAST], 1)[1] for line in range(60)] == [None] * 60
     told = [watch.see([FAST, SLOW], 2)[1] is not None for _ in range(15)]

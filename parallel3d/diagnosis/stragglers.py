@@ -83,4 +83,4 @@ class Stragglers:
         host = [socket.gethostname()]
         dist.broadcast_object_list(host, src=found.rank)
         place = f"rank {found.rank} ({host[0]}, {self._parallel.coordinates(found.rank)})"
-        return f"{place} is slow: its own work takes {found.ratio:.1f} times that of its peers' median, and all wait for it"
+        return f"{place} is slow: its work takes {found.ratio:.1f} times that of its peers' median, and all wait for it"

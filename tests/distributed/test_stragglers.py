@@ -47,4 +47,4 @@ def with_a_busy_rank(folder: Path) -> tuple[int, list[str]]:
 def test_a_slow_rank_is_named(world: Callable, tmp_path: Path) -> None:
     (count, said), other = world(2).run(with_a_busy_rank, tmp_path)
     assert (count, said) == other and count >= 12
-    assert any(line.startswith("warning: rank 1 (") and "dp_shard 1, tp 0) is slow: its own" in line for line in said)
+    assert any(line.startswith("warning: rank 1 (") and "dp_shard 1, tp 0) is slow: its work" in line for line in said)

@@ -84,7 +84,7 @@ NUMBERS_GONE_WRONG: tuple[Fault, ...] = (
     Fault(
         name="other programs on the core of rank 1",
         act=crowd(1, programs=4),
-        words=(rf"(?m)^warning: {_WHERE.format(1, 0)} is slow: its own work takes [\d.]+ times that of its peers'",),
+        words=(rf"(?m)^warning: {_WHERE.format(1, 0)} is slow: its work takes [\d.]+ times that of its peers'",),
         within_s=10.0,
         goes_on=True,
         parallel=ParallelConfig(dp_replicate=2, sharding="NO_SHARD"),
