@@ -43,7 +43,7 @@ def test_it_is_warned_of_once_when_it_has_been_slow_twice_in_a_row(hosts: None) 
 
 
 def test_a_warning_goes_by_the_sum_of_ten_steps(hosts: None) -> None:
-    """A rank that is slow in every third line is none of them; one that is in each line of two steps is in the tenth."""
+    """A rank that is slow in every third line is not warned of; one that is so in each line of two steps is."""
     watch = Stragglers(ParallelConfig(dp_shard=2))
     assert [watch.see([FAST, SLOW if line % 3 == 0 else FAST], 1)[1] for line in range(60)] == [None] * 60
     told = [watch.see([FAST, SLOW], 2)[1] is not None for _ in range(15)]
