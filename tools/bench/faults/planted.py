@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,10 +31,11 @@ class Planted(Llama):
     def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         plant = Path(os.environ.get(PLANT, "/nonexistent"))
         if self.training and plant.exists():
-            rank, function = plant.read_text().split()
-            if dist.get_rank() == int(rank):
-                plant.unlink()
-                globals()[function](self)
+            with suppress(FileNotFoundError):  # the rank that is meant may just have taken it
+                rank, function = plant.read_text().split()
+                if dist.get_rank() == int(rank):
+                    plant.unlink()
+                    globals()[function](self)
         return super().forward(x, key, documents)
 
 
