@@ -214,8 +214,8 @@ class TrainingLoop:
         path = checkpoint_path(self.checkpoints, trainer.step)
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=False)
         self.reported_tokens = trainer.tokens
-        for watch in (self.watch, self.waiting):
-            watch.read()
+        for clock in (self.clocks.whole, self.clocks.data, self.clocks.work):
+            clock.read()
         if self.metrics_file is not None:
             self.metrics_file.go_back(trainer.step)
             self.callbacks.tell_of_a_rollback(trainer.step, why, self.metrics_file.history)
