@@ -1,16 +1,12 @@
-"""The rows of numbers that go wrong: a gradient that is not finite, a flipped bit in a replica, a slow processor."""
+"""The rows of numbers that go wrong: a gradient that is not finite, and a flipped bit in a replica."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.tools.bench.faults.fault import PLANTED, TINY, Fault, LiveRun, plant
+from parallel3d.tools.bench.faults.fault import PLANTED, Fault, plant
 
 _WHERE = r"rank 1 \(.*, pp 0, dp_replicate {}, dp_shard 0, tp {}\)"
 
@@ -18,26 +14,6 @@ _WHERE = r"rank 1 \(.*, pp 0, dp_replicate {}, dp_shard 0, tp {}\)"
 def _planted(**train: object) -> Callable[[Recipe], Recipe]:
     """Changes a run so that a fault can be planted in its model, and other keys of `train`."""
     return lambda recipe: replace(recipe, model=PLANTED, train=replace(recipe.train, **train))  # type: ignore[arg-type]
-
-
-def _busy(recipe: Recipe) -> Recipe:
-    """Gives a run so much work that its ranks need their processors all the time."""
-    train = replace(recipe.train, steps=120, seq_len=64, callbacks=())
-    return replace(recipe, model=replace(TINY, hidden=128, ffn_hidden=512), train=train)
-
-
-def crowd(rank: int, programs: int) -> Callable[[LiveRun], None]:
-    """Binds all threads of a rank to one core, on which so many programs compute until the rank has ended."""
-
-    def act(run: LiveRun) -> None:
-        pid, core = run.rank_pid(rank), {min(os.sched_getaffinity(0))}
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), core)
-        loop = f"import os\nos.sched_setaffinity(0, {core})\nwhile os.path.exists('/proc/{pid}'): sum(range(9999))"
-        for _ in range(programs):
-            subprocess.Popen([sys.executable, "-c", loop])
-
-    return act
 
 
 NUMBERS_GONE_WRONG: tuple[Fault, ...] = (
@@ -80,14 +56,5 @@ NUMBERS_GONE_WRONG: tuple[Fault, ...] = (
         within_s=3.0,
         parallel=ParallelConfig(dp_replicate=4, sharding="NO_SHARD"),
         change=_planted(compare_replicas_every=5),
-    ),
-    Fault(
-        name="other programs on the core of rank 1",
-        act=crowd(1, programs=4),
-        words=(rf"(?m)^warning: {_WHERE.format(1, 0)} is slow: its work takes [\d.]+ times that of its peers'",),
-        within_s=10.0,
-        goes_on=True,
-        parallel=ParallelConfig(dp_replicate=2, sharding="NO_SHARD"),
-        change=_busy,
     ),
 )
