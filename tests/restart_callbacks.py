@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.training.callbacks import Callback, RunView
@@ -49,3 +50,11 @@ def environment(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(each.split("=", 1) for each in raw.split("\0") if "=" in each)
+
+
+class Slow(Callback):
+    """Makes each step take the seconds that the file `slow` says, while it is beside the run's folder."""
+
+    def step_done(self, run: RunView, result: StepResult) -> None:
+        with suppress(FileNotFoundError):
+            time.sleep(float((run.run_dir.parent / "slow").read_text()))
