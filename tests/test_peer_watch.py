@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.peer_watch import PeerWatch
+from parallel3d.watch.pulse import Pulse
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def watch(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerWatch:
     def connect() -> dist.Store:
         return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
-    return PeerWatch(connect, rank, places, lambda rank: f"tp {rank}", None)
+    return PeerWatch(connect, rank, places, lambda rank: f"tp {rank}", None, Pulse())
 
 
 def lost_peer(rank: int) -> Failure:

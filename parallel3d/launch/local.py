@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from types import FrameType
 
 from parallel3d.config.recipe import Recipe
@@ -27,6 +29,8 @@ from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import LAUNCHER_SIGNALS, SAVE_SIGNAL, STOP_SIGNALS, handled
 from parallel3d.launch.worker_process import run_worker_process
+from parallel3d.watch.pulse import BEAT_S, Beat, beat_file
+from parallel3d.watch.verdict import Judge, process_state
 
 # timeout(1), terminals and systemd send a signal twice at once; what comes within so many seconds, for a signal and for
 # SIGINT, is the same request.
@@ -79,7 +83,7 @@ def launch_local(
                 workers.append(_Worker(target, recipe, rendezvous, (arguments, heard, left)))
                 workers[-1].start()
             relay.passes_on = True
-            failures = _watch(workers, patience or Patience())
+            failures = _watch(workers, patience or Patience(), Path(meeting_place))
             if failures and relay.has_ended(root_cause(failures)):
                 raise _Stopped(relay.passed_on)
             outcome = _tell(failures, world_size, verbose)
@@ -150,13 +154,20 @@ class _Worker:
         return failure.with_record(self._run_dir)
 
 
-def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
-    """Waits until all workers have ended well, or until some time after a first failure. Returns the failures."""
+def _watch(workers: Sequence[_Worker], patience: Patience, meeting_place: Path) -> list[Failure]:
+    """Waits until all workers have ended well, until one keeps the others waiting, or until some time after a first
+    failure. Returns the failures."""
     failures: list[Failure] = []
     deadline: float | None = None
+    host = socket.gethostname()
+    judge = Judge([host] * len(workers), host)
     while running := {worker.process.sentinel: worker for worker in workers if worker.ended_at is None}:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = connection.wait(list(running), timeout=left)
+        left = BEAT_S if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = connection.wait(list(running), timeout=min(left, BEAT_S))
+        if deadline is None and not ended and (found := _look(judge, workers, meeting_place)):
+            return [found]
+        if not ended and (deadline is None or time.monotonic() < deadline):
+            continue
         if not ended and not failures:
             ended_at, first = min((worker.ended_at, worker.rank) for worker in workers if worker.ended_at is not None)
             waited = f"{time.monotonic() - ended_at:.0f} s after rank {first} ({workers[first].coordinates}) was done"
@@ -175,6 +186,20 @@ def _watch(workers: Sequence[_Worker], patience: Patience) -> list[Failure]:
         if deadline is None:
             deadline = time.monotonic() + patience.stragglers_s
     return failures
+
+
+def _look(judge: Judge, workers: Sequence[_Worker], meeting_place: Path) -> Failure | None:
+    """Reads the beats of the workers, and returns the failure of one that keeps the others waiting."""
+    beats, states = {}, {}
+    for worker in workers:
+        with suppress(OSError):
+            beat = Beat.of_json(beat_file(meeting_place, worker.rank).read_text())
+            if beat is not None and worker.process.pid is not None:
+                beats[worker.rank], states[worker.rank] = beat, process_state(worker.process.pid)
+    if (found := judge.look(beats, states, time.monotonic())) is None:
+        return None
+    rank, message = found
+    return Failure(rank=rank, coordinates=workers[rank].coordinates, message=message, died=True)
 
 
 def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:

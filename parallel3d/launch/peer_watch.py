@@ -2,9 +2,12 @@
 
 `launch_local` watches its workers itself. torchrun ends the others only by SIGTERM, which asks a worker to save, and on
 its own host alone: a rank that waits in a collective for one that has failed would wait until the collective times
-out. So the first failure is written into the store at which the ranks have met, and each rank looks there once a
-second, and whether the processes of its own host live. The first to tell of a failure prints it; the others end
-without a word, with its exit status."""
+out. So the first failure is written into the store at which the ranks have met, and each rank looks there twice a
+second, and at the processes of its own host: whether they live, and whether they are stopped. The first to tell of a
+failure prints it; the others end without a word, with its exit status.
+
+Each rank writes its beats into the store, too. Rank 0 reads them all and judges who keeps the others waiting; the
+others watch rank 0 and the ranks of their own host. A rank that the store does not answer is cut off, and ends."""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ from parallel3d.errors import RankError
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.watch.pulse import BEAT_S, Beat, Pulse
+from parallel3d.watch.verdict import LOST_S, Judge, process_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_LOOK_S = 1.0
 # A rank that hears of a failure may itself be about to raise, and a rank that has lost a peer may hear why.
 _GRACE_S = 2.0
-_ROLL_S = 2.5  # two looks of a rank that lives, and some more
-_KEY, _ROLL = "failure", "roll"
+_ROLL_S = 2.5  # several looks of a rank that lives, and some more
+_KEY, _ROLL, _BEAT = "failure", "roll", "beat"
 
 
 class SettledError(RankError):
@@ -54,20 +58,28 @@ class PeerWatch:
         places: Sequence[Place],
         coordinates: Callable[[int], str],
         run_dir: str | None,
+        pulse: Pulse,
     ) -> None:
         self._connect, self._store, self._rank, self._run_dir = connect, connect(), rank, run_dir
-        self._places, self._coordinates = places, coordinates
+        self._places, self._coordinates, self._pulse = places, coordinates, pulse
         own = places[rank]
         here = (own.host, own.pid_namespace)
         self._neighbours = [each for each, at in enumerate(places) if (at.host, at.pid_namespace) == here]
-        self._is_closed = threading.Event()
+        watched = range(len(places)) if rank == 0 else {0, *self._neighbours}
+        self._watched = {each: f"{_BEAT}/{each}" for each in watched if each != rank}
+        self._judge = Judge([f"{each.host} {each.pid_namespace}" for each in places], f"{own.host} {own.pid_namespace}")
+        self._answered_at = time.monotonic()  # when the store last did
+        self._is_ending, self._is_closed = False, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="peer-guard", daemon=True).start()
 
     def close(self) -> None:
         """Stops watching. Every rank closes its watch before the first of them ends."""
         self._is_closed.set()
         self._thread.join()
+        with suppress(RuntimeError):
+            self._beat("done")
 
     def settle(self, failure: Failure) -> SettledError:
         """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
@@ -105,10 +117,50 @@ class PeerWatch:
         return None
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(_LOOK_S):
-            cause = self._look()
-            if cause is not None and not self._is_closed.wait(_GRACE_S):
-                self._end(*cause)
+        while not self._is_closed.wait(BEAT_S):
+            cause = self._look() or self._judge_beats()
+            self._answered_at = time.monotonic()
+            if cause is not None:
+                self._is_ending = True
+                if not self._is_closed.wait(_GRACE_S):
+                    self._end(*cause)
+
+    def _guard(self) -> None:
+        """Ends this rank where the store does not answer the other thread: the host is cut off from that of the store,
+        and what this host would tell or save may not count. A look that comes late means that the process was held."""
+        looked_at = time.monotonic()
+        while not self._is_closed.wait(BEAT_S) and not self._is_ending:
+            now = time.monotonic()
+            if now - looked_at > LOST_S / 2:
+                self._answered_at = now
+            looked_at = now
+            if now - self._answered_at > LOST_S:
+                if self._rank == min(self._neighbours):
+                    message = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off, and its ranks end"
+                    print_error(self._died(self._rank, message).line())
+                end_process(RankError.exit_status)
+
+    def _judge_beats(self) -> tuple[int, Failure] | None:
+        """Shows this rank's beat, and judges those that it watches. Returns what `_look` does."""
+        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
+        with suppress(RuntimeError):
+            beats = {self._rank: self._beat()}
+            beats |= {rank: beat for rank, text in self._read_beats().items() if (beat := Beat.of_json(text))}
+            if found := self._judge.look(beats, states, time.monotonic()):
+                return self._tell(self._died(*found))
+        return None
+
+    def _beat(self, phase: str | None = None) -> Beat:
+        beat = self._pulse.beat(phase)
+        self._store.set(f"{_BEAT}/{self._rank}", beat.to_json())
+        return beat
+
+    def _read_beats(self) -> dict[int, bytes]:
+        """Returns the newest beats of those that this rank watches; of none before all have beaten once."""
+        keys = list(self._watched.values())
+        if not keys or not self._store.check(keys):
+            return {}
+        return dict(zip(self._watched, self._store.multi_get(keys), strict=True))
 
     def _look(self) -> tuple[int, Failure] | None:
         """Returns the first failure and the rank that told of it, or None where all is well."""

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.config.recipe import Recipe
@@ -19,6 +20,7 @@ from parallel3d.launch.devices import Place, check_places, choose_device, exchan
 from parallel3d.launch.failure import Failure, record_flights
 from parallel3d.launch.peer_watch import PeerWatch
 from parallel3d.launch.signals import ignore_stop_signals
+from parallel3d.watch.pulse import Pulse, beating_into
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +96,12 @@ def _tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
 
 
 @contextmanager
-def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.device]:
+def process_group(recipe: Recipe, rendezvous: Rendezvous, pulse: Pulse | None = None) -> Iterator[torch.device]:
     """Holds the default process group open for a block, which gets this rank's device. The group is of gloo, and of
     NCCL beside it where ranks compute on GPUs: objects, barriers and what is saved in the background then go over gloo,
     because a GPU's queue is in order and may be long. Raises RendezvousError if the workers do not find each other in
-    train.start_timeout_s, and ConfigError on all ranks if their devices do not fit.
+    train.start_timeout_s, and ConfigError on all ranks if their devices do not fit. `pulse` makes
+    this rank's signs of life, for those that watch.
 
     The group is closed at the end of the block, also where the run was pre-empted, as it is on all ranks at once. After
     any other error the group stays as it is, because NCCL would wait for peers that do not come: the process reports
@@ -117,7 +120,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         record_flights(recipe.run_dir, rank)
-    watch = None
+    watch, pulse = None, pulse or Pulse()
+    beating: AbstractContextManager[None] = nullcontext()
     try:
         timedelta = datetime.timedelta(seconds=timeout)
         store, _, _ = next(meet(rendezvous.init_method, rank, size, timeout=timedelta))
@@ -139,7 +143,9 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if rendezvous.init_method == "env://" and size > 1:  # launch_local's workers meet through a file
             coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
             connect = partial(connect_to_store, f"parallel3d/{rendezvous.attempt}")
-            watch = PeerWatch(connect, rank, places, coordinates.__getitem__, recipe.run_dir)
+            watch = PeerWatch(connect, rank, places, coordinates.__getitem__, recipe.run_dir, pulse)
+        elif rendezvous.init_method.startswith("file://") and size > 1:
+            beating = beating_into(Path(rendezvous.init_method.removeprefix("file://")).parent, rank, pulse)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} within {timeout:.0f} s: "
@@ -148,7 +154,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     if rank == 0 and (warning := tp_warning(places, recipe.parallel.tp)):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
-        yield device
+        with beating:
+            yield device
     except PreemptedError:
         ignore_stop_signals()
         _leave(watch)

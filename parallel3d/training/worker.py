@@ -41,6 +41,7 @@ from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
 from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
+from parallel3d.watch.pulse import Pulse
 
 
 def run_worker(
@@ -54,8 +55,8 @@ def run_worker(
     the GPUs. `callbacks` of rank 0 watch the run beside those of the recipe. Raises the errors of `parallel3d.errors`;
     `process_group` says on which ways out the group is closed."""
     assert recipe.run_dir is not None
-    train = recipe.train
-    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
+    train, pulse = recipe.train, Pulse()
+    with deterministic(train.deterministic), process_group(recipe, rendezvous, pulse) as device:
         refuse(attention_errors(recipe, device_of(device)))
         speaks = rendezvous.rank == 0
         watchers = [*callbacks, *build_callbacks(recipe)] if speaks else []
@@ -82,7 +83,7 @@ def run_worker(
         )
         limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         trainer.data_fingerprint = data_fingerprint(recipe.data, corpora)
-        trainer.hooks.append(WaitLessAfterTheFirstStep(train.timeout_s))
+        trainer.hooks += [WaitLessAfterTheFirstStep(train.timeout_s), CountForThePulse(pulse)]
         resumed = resume_from(trainer, saved, checkpoints)[1] if saved else start_from(trainer, start)
         # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
         signals = (
@@ -175,6 +176,16 @@ class WaitLessAfterTheFirstStep(StepHook):
         if self._timeout_s is not None:
             limit_waits(self._timeout_s)
             self._timeout_s = None
+
+
+class CountForThePulse(StepHook):
+    """Has this rank's signs of life say how many steps are done."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+
+    def after_step(self, step: int) -> None:
+        self._pulse.step_done(step)
 
 
 def computes_on(device: torch.device) -> str:

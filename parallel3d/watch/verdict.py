@@ -1,0 +1,120 @@
+"""Who is at fault when a run stands still: the rank that is stopped, silent or busy, not those that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel3d.watch.pulse import Beat
+
+STOPPED_S = 3.0  # a process that is stopped for longer is told
+LOST_S = 4.0  # a host that gives no sign for longer is told; a link that is gone for 2 s is silent for 3.2 s
+STUCK_S = 10.0  # the least time that a rank may keep the others waiting, ...
+STUCK_STEPS = 5  # ... which is so many steps where these are longer
+_GAP_S = 2.0  # a watcher that was held for longer has seen nothing of the others meanwhile
+# What may take long on one rank alone is not judged: there train.timeout_s is the limit.
+_JUDGED = ("data", "forward or backward", "optimizer")
+
+
+@dataclass
+class _Seen:
+    """What the watcher knows of a rank, in its own time."""
+
+    beat: Beat
+    beaten_at: float  # when the count last grew
+    doing: tuple[int, bool]  # the steps done, and whether it waits
+    since: float  # ... for so long
+    stopped_since: float | None = None
+
+
+class Judge:
+    """Remembers the beats of all ranks. `hosts` has the host of each rank, and the watcher is on `own_host`. It counts
+    in the watcher's own time, so that hosts need no common clock, and begins anew when the watcher itself was held, as
+    it is where a whole job is stopped and continued."""
+
+    def __init__(self, hosts: Sequence[str], own_host: str) -> None:
+        self._hosts, self._own_host = hosts, own_host
+        self._seen: dict[int, _Seen] = {}
+        self._looked_at: float | None = None
+
+    def look(self, beats: Mapping[int, Beat], states: Mapping[int, str], now: float) -> tuple[int, str] | None:
+        """Takes the newest beats and the process states that can be read on this host ("T": stopped). Returns the rank
+        at fault and words on it, or None while nobody is."""
+        was_held = self._looked_at is not None and now - self._looked_at > _GAP_S
+        self._looked_at = now
+        for rank, beat in beats.items():
+            self._take(rank, beat, states.get(rank, ""), now, was_held=was_held)
+        return self._stopped(now) or self._lost(now) or self._silent(states, now) or self._stuck(now)
+
+    def _take(self, rank: int, beat: Beat, state: str, now: float, *, was_held: bool) -> None:
+        seen = self._seen.get(rank)
+        if seen is None or was_held:
+            self._seen[rank] = seen = _Seen(beat, now, (beat.step, beat.waits), now)
+        if beat.count != seen.beat.count:
+            seen.beat, seen.beaten_at = beat, now
+            if seen.doing != (beat.step, beat.waits):
+                seen.doing, seen.since = (beat.step, beat.waits), now
+        if state != "T":
+            seen.stopped_since = None
+        elif seen.stopped_since is None:
+            seen.stopped_since = now
+
+    def _stopped(self, now: float) -> tuple[int, str] | None:
+        for rank, seen in self._seen.items():
+            if seen.stopped_since is not None and now - seen.stopped_since > STOPPED_S:
+                return rank, f"is stopped (state T) {_place(seen.beat)}"
+        return None
+
+    def _lost(self, now: float) -> tuple[int, str] | None:
+        """Another host, none of whose ranks gives a sign. Of one that has a single rank a sign may just be late."""
+        for host in dict.fromkeys(self._hosts):
+            own = [rank for rank, each in enumerate(self._hosts) if each == host]
+            known = all(rank in self._seen and self._seen[rank].beat.phase != "done" for rank in own)
+            if host == self._own_host or not known:
+                continue
+            silent_s = min(now - self._seen[rank].beaten_at for rank in own)
+            if silent_s > (LOST_S if len(own) > 1 else self._patience()):
+                others = f", nor do the {len(own) - 1} others on its host" * (len(own) > 1)
+                where = _place(self._seen[own[0]].beat)
+                return own[0], f"gives no sign for {silent_s:.0f} s {where}{others}: the host is lost or cut off"
+        return None
+
+    def _silent(self, states: Mapping[int, str], now: float) -> tuple[int, str] | None:
+        for rank, seen in self._seen.items():
+            silent_s = now - seen.beaten_at
+            if seen.beat.phase in _JUDGED and silent_s > self._patience():
+                state = f" (state {states[rank]})" if states.get(rank) else ""
+                return rank, f"gives no sign for {silent_s:.0f} s{state}: its interpreter is held {_place(seen.beat)}"
+        return None
+
+    def _stuck(self, now: float) -> tuple[int, str] | None:
+        """The ranks that do not wait, while all others wait for them, in a step that none has done for long."""
+        if len(self._seen) < len(self._hosts):
+            return None
+        busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
+        if not 0 < len(busy) < len(self._seen) or any(seen.beat.phase not in _JUDGED for seen in busy.values()):
+            return None
+        stuck_s = min(now - seen.since for seen in self._seen.values())
+        if any(seen.beat.step_s is None for seen in self._seen.values()) or stuck_s <= self._patience():
+            return None
+        rank, seen = min(busy.items())
+        return rank, f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, while the others wait; {seen.beat.stack}"
+
+    def _patience(self) -> float:
+        """The seconds that a rank may keep the others waiting."""
+        longest = max((seen.beat.step_s or 0.0 for seen in self._seen.values()), default=0.0)
+        return max(STUCK_S, STUCK_STEPS * longest)
+
+
+def process_state(pid: int) -> str:
+    """Returns the letter of a process of this host that Linux has for its state, such as S or T; "" if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _place(beat: Beat) -> str:
+    """Where a rank is in the run, in words."""
+    return f"in {beat.phase} after step {beat.step}"
