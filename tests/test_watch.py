@@ -62,7 +62,7 @@ def test_a_run_that_steps_is_left_alone() -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_a_stopped_rank_is_named_in_a_few_seconds_and_not_at_once(rank: int) -> None:
     story = Story()
-    assert story.go_on(2.5, silent=(rank,), states={rank: "T"}) is None
+    assert story.go_on(2, silent=(rank,), states={rank: "T"}) is None
     found = story.go_on(2, silent=(rank,), states={rank: "T"})
     assert found is not None and found[0] == rank
     assert "is stopped (state T) in forward or backward after step 7" in found[1]
@@ -70,7 +70,7 @@ def test_a_stopped_rank_is_named_in_a_few_seconds_and_not_at_once(rank: int) -> 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_not_named() -> None:
     story = Story()
-    assert story.go_on(2, silent=(1,), states={1: "T"}) is None
+    assert story.go_on(1.5, silent=(1,), states={1: "T"}) is None
     assert story.go_on(20, steps=True) is None
 
 
@@ -78,10 +78,10 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_named() -> None:
 def test_the_rank_that_keeps_the_others_waiting_is_named(phase: str) -> None:
     story = Story()
     story.go_on(1, steps=True)
-    assert story.go_on(9, busy={2: phase}) is None
+    assert story.go_on(7.5, busy={2: phase}) is None
     found = story.go_on(3, busy={2: phase})
     assert found is not None and found[0] == 2
-    assert "is stuck for 1" in found[1] and f"in {phase} after step 7" in found[1] and "mlp.py:3" in found[1]
+    assert "is stuck for 8 s" in found[1] and f"in {phase} after step 7" in found[1] and "mlp.py:3" in found[1]
 
 
 @pytest.mark.parametrize("phase", ["save", "evaluation", "compilation", "callback", "metrics", "export", "other"])
@@ -109,7 +109,7 @@ def test_before_the_second_step_nobody_is_stuck(monkeypatch: pytest.MonkeyPatch)
 def test_a_held_interpreter_is_named_after_ten_seconds() -> None:
     story = Story()
     story.go_on(1)
-    assert story.go_on(9.5, silent=(3,), states={3: "R"}) is None
+    assert story.go_on(7.5, silent=(3,), states={3: "R"}) is None
     found = story.go_on(2, silent=(3,), states={3: "R"})
     assert found is not None and found[0] == 3 and "(state R): its interpreter is held" in found[1]
 

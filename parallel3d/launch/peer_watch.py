@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class PeerWatch:
             self._answered_at = time.monotonic()
             if cause is not None:
                 self._is_ending = True
-                if not self._is_closed.wait(_GRACE_S):
+                # A process that is judged from outside tells nothing more of itself.
+                if not self._is_closed.wait(BEAT_S if cause[1].died else _GRACE_S):
                     self._end(*cause)
 
     def _guard(self) -> None:
@@ -195,7 +197,11 @@ class PeerWatch:
             return self._rank, failure
 
     def _end(self, teller: int, cause: Failure) -> None:
+        """Ends this process, after one that is stopped or held and would keep a launcher waiting for its end."""
         try:
+            if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
+                with suppress(ProcessLookupError):
+                    os.kill(self._places[cause.rank].pid, signal.SIGKILL)
             if teller == self._rank:
                 print_error(cause.line())
             if self._rank in (0, teller):

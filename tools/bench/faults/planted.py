@@ -4,6 +4,7 @@ forward, which says on which rank to call which function of this module. `fault.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,13 @@ def sleep_for_ever(model: nn.Module) -> None:
     """Never returns, and does nothing."""
     while True:
         time.sleep(60)
+
+
+def read_for_ever(model: nn.Module) -> None:
+    """Waits for a file that nobody writes, as a reader of a file system does whose server has gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(pipe := Path(folder) / "data")
+        pipe.read_bytes()
 
 
 def raise_error(model: nn.Module) -> None:
