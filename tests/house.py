@@ -309,7 +309,7 @@ _OF_PYTHON = {
     "_asdict",
     "_fields",
     "_exit",
-    "_current_frames",  # of sys: the stacks of all threads
+    "_current_frames",
     "_ArgumentGroup",
     "_SubParsersAction",
 }  # also private, not torch's
