@@ -1,5 +1,5 @@
-"""The launcher of `parallel3d-launch slurm` on a SLURM cluster of two nodes: a job that is pre-empted saves, is
-requeued and goes on, with the losses of a job that was never interrupted."""
+"""The launcher of `parallel3d-launch slurm` on a SLURM cluster of two nodes: jobs that are pre-empted, or near their
+time limit, save, are requeued and go on, with the losses of a job that was never interrupted."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def wait_for_the_end_of(cluster: SlurmCluster, job: str, script: Path) -> dict[s
 
 
 @pytest.mark.long
-def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on_to_the_same_losses(
+def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Path(__file__).parent
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{here.parent}:{here}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    straight, preempted = (write_job(tmp_path, name, capsys) for name in ("straight", "preempted"))
+    straight, preempted, limited = (write_job(tmp_path, name, capsys) for name in ("straight", "preempted", "limited"))
     with slurm_cluster(tmp_path / "slurm") as cluster:
         assert "using 4 processors on nodes host[0-1]" in cluster.run("sbatch", "--test-only", str(straight))
         ended = wait_for_the_end_of(cluster, submit(cluster, straight), straight)
@@ -73,3 +73,15 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on_to_the_same_losses
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
         assert "goes on from step" in said or "go on from step" in said, said
         assert losses(preempted.parent / "run") == expected
+
+        (limited.parent / "slow").write_text("4")
+        job = submit(cluster, limited)
+        cluster.wait_for(lambda: steps_done(limited) >= 2, 120, limited.parent / "log")
+        cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal comes 120 s before: now
+        cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, limited.parent / "log")
+        cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+        assert 2 <= steps_done(limited) < STEPS
+        (limited.parent / "slow").unlink()
+        ended = wait_for_the_end_of(cluster, job, limited)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (limited.parent / "log").read_text()
+        assert losses(limited.parent / "run") == expected

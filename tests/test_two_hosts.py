@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from two_hosts import Host, two_hosts
+import pytest
+from restart_callbacks import environment
+from test_launch import is_alive
+from test_restarts import STEPS, losses, write_recipe
+from two_hosts import Host, TwoHosts, two_hosts
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.tools.launch.command import main
 
 LISTEN = "import socket; s = socket.create_server(('', 4000)); print('up', flush=True); print(s.accept()[0].recv(9))"
 SEND = "import socket; s = socket.create_connection(('host0', 4000), timeout=0.5); s.sendall(b'hello'); s.close()"
@@ -44,3 +53,99 @@ def test_two_hosts_hear_each_other_until_the_cable_is_cut_and_leave_nothing() ->
     assert process.wait(timeout=10) == -9
     assert not namespaces & ({path.name for path in Path("/run/netns").iterdir()})
     assert not namespaces & ({path.name for path in Path("/etc/netns").iterdir()})
+
+
+def launch(pair: TwoHosts, recipe: Path, capsys: pytest.CaptureFixture[str]) -> list[subprocess.Popen[str]]:
+    """Starts a recipe, whose steps are slow on demand, on both hosts by the script of `parallel3d-launch torchrun`: two
+    workers on each."""
+    settings = ("train.callbacks=[restart_callbacks:Slow]", "train.timeout_s=10")
+    assert main(["torchrun", str(recipe), *settings, "--gpus-per-node", "2", "--restarts", "1"]) == 0
+    script = recipe.with_name("launch.sh")
+    script.write_text(capsys.readouterr().out)
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{here.parent}:{here}",
+        "OMP_NUM_THREADS": "1",
+        "HEAD": "host0",
+    }
+    logs = [recipe.with_name(f"{host.name}.log").open("a") for host in pair.hosts]
+    return [
+        host.start("bash", str(script), stdout=log, stderr=log, env=environment)
+        for host, log in zip(pair.hosts, logs, strict=True)
+    ]
+
+
+def said(recipe: Path) -> str:
+    return "".join(recipe.with_name(f"host{n}.log").read_text() for n in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    recipe = write_recipe(folder, "run", ParallelConfig())
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "parallel3d.recipes.pretrain", str(recipe)], env=environment, check=True)
+    return losses(folder / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelConfig(tp=2, pp=2), ParallelConfig(tp=2, dp_shard=2), ParallelConfig(pp=2, dp_replicate=2)],
+    ids=["tp2_pp2", "tp2_dp_shard2", "pp2_dp_replicate2"],
+)
+def test_two_hosts_train_the_model_of_one_process(
+    layout: ParallelConfig, alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, "run", layout)
+    with two_hosts() as pair:
+        agents = launch(pair, recipe, capsys)
+        assert [agent.wait(timeout=240) for agent in agents] == [0, 0], said(recipe)
+    found = losses(tmp_path / "run")
+    assert len(found) == STEPS
+    assert found[0] == pytest.approx(alone[0], rel=1e-6)
+    assert found == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back(
+    lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not the lost host had rank 0 and the launcher's store. tp is within each host, dp across them."""
+    layout = ParallelConfig(tp=2, dp_shard=2)
+    straight, recipe = (write_recipe(tmp_path, name, layout) for name in ("straight", "run"))
+    with two_hosts() as pair:
+        assert [agent.wait(timeout=240) for agent in launch(pair, straight, capsys)] == [0, 0]
+        (tmp_path / "slow").write_text("1")
+        agents = launch(pair, recipe, capsys)
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 7:
+            assert time.monotonic() < deadline, said(recipe)
+            time.sleep(0.01)
+        survivors = workers_of(pair.hosts[1 - lost])
+        assert len(survivors) == 2
+        pair.power_off(lost)
+        cut = time.monotonic()
+        while any(is_alive(pid) for pid in survivors):
+            assert time.monotonic() < cut + 30, said(recipe)
+            time.sleep(0.02)
+        print(f"the other host's workers ended {time.monotonic() - cut:.1f} s after the power cut", file=sys.stderr)
+        assert len(losses(tmp_path / "run")) < STEPS
+        for host in pair.hosts:  # what a scheduler does before it starts the job anew
+            host.kill_all()
+        for agent in agents:
+            agent.wait(timeout=10)
+        pair.join()
+        (tmp_path / "slow").unlink()
+        assert [agent.wait(timeout=240) for agent in launch(pair, recipe, capsys)] == [0, 0], said(recipe)
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert "goes on from step 6 of " in said(recipe)
+
+
+def workers_of(host: Host) -> list[int]:
+    """The processes of the workers on a host, which alone have a rank."""
+    return [pid for pid in host.pids() if "RANK" in environment(pid)]
