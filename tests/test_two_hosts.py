@@ -69,11 +69,11 @@ def launch(pair: TwoHosts, recipe: Path, capsys: pytest.CaptureFixture[str]) -> 
         "OMP_NUM_THREADS": "1",
         "HEAD": "host0",
     }
-    logs = [recipe.with_name(f"{host.name}.log").open("a") for host in pair.hosts]
-    return [
-        host.start("bash", str(script), stdout=log, stderr=log, env=environment)
-        for host, log in zip(pair.hosts, logs, strict=True)
-    ]
+    started = []
+    for host in pair.hosts:
+        with recipe.with_name(f"{host.name}.log").open("a") as log:
+            started.append(host.start("bash", str(script), stdout=log, stderr=log, env=environment))
+    return started
 
 
 def said(recipe: Path) -> str:
@@ -149,3 +149,48 @@ def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back
 def workers_of(host: Host) -> list[int]:
     """The processes of the workers on a host, which alone have a rank."""
     return [pid for pid in host.pids() if "RANK" in environment(pid)]
+
+
+def step_of(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.long
+def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
+    (tmp_path / "slow").write_text("1")
+    with two_hosts() as pair:
+        agents = launch(pair, recipe, capsys)
+        deadline = time.monotonic() + 120
+        while step_of(tmp_path / "run") < 5:
+            assert time.monotonic() < deadline, said(recipe)
+            time.sleep(0.01)
+        workers = [workers_of(host) for host in pair.hosts]
+        assert [len(each) for each in workers] == [2, 2]
+        pair.cut()
+        time.sleep(2)
+        pair.join()
+        before = step_of(tmp_path / "run")
+        while step_of(tmp_path / "run") < before + 3:
+            assert time.monotonic() < deadline, said(recipe)
+            time.sleep(0.01)
+        assert all(is_alive(pid) for each in workers for pid in each), said(recipe)
+        pair.cut()
+        cut, ended = time.monotonic(), dict[int, float]()
+        while len(ended) < 2:
+            for number, each in enumerate(workers):
+                if number not in ended and not any(is_alive(pid) for pid in each):
+                    ended[number] = time.monotonic() - cut
+            assert time.monotonic() < cut + 30, said(recipe)
+            time.sleep(0.02)
+        print(f"the workers ended {ended[0]:.1f} and {ended[1]:.1f} s after the cut", file=sys.stderr)
+        for host in pair.hosts:
+            host.kill_all()
+        for agent in agents:
+            agent.wait(timeout=10)
+    told = [recipe.with_name(f"host{n}.log").read_text() for n in (0, 1)]
+    assert "the host is lost or cut off" in told[0]
+    assert "its host is cut off, and its ranks end" in told[1]
