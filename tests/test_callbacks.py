@@ -30,7 +30,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.recipes import find_recipe, pretrain
 from parallel3d.recipes.range_test import RateRangeTest, range_test_settings, smoothed
 from parallel3d.reporting.metrics import StepMetrics
-from parallel3d.training.callbacks import Callback, RunView, callback_classes
+from parallel3d.training.callbacks import Callback, Callbacks, EarlyStopping, RunView, callback_classes
 from parallel3d.training.hooks import StepResult
 from parallel3d.training.loop import garbage_collected
 from parallel3d.training.worker import run_worker
@@ -223,3 +223,18 @@ def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
     falling.ended(view, None)
     assert json.loads((tmp_path / "range_test.json").read_text())["suggested_lr"] is None
     assert "try a higher optimizer.lr" in capsys.readouterr().out
+
+
+def test_early_stopping_forgets_the_evaluations_that_a_rollback_undoes() -> None:
+    model = ModelConfig(layers=1, hidden=8, heads=1, ffn_hidden=8, vocab=16)
+    recipe = Recipe(model=model, train=TrainConfig(steps=50, global_batch_size=1, seq_len=8))
+    run = RunView(recipe, Path("runs/mine"), say=lambda line: None)
+    stopping = EarlyStopping("books", patience=2, min_delta=0.0)
+    callbacks = Callbacks([stopping], run)
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 9.0)):
+        callbacks.tell("evaluated", step, {"books": loss})
+    callbacks.tell_of_a_rollback(10, "a spike", [{"step": 10, "val_loss/books": 3.0}])
+    assert (run.step, run.stop_reason) == (10, None)
+    for step, loss in ((20, 2.5), (30, 2.6), (40, 2.7)):
+        callbacks.tell("evaluated", step, {"books": loss})
+        assert (run.stop_reason is None) == (step < 40)

@@ -134,8 +134,13 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
             file.write(replace(LINE, step=step))
     with path.open("a") as cut_off:
         cut_off.write('{"step": 40, "lo')
-    MetricsFile(path, resumed_step=30)
+    went_back: list[int] = []
+    file = MetricsFile(path, resumed_step=30, also_back=went_back.append)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+    file.go_back(20)
+    file.write(replace(LINE, step=25))
+    assert [line["step"] for line in file.history] == [10, 20] and went_back == [20]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 25]
 
 
 def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path) -> None:

@@ -44,18 +44,22 @@ def metrics_of(step: int, loss: float) -> StepMetrics:
     )
 
 
-def write(folder: Path, name: SinkName, resumed_step: int, losses: dict[int, float]) -> None:
-    """Writes the metrics of some steps as a run does that goes on from `resumed_step`. The sink gets the loss of a
-    named set as well."""
+def write(folder: Path, name: SinkName, resumed_step: int, losses: list[tuple[int, float]]) -> None:
+    """Writes the metrics of some steps as a run does that goes on from `resumed_step`, and goes back where a step comes
+    again. The sink gets the loss of a named set as well."""
     told: list[str] = []
     with Sinks([name], SinkRun.of(RECIPE, folder, resumed_step), told.append) as fed:
 
         def with_a_set(line: dict[str, Any]) -> None:
             fed.log(line | {"val_loss/books": line["loss"]})
 
-        file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, also=with_a_set)
-        for step, loss in losses.items():
+        path, last = folder / "metrics.jsonl", 0
+        file = MetricsFile(path, resumed_step=resumed_step, also=with_a_set, also_back=fed.go_back)
+        for step, loss in losses:
+            if step <= last:
+                file.go_back(step - 1)
             file.write(metrics_of(step, loss))
+            last = step
     assert told == []
 
 
@@ -100,11 +104,12 @@ READERS: dict[SinkName, tuple[str, Callable[[Path], Curves], Callable[[float], f
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # MLflow's, about its store of files
 def test_its_own_reader_reads_what_metrics_jsonl_holds_also_after_a_crash(name: SinkName, tmp_path: Path) -> None:
-    """Steps 3 and 4 were lost in a crash after the checkpoint of step 2, and are trained again, with other losses."""
+    """Steps 3 and 4 were lost in a crash after the checkpoint of step 2, and are trained again, with other losses; and
+    so is step 5, from which the run goes back."""
     library, read, rounded, books = READERS[name]
     pytest.importorskip(library, reason="an optional library")
-    write(tmp_path, name, 0, {1: 6.0, 2: 5.1, 3: 4.2, 4: 3.3})
-    write(tmp_path, name, 2, {3: 4.25, 4: 3.35, 5: 2.4})
+    write(tmp_path, name, 0, [(1, 6.0), (2, 5.1), (3, 4.2), (4, 3.3)])
+    write(tmp_path, name, 2, [(3, 4.25), (4, 3.35), (5, 9.4), (5, 2.4)])
     expected = curves_of_the_file(tmp_path)
     assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35, 5: 2.4}
     expected[books] = expected["loss"]

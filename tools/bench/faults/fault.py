@@ -32,7 +32,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.errors import RankError
 
-STEPS = 60
+STEPS, BATCH, SEQ_LEN = 60, 8, 16
 _LONGEST_S = 120.0  # a run or a wait that takes longer has hung
 _PEER_S = 40.0  # the longest that is waited for the peer's end
 _ORPHANS_S = 5.0  # the longest that a process may stay after the command has ended
@@ -322,8 +322,8 @@ def _recipe(fault: Fault, folder: Path) -> Recipe:
             model=TINY,
             train=TrainConfig(
                 steps=STEPS,
-                global_batch_size=8,
-                seq_len=16,
+                global_batch_size=BATCH,
+                seq_len=SEQ_LEN,
                 device="cpu",
                 callbacks=("parallel3d.tools.bench.faults.pace:Pace",),
             ),
@@ -336,11 +336,15 @@ def _recipe(fault: Fault, folder: Path) -> Recipe:
     )
 
 
+def write_corpus(path: Path) -> None:
+    path.write_text("\n".join(f"line {number} of a text" for number in range(400)))
+
+
 def _start(fault: Fault, folder: Path) -> LiveRun:
     path, recipe = folder / "recipe.yaml", _recipe(fault, folder)
     corpus = folder / "corpus.txt"
     if not corpus.exists():
-        corpus.write_text("\n".join(f"line {number} of a text" for number in range(400)))
+        write_corpus(corpus)
     path.write_text(to_yaml(recipe))
     return LiveRun([*fault.launch(fault.parallel.world_size), str(path)], folder, folder / "run" / "metrics.jsonl")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from parallel3d.tools.bench.faults.fault import Fault
 from parallel3d.tools.bench.faults.number_rows import NUMBERS_GONE_WRONG
 from parallel3d.tools.bench.faults.signal_rows import ASKED_TO_SAVE, KILLED
+from parallel3d.tools.bench.faults.spike_rows import SPIKES
 from parallel3d.tools.bench.faults.standstill_rows import STANDSTILL
 
-FAULTS: tuple[Fault, ...] = (*KILLED, *STANDSTILL, *ASKED_TO_SAVE, *NUMBERS_GONE_WRONG)
+FAULTS: tuple[Fault, ...] = (*KILLED, *STANDSTILL, *ASKED_TO_SAVE, *NUMBERS_GONE_WRONG, *SPIKES)
