@@ -271,6 +271,7 @@ def test_gpus_that_cannot_be_used_are_refused(name: str, words: str, capsys: pyt
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_peer_in_bf16_trains_like_ours_in_bf16() -> None:
     """The peer computes by autocast in one process, and by `fully_shard`'s own policy on data ranks, as on GPUs."""
     size = replace(TINY_SIZE, precision="bf16")

@@ -107,6 +107,7 @@ def test_sigterm_to_a_worker_of_torchrun_still_saves_and_ends_with_75(runs: Call
     assert found.errors("asked_to_stop")[0].startswith("error: stopped by SIGTERM after step 3, saved: ")
 
 
+@pytest.mark.long
 def test_the_command_torchrun_ends_a_rank_that_hangs_where_another_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "killed_while_the_other_hangs"
     folder.mkdir()

@@ -116,6 +116,7 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     assert best.run.block_parameters == kv + rest // 8 + 2 * MODEL.hidden
 
 
+@pytest.mark.long
 def test_the_papers_tp_and_pp_are_among_the_first_five_for_eight_of_ten_models() -> None:
     """The models are those of table 1 of Narayanan et al. 2021 (arXiv 2104.04473), asked under what its program did:
     full recompute, nothing sharded, no sequence parallelism. 18.4B and 39.1B are missed: docs/planner.md says by

@@ -37,8 +37,11 @@ def _private_uses(tree: ast.AST, ours: set[str]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if "._" in name)
         elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in ours:
-            use = ast.unparse(node)  # Python's own: a documented function, a type, two members of a NamedTuple
-            if use not in ("os._exit", "argparse._ArgumentGroup") and node.attr not in ("_replace", "_fields"):
+            use = ast.unparse(node)  # Python's own: two documented functions, a type, two members of a NamedTuple
+            if use not in ("os._exit", "sys._current_frames", "argparse._ArgumentGroup") and node.attr not in (
+                "_replace",
+                "_fields",
+            ):
                 yield use
 
 

@@ -1,6 +1,6 @@
 """The faults of `bench faults`, each done to a real run: what it says, how it ends, what it leaves, and that the same
 command goes on with the losses of a run without a fault, to the bit. The bench measures the seconds; here no clock
-counts. All take long but for a few."""
+counts. All take long; tests/test_run.py has a few of them in every run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from parallel3d.tools.bench.faults.fault import Fault, Trial
 from parallel3d.tools.bench.faults.rows import FAULTS
 
-IN_EVERY_RUN = ("SIGTERM to the group",)
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +21,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=fault.name, marks=() if fault.name in IN_EVERY_RUN else pytest.mark.long)
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named_and_the_run_goes_on_from_its_last_save(fault: Fault, tmp_path: Path, shared: Path) -> None:
     trial = Trial(fault, tmp_path / "trial", shared)
     trial.found_after_s()
