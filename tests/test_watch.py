@@ -90,6 +90,15 @@ def test_what_may_take_long_on_one_rank_is_not_judged(phase: str) -> None:
     assert story.go_on(300, busy={0: phase}) is None
 
 
+@pytest.mark.parametrize("phase", ["save", "evaluation", "compilation", "callback", "metrics", "export", "other"])
+def test_what_was_not_judged_does_not_count_when_the_rank_goes_on(phase: str) -> None:
+    story = Story()
+    assert story.go_on(300, busy={0: phase}) is None
+    assert story.go_on(7.5, busy={0: "forward or backward"}) is None
+    found = story.go_on(3, busy={0: "forward or backward"})
+    assert found is not None and found[0] == 0 and "is stuck for 8 s" in found[1]
+
+
 def test_where_all_wait_nobody_is_named_and_the_time_out_decides() -> None:
     assert Story().go_on(300) is None
 
@@ -104,6 +113,7 @@ def test_a_slow_step_has_the_time_of_five(monkeypatch: pytest.MonkeyPatch) -> No
 def test_before_the_second_step_nobody_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.STEP_S", None)
     assert Story().go_on(600, busy={0: "forward or backward"}) is None
+    assert Story().go_on(600, silent=(3,), states={3: "R"}) is None
 
 
 def test_a_held_interpreter_is_named_after_ten_seconds() -> None:

@@ -23,7 +23,7 @@ class _Seen:
 
     beat: Beat
     beaten_at: float  # when the count last grew
-    doing: tuple[int, bool]  # the steps done, and whether it waits
+    doing: tuple[int, bool, bool]  # the steps done, whether it waits, and whether its phase is judged
     since: float  # ... for so long
     stopped_since: float | None = None
 
@@ -34,7 +34,12 @@ class Judge:
     it is where a whole job is stopped and continued."""
 
     def __init__(self, hosts: Sequence[str], own_host: str) -> None:
-        self._hosts, self._own_host = hosts, own_host
+        self._world_size = len(hosts)
+        others: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            if host != own_host:
+                others.setdefault(host, []).append(rank)
+        self._other_hosts = list(others.values())  # the ranks of each
         self._seen: dict[int, _Seen] = {}
         self._looked_at: float | None = None
 
@@ -45,16 +50,22 @@ class Judge:
         self._looked_at = now
         for rank, beat in beats.items():
             self._take(rank, beat, states.get(rank, ""), now, was_held=was_held)
-        return self._stopped(now) or self._lost(now) or self._silent(states, now) or self._stuck(now)
+        patience = self._patience()
+        return (
+            self._stopped(now)
+            or self._lost(now, patience)
+            or self._silent(states, now, patience)
+            or self._stuck(now, patience)
+        )
 
     def _take(self, rank: int, beat: Beat, state: str, now: float, *, was_held: bool) -> None:
-        seen = self._seen.get(rank)
+        seen, doing = self._seen.get(rank), (beat.step, beat.waits, beat.phase in _JUDGED)
         if seen is None or was_held:
-            self._seen[rank] = seen = _Seen(beat, now, (beat.step, beat.waits), now)
+            self._seen[rank] = seen = _Seen(beat, now, doing, now)
         if beat.count != seen.beat.count:
             seen.beat, seen.beaten_at = beat, now
-            if seen.doing != (beat.step, beat.waits):
-                seen.doing, seen.since = (beat.step, beat.waits), now
+            if seen.doing != doing:  # so that what was not judged does not count once the rank goes on
+                seen.doing, seen.since = doing, now
         if state != "T":
             seen.stopped_since = None
         elif seen.stopped_since is None:
@@ -66,37 +77,35 @@ class Judge:
                 return rank, f"is stopped (state T) {_place(seen.beat)}"
         return None
 
-    def _lost(self, now: float) -> tuple[int, str] | None:
+    def _lost(self, now: float, patience: float) -> tuple[int, str] | None:
         """Another host, none of whose ranks gives a sign. Of one that has a single rank a sign may just be late."""
-        for host in dict.fromkeys(self._hosts):
-            own = [rank for rank, each in enumerate(self._hosts) if each == host]
-            known = all(rank in self._seen and self._seen[rank].beat.phase != "done" for rank in own)
-            if host == self._own_host or not known:
+        for own in self._other_hosts:
+            if not all(rank in self._seen and self._seen[rank].beat.phase != "done" for rank in own):
                 continue
             silent_s = min(now - self._seen[rank].beaten_at for rank in own)
-            if silent_s > (LOST_S if len(own) > 1 else self._patience()):
+            if silent_s > (LOST_S if len(own) > 1 else patience):
                 others = f", nor do the {len(own) - 1} others on its host" * (len(own) > 1)
                 where = _place(self._seen[own[0]].beat)
                 return own[0], f"gives no sign for {silent_s:.0f} s {where}{others}: the host is lost or cut off"
         return None
 
-    def _silent(self, states: Mapping[int, str], now: float) -> tuple[int, str] | None:
+    def _silent(self, states: Mapping[int, str], now: float, patience: float) -> tuple[int, str] | None:
         for rank, seen in self._seen.items():
             silent_s = now - seen.beaten_at
-            if seen.beat.phase in _JUDGED and silent_s > self._patience():
+            if seen.beat.step_s is not None and seen.beat.phase in _JUDGED and silent_s > patience:
                 state = f" (state {states[rank]})" if states.get(rank) else ""
                 return rank, f"gives no sign for {silent_s:.0f} s{state}: its interpreter is held {_place(seen.beat)}"
         return None
 
-    def _stuck(self, now: float) -> tuple[int, str] | None:
+    def _stuck(self, now: float, patience: float) -> tuple[int, str] | None:
         """The ranks that do not wait, while all others wait for them, in a step that none has done for long."""
-        if len(self._seen) < len(self._hosts):
+        if len(self._seen) < self._world_size:
             return None
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
         if not 0 < len(busy) < len(self._seen) or any(seen.beat.phase not in _JUDGED for seen in busy.values()):
             return None
         stuck_s = min(now - seen.since for seen in self._seen.values())
-        if any(seen.beat.step_s is None for seen in self._seen.values()) or stuck_s <= self._patience():
+        if any(seen.beat.step_s is None for seen in self._seen.values()) or stuck_s <= patience:
             return None
         rank, seen = min(busy.items())
         return rank, f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, while the others wait; {seen.beat.stack}"
