@@ -30,7 +30,8 @@ _WAITING = (
     "sharding/exchange.py",
     "checkpoint/together.py",
 )
-_OF_TORCH = "/torch/distributed/"
+# Also a backward: with a GPU other threads carry it out, and the main one waits for them, as they do for other ranks.
+_OF_TORCH = ("/torch/distributed/", "/torch/autograd/")
 _READING = ("training/trainer.py", "_result")  # where the host waits for a GPU, and so for what others send to it
 # What a rank is doing, by a file or a function of this package among its frames; the first that is found.
 _PHASES = (
@@ -133,7 +134,7 @@ def _waits(frames: list[tuple[str, str, int]]) -> bool:
             own = file.removeprefix(_PACKAGE)
             return own.startswith(_WAITING) or (own, name) == _READING
         if "/torch/" in file:
-            return _OF_TORCH in file
+            return any(part in file for part in _OF_TORCH)
     return False
 
 

@@ -78,9 +78,12 @@ class Judge:
         return None
 
     def _lost(self, now: float, patience: float) -> tuple[int, str] | None:
-        """Another host, none of whose ranks gives a sign. Of one that has a single rank a sign may just be late."""
+        """Another host, none of whose ranks gives a sign, in a phase in which no interpreter is held for long. Of a
+        host that has a single rank a sign may just be late."""
         for own in self._other_hosts:
-            if not all(rank in self._seen and self._seen[rank].beat.phase != "done" for rank in own):
+            beats = [self._seen[rank].beat for rank in own if rank in self._seen]
+            in_a_step = [each for each in beats if each.step_s is not None and (each.waits or each.phase in _JUDGED)]
+            if len(in_a_step) < len(own) or any(each.phase == "done" for each in beats):
                 continue
             silent_s = min(now - self._seen[rank].beaten_at for rank in own)
             if silent_s > (LOST_S if len(own) > 1 else patience):
