@@ -78,7 +78,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_named() -> None:
 def test_the_rank_that_keeps_the_others_waiting_is_named(phase: str) -> None:
     story = Story()
     story.go_on(1, steps=True)
-    assert story.go_on(7.5, busy={2: phase}) is None
+    assert story.go_on(6.5, busy={2: phase}) is None
     found = story.go_on(3, busy={2: phase})
     assert found is not None and found[0] == 2
     assert "is stuck for 8 s" in found[1] and f"in {phase} after step 7" in found[1] and "mlp.py:3" in found[1]
@@ -94,7 +94,7 @@ def test_what_may_take_long_on_one_rank_is_not_judged(phase: str) -> None:
 def test_what_was_not_judged_does_not_count_when_the_rank_goes_on(phase: str) -> None:
     story = Story()
     assert story.go_on(300, busy={0: phase}) is None
-    assert story.go_on(7.5, busy={0: "forward or backward"}) is None
+    assert story.go_on(6.5, busy={0: "forward or backward"}) is None
     found = story.go_on(3, busy={0: "forward or backward"})
     assert found is not None and found[0] == 0 and "is stuck for 8 s" in found[1]
 
@@ -119,7 +119,7 @@ def test_before_the_second_step_nobody_is_stuck(monkeypatch: pytest.MonkeyPatch)
 def test_a_held_interpreter_is_named_after_ten_seconds() -> None:
     story = Story()
     story.go_on(1)
-    assert story.go_on(7.5, silent=(3,), states={3: "R"}) is None
+    assert story.go_on(6.5, silent=(3,), states={3: "R"}) is None
     found = story.go_on(2, silent=(3,), states={3: "R"})
     assert found is not None and found[0] == 3 and "(state R): its interpreter is held" in found[1]
 

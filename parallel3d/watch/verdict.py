@@ -10,7 +10,7 @@ from parallel3d.watch.pulse import Beat
 
 STOPPED_S = 2.5  # a process that is stopped for longer is told
 LOST_S = 4.0  # a host that gives no sign for longer is told; a link that is gone for 2 s is silent for 3.2 s
-STUCK_S = 8.0  # the least time that a rank may keep the others waiting (it is told within 10), ...
+STUCK_S = 7.0  # the least time that a rank may keep the others waiting (it is told within 10), ...
 STUCK_STEPS = 5  # ... which is so many steps where these are longer
 _GAP_S = 2.0  # a watcher that was held for longer has seen nothing of the others meanwhile
 # What may take long on one rank alone is not judged: there train.timeout_s is the limit.
