@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -18,10 +19,18 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.launch.command import main
 
 LISTEN = "import socket; s = socket.create_server(('', 4000)); print('up', flush=True); print(s.accept()[0].recv(9))"
-SEND = "import socket; s = socket.create_connection(('host0', 4000), timeout=0.5); s.sendall(b'hello'); s.close()"
+SEND = """
+import socket, time
+begun = time.monotonic()
+s = socket.create_connection(('host0', 4000), timeout=0.5)
+print(time.monotonic() - begun)
+s.sendall(b'hello')
+s.close()
+"""
 
 
-def reaches(sender: Host, receiver: Host) -> bool:
+def connects_in_s(sender: Host, receiver: Host) -> float:
+    """Returns the seconds until one host has connected to the other and has had an answer: infinite where it cannot."""
     listener = receiver.start(sys.executable, "-c", LISTEN, stdout=subprocess.PIPE)
     assert listener.stdout is not None and listener.stdout.readline() == "up\n"
     sent = sender.run(sys.executable, "-c", SEND)
@@ -29,25 +38,30 @@ def reaches(sender: Host, receiver: Host) -> bool:
         receiver.kill_all()
     told, _ = listener.communicate(timeout=10)
     assert (told == "b'hello'\n") is (sent.returncode == 0), sent.stderr
-    return sent.returncode == 0
+    return math.inf if sent.returncode else float(sent.stdout)
 
 
 def test_two_hosts_hear_each_other_until_the_cable_is_cut_and_leave_nothing() -> None:
     with two_hosts() as pair, two_hosts() as other:
         first, second = pair.hosts
         assert first.run("hostname").stdout == "host0\n" and second.run("hostname").stdout == "host1\n"
-        assert reaches(second, first)
-        pair.limit(100)
-        assert "rate 100Mbit" in first.run("tc", "qdisc").stdout
-        pair.limit(None)
-        pair.lose(1.0)
-        assert not reaches(second, first)
-        pair.lose(0.0)
-        assert reaches(second, first)
+        assert connects_in_s(second, first) < math.inf
         pair.cut()
-        assert not reaches(second, first) and reaches(other.hosts[1], other.hosts[0])
+        assert connects_in_s(second, first) == math.inf > connects_in_s(other.hosts[1], other.hosts[0])
         pair.join()
-        assert reaches(second, first)
+        assert connects_in_s(second, first) < math.inf
+        pair.shape(loss=1.0)
+        assert connects_in_s(second, first) == math.inf
+        pair.shape(mbit_per_s=0.01)  # 1,250 bytes a second, for two packets of 60
+        assert 0.09 < connects_in_s(second, first) < math.inf
+        pair.shape(delay_ms=20, mbit_per_s=100)
+        assert 0.04 < connects_in_s(second, first) < math.inf
+        pair.cut()
+        assert connects_in_s(second, first) == math.inf
+        pair.join()
+        assert 0.04 < connects_in_s(second, first) < math.inf
+        pair.shape()
+        assert connects_in_s(second, first) < math.inf
         process = second.start("sleep", "600")
         namespaces = {host.namespace for each in (pair, other) for host in each.hosts}
     assert process.wait(timeout=10) == -9

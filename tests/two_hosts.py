@@ -4,6 +4,7 @@ a name of its own. A test runs commands in them, and cuts, slows or spoils what 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_link
 
 _NUMBERS = itertools.count()
 _PREFIX = "p3dhosts"  # then the process that made them, so that a later one finds what a killed one has left
@@ -63,44 +65,58 @@ class TwoHosts:
 
     def __init__(self, name: str) -> None:
         self.hosts = tuple(Host(f"{name}-{n}", f"host{n}", f"10.77.0.{n + 1}") for n in (0, 1))
+        self._relay: subprocess.Popen[str] | None = None
 
     def cut(self) -> None:
         """Pulls the cable: nothing arrives any more, and nobody is told."""
-        self._each("ip", "link", "set", "eth0", "down")
+        for host in self.hosts:
+            self._unplug(host)
 
     def join(self) -> None:
-        self._each("ip", "link", "set", "eth0", "up")
+        for host in self.hosts:
+            _system("ip", "-n", host.namespace, "link", "set", "eth0", "up")
+        if self._relay is not None:
+            self._lead_through_the_relay()
 
-    def limit(self, mbit_per_s: float | None) -> None:
-        """Limits what each host sends; None takes the limit away."""
-        self._each("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
-        if mbit_per_s is not None:
-            shape = ("rate", f"{mbit_per_s}mbit", "burst", "128kb", "latency", "400ms")
-            self._each("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape)
-
-    def lose(self, share: float) -> None:
-        """Loses this share of the packets that arrive at each host."""
-        self._each("iptables", "-F", "INPUT")
-        if share:
-            at_random = ("-m", "statistic", "--mode", "random", "--probability", str(share))
-            self._each("iptables", "-A", "INPUT", "-i", "eth0", *at_random, "-j", "DROP")
-
-    def delay(self, ms: float) -> None:
-        """Delays every packet; the test is skipped where the kernel has no netem."""
-        self._each("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
-        added = self.hosts[0].run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", f"{ms}ms")
-        if added.returncode:
-            pytest.skip(f"this kernel cannot delay packets (netem): {added.stderr.strip()}")
-        self.hosts[1].run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", f"{ms}ms").check_returncode()
+    def shape(self, *, delay_ms: float = 0.0, loss: float = 0.0, mbit_per_s: float = math.inf) -> None:
+        """Delays every packet by so much each way, loses this share of them, and limits what each host sends, from now
+        on; connections stay. Without an argument the link is as it was."""
+        self._end_relay()
+        if (delay_ms, loss, mbit_per_s) == (0.0, 0.0, math.inf):
+            return
+        numbers = (delay_ms / 1000, loss, mbit_per_s * 1e6 / 8)
+        command = [sys.executable, slow_link.__file__, *(host.namespace for host in self.hosts), *map(str, numbers)]
+        self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._relay.stdout is not None and self._relay.stdout.readline() == "up\n"
+        self._lead_through_the_relay()
 
     def power_off(self, number: int) -> None:
         """Has one host vanish: the cable is dead first, so that no process can say good-bye to the other host."""
-        _system("ip", "-n", self.hosts[number].namespace, "link", "set", "eth0", "down")
+        self._unplug(self.hosts[number])
         self.hosts[number].kill_all()
 
-    def _each(self, *arguments: str, check: bool = True) -> None:
+    def remove(self) -> None:
+        self._end_relay()
         for host in self.hosts:
-            _system("ip", "netns", "exec", host.namespace, *arguments, check=check)
+            host.kill_all()
+            _remove(host.namespace)
+
+    def _unplug(self, host: Host) -> None:
+        for device in ("eth0", slow_link.DEVICE)[: 1 if self._relay is None else 2]:
+            _system("ip", "-n", host.namespace, "link", "set", device, "down")
+
+    def _lead_through_the_relay(self) -> None:
+        """Sends what is for the other host through the relay's device, under the address of `eth0`."""
+        for host, other in (self.hosts, self.hosts[::-1]):
+            _system("ip", "-n", host.namespace, "link", "set", slow_link.DEVICE, "up")
+            way = (f"{other.address}/32", "dev", slow_link.DEVICE, "src", host.address)
+            _system("ip", "-n", host.namespace, "route", "replace", *way)
+
+    def _end_relay(self) -> None:
+        """Ends the relay, whose devices and routes go with it."""
+        if self._relay is not None:
+            self._relay.communicate()
+            self._relay = None
 
 
 @contextmanager
@@ -129,15 +145,13 @@ def two_hosts() -> Iterator[TwoHosts]:
                 _system("ip", "-n", host.namespace, "link", "set", device, "up")
         yield pair
     finally:
-        for host in pair.hosts:
-            host.kill_all()
-            _remove(host.namespace)
+        pair.remove()
 
 
 def _why_none() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
-    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
     return f"{', '.join(missing)} is not installed (iproute2, util-linux, hostname)" if missing else None
 
 
