@@ -33,7 +33,7 @@ from parallel3d.config.rules import validate
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.schedules.registry import SCHEDULES
 from tests.fake_cuda.facts import Program, Sent
-from tests.fake_cuda.layouts import BLOCKS, FAULTY, LAYOUTS
+from tests.fake_cuda.layouts import BLOCKS, FAULTY, LAYOUTS, LONG, USUAL
 
 ROOT = Path(__file__).parents[1]
 CHILDREN = 2  # processes that share the programs
@@ -91,7 +91,11 @@ POINT_TO_POINT = ("send", "recv_")
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
-    """What every rank of every layout does in a step, and what it does with each of the faults."""
+    """What every rank of the usual layouts does in a step, and what it does with each of the faults."""
+    return _programs(tmp_path_factory, "usual")
+
+
+def _programs(tmp_path_factory: pytest.TempPathFactory, of: str) -> list[Program]:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler, g++ or c++, which makes a CPU build of torch take fake CUDA tensors")
@@ -100,17 +104,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # which the runners share
-    folder /= "fake_cuda"
+    folder /= f"fake_cuda_{of}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            _run_all(folder, compiler)
+            _run_all(folder, compiler, of)
     lines = "".join((folder / f"{part}.jsonl").read_text() for part in range(CHILDREN)).splitlines()
     return [Program.of_json(line) for line in lines]
 
 
-def _run_all(folder: Path, compiler: str) -> None:
+def _run_all(folder: Path, compiler: str, of: str) -> None:
     """Compiles the guard, and runs the programs in children of this process."""
     guard, package = folder / "guard.so", Path(torch.__file__).parent
     includes = [package / "include", package / "include/torch/csrc/api/include"]
@@ -119,7 +123,7 @@ def _run_all(folder: Path, compiler: str) -> None:
     subprocess.run(command, check=True)
     children = []
     for part in range(CHILDREN):
-        command = [sys.executable, "-m", "tests.fake_cuda", str(guard), str(part), str(CHILDREN)]
+        command = [sys.executable, "-m", "tests.fake_cuda", str(guard), of, str(part), str(CHILDREN)]
         with (folder / f"{part}.jsonl").open("w") as out, (folder / f"{part}.txt").open("w") as errors:
             children.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors))
     for part, child in enumerate(children):
@@ -144,7 +148,7 @@ def test_the_layouts_are_recipes_that_are_allowed_and_cover_every_name_of_a_regi
     assert {each.local_sgd.transport for each in recipes if each.local_sgd.sync_every} <= set(get_args(Transport))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", USUAL)
 def test_every_rank_of_a_layout_trains_a_step(sound: list[Program], layout: str) -> None:
     ranks = [program for program in sound if program.layout == layout]
     assert len(ranks) == LAYOUTS[layout].parallel.world_size
@@ -180,7 +184,18 @@ def test_a_block_along_the_sequence_has_six_gathers_and_four_scatters(sound: lis
 
 
 def test_all_ranks_of_a_group_send_the_same_in_one_order_over_groups(sound: list[Program]) -> None:
-    assert not [finding for layout in LAYOUTS for finding in disagreements(sound, layout)]
+    assert not [finding for layout in USUAL for finding in disagreements(sound, layout)]
+
+
+@pytest.mark.long
+def test_the_other_layouts_have_none_of_these_mistakes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    programs = _programs(tmp_path_factory, "long")
+    assert {program.layout for program in programs} == set(LONG)
+    assert not [f"{program}: {program.error}" for program in programs if program.error]
+    for program in programs:
+        waits = unlisted(program, program.waits, WAITS) + unlisted(program, program.copies, COPIES)
+        assert not misplaced(program) + unfit(program) + waits
+    assert not [finding for layout in LONG for finding in disagreements(programs, layout)]
 
 
 FOUND = {

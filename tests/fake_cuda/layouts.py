@@ -145,6 +145,27 @@ LAYOUTS: dict[str, Recipe] = {
 BLOCKS = ("tp 2 along the sequence", "tp 2 along the sequence, three blocks")
 LAYOUTS[BLOCKS[1]] = recipe(replace(LLAMA, layers=3), **TP2)
 
+# Layouts whose parts the others have in other company: the long tests train these.
+LONG = (
+    "biases, norms of heads",
+    "recompute every second block",
+    "sgd without momentum",
+    "sgd with bf16 momentum",
+    "muon in float32",
+    "muon, sharded, tp",
+    "adafactor, sharded, tp",
+    "tp 4, copies of heads",
+    "SHARD_OPTIMIZER, replicas",
+    "FULL_SHARD, loss in chunks",
+    "pp 4, 1f1b",
+    "pp 4, interleaved_1f1b",
+    "pp 4, zb_v",
+    "pp 2, dropout",
+    "pp 2, zb_h1, SHARD_OPTIMIZER",
+    "pp 2, zb_h1, FULL_SHARD",
+)
+USUAL = tuple(name for name in LAYOUTS if name not in LONG)
+
 
 # The mistakes of `faults.py`, which are planted together where one does not hide another: the layout, and the mistakes.
 _ONE, _TP, _PP = "sgd", "tp 2", "pp 2, 1f1b"
@@ -181,7 +202,8 @@ FAULTY: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def programs() -> list[tuple[str, int, tuple[str, ...]]]:
-    """Returns every rank of every layout, then every rank of the layouts that mistakes are planted in, with these."""
-    runs = [*((layout, ()) for layout in LAYOUTS), *FAULTY]
+def programs(of: str) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Returns every rank of the layouts for the "long" tests, or of the "usual" ones and then of those that mistakes
+    are planted in, with these."""
+    runs = [(layout, ()) for layout in LONG] if of == "long" else [*((layout, ()) for layout in USUAL), *FAULTY]
     return [(layout, rank, faults) for layout, faults in runs for rank in range(LAYOUTS[layout].parallel.world_size)]
