@@ -204,7 +204,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     for title in ("Start from", "What is there"):
         section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
         commands += "".join(re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
-    assert commands.count("parallel3d-") == 6 and "not run here" not in commands
+    assert commands.count("parallel3d-") == 6 and "# not run" not in commands
     script = f"""
         python() {{ {sys.executable} "$@"; }}
         parallel3d-train() {{ python -m parallel3d.recipes.pretrain "$@"; }}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import subprocess
@@ -15,6 +16,7 @@ from house import ROOT, product
 
 import parallel3d
 from parallel3d.config.recipe import Recipe
+from parallel3d.recipes import shipped_recipes
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _PATH = re.compile(r"(?<![\w/.<])((?:parallel3d|models|recipes|tools|tests|docs)/[\w/]+\.(?:py|yaml|md|txt|json))\b")
@@ -66,6 +68,45 @@ def test_the_site_has_every_page_once_and_every_module_of_a_public_name() -> Non
     assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
     modules = re.findall(r"automodule:: parallel3d\.(\S+)", (ROOT / "docs/api.md").read_text())
     assert sorted(modules) == sorted(parallel3d._HOMES)
+
+
+def _messages() -> dict[str, str]:
+    """Every text with at least 18 letters of its own in the rooms that speak of a run, as a pattern: what is put in may
+    be anything. Each has its longest part beside it, which is looked for first."""
+    found = {}
+    speaking = re.compile(r"parallel3d\.(launch|watch|diagnosis|training|spikes)\b")
+    for source in product():
+        for node in ast.walk(ast.parse(source.text)) if speaking.match(source.module) else ():
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            own = [text for text in texts if isinstance(text, str)]
+            if sum(map(len, own)) >= 18:
+                pattern = "".join(re.escape(text) if isinstance(text, str) else ".*?" for text in texts)
+                found[pattern] = max(own, key=len)
+    return found
+
+
+def test_the_messages_that_are_quoted_are_those_of_the_program() -> None:
+    """It reads blocks of text and first cells of tables; what a command shows is compared where the command is run."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    lines = "".join(re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
+    assert len(lines) >= 7
+    messages = _messages()
+    for line in lines:
+        found = any(part in line and re.search(message, line) for message, part in messages.items())
+        assert found, f"nothing in the program prints `{line}`"
+    program = "".join(source.text for source in product())
+    parts = [part for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for part in re.findall("`(.*?)`", cell)]
+    assert [part for part in parts if part not in program] == []
+
+
+def test_each_shipped_recipe_has_its_section_with_what_is_planned() -> None:
+    page = " ".join((ROOT / "docs/recipes.md").read_text().split())
+    for name, path in shipped_recipes().items():
+        section = page.partition(f" ## {name} ")[2].partition(" ## ")[0]
+        assert section, f"docs/recipes.md has no section ## {name}"
+        planned = re.search(r"^# plan +(.*)$", path.read_text(), re.MULTILINE)
+        assert planned is None or planned[1] in section, f"docs/recipes.md, {name}: the plan says {planned[1]}"
 
 
 @pytest.mark.long

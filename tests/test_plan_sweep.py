@@ -1,4 +1,5 @@
-"""`parallel3d-plan sweep`: each line is what `recommend` says of its size, and the cheapest in time is marked."""
+"""`parallel3d-plan sweep`: each line is what `recommend` says of its size, and the cheapest in time is marked.
+docs/plan.md shows a page of it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""Every command and program that a page prints is run here, by a test that the page names, or says why it is not.
+
+A fenced block of shell commands or of Python is run, from the first of a page to its last, in one folder, as the reader
+would. An HTML comment before a block, or behind one command, says what differs:
+
+    <!-- not run: needs a second machine -->            the block is left out (`# not run: needs ...`: the command)
+    <!-- run by tests/test_first_run.py -->             that test reads the page; above a page's title: the whole page
+    <!-- given: cp recipes/quickstart.yaml my.yaml -->  what the reader has before the block
+    <!-- its numbers are this machine's -->             of what `$ command` prints the words alone are compared
+
+A block whose commands begin with `$ ` shows what they print, and `...` in it stands for any text. A block that opens
+with `# name.py` is that file. `parallel3d-train quickstart` gets a smaller model than the reader's, and 24 steps where
+the page says no number: the commands are compared with the program and not with a clock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from house import ROOT
+
+from parallel3d.config.load import load_recipe
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.recipes import find_recipe
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIBRARIES = {  # beyond the development tools
+    "README": ("transformers",),
+    "data": ("tokenizers",),
+    "layers-in-your-model": ("transformers",),
+    "training": ("tensorboard", "wandb", "mlflow"),
+}
+_BLOCK = re.compile(r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRAMS = r"parallel3d-\w+|torchrun|python3?|pip|make|bash|git|sbatch|kubectl|vllm|lm_eval|tensorboard|pytest"
+_COMMAND = re.compile(rf"(?:\$ )?(?:[A-Za-z_]+=\S+ )*(?:{_PROGRAMS}) ")
+_FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\b")
+_NOT_RUN = re.compile(r"not run: needs \w+")
+_IN_README = {  # which has no marks of its own
+    "make quickstart": "not run: needs the network, to install; tests/distributed/test_quickstart.py trains the recipe",
+    "torchrun --nnodes 2": "not run: needs a second machine",
+}
+_TRAIN = """\
+#!/usr/bin/env bash
+case "$*" in
+quickstart* | "range-test quickstart"*)
+    set -- "$@" model.hidden=48 model.ffn_hidden=64 train.seq_len=32 train.eval_sequences=8 train.global_batch_size=8
+    case "$*" in *train.steps=* | range-test* | *--print-config*) ;; *) set -- "$@" train.steps=24 ;; esac ;;
+esac
+exec python -m parallel3d.recipes.pretrain "$@"
+"""
+_SHIMS = {
+    "parallel3d-check-layout": "parallel3d.tools.check_layout",
+    "parallel3d-checkpoint": "parallel3d.tools.checkpoint",
+    "parallel3d-data": "parallel3d.tools.data",
+    "parallel3d-launch": "parallel3d.tools.launch",
+    "parallel3d-plan": "parallel3d.tools.plan",
+    "torchrun": "torch.distributed.run",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, with the comment before it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that the block is, or None."""
+        found = _FILE.match(self.text)
+        return found[1] if found and self.language in ("python", "yaml", "json") else None
+
+    @property
+    def is_shell(self) -> bool:
+        if self.language:
+            return self.language in ("sh", "bash", "console", "shell")
+        return any(_COMMAND.match(line + " ") for line in self.text.splitlines())
+
+    @property
+    def is_run(self) -> bool:
+        return (self.is_shell or self.language == "python") and not re.match("not run:|run by ", self.mark)
+
+    @property
+    def shows_output(self) -> bool:
+        return self.text.startswith("$ ")
+
+    def commands(self) -> list[str]:
+        """The commands that are run, each with its continuation lines."""
+        commands = re.findall(r"(?:.*\\\n)*.+\n", self.text)
+        if self.shows_output:
+            commands = [command.removeprefix("$ ") for command in commands if command.startswith("$ ")]
+        left_out = _IN_README if self.page.name == "README.md" else {}
+        return [each for each in commands if "# not run: " not in each and not each.startswith(tuple(left_out))]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    whole = re.match(r"<!-- (run by .*?) -->\n", text)
+    return [
+        Block(page, text[: found.start(2)].count("\n") + 1, found[2], found[3], found[1] or (whole[1] if whole else ""))
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def script_of(blocks: list[Block]) -> str:
+    """Returns the shell script of a page: its files, then its blocks in their order."""
+    lines = [f"cat > {each.file} <<'END OF FILE'\n{each.text}END OF FILE\n" for each in blocks if each.file is not None]
+    for block in blocks:
+        if not block.is_run:
+            continue
+        lines.append(f"echo '{block.where}' >> blocks\n")
+        if block.mark.startswith("given: "):
+            lines.append(block.mark.removeprefix("given: ") + "\n")
+        if block.language == "python":
+            lines += [] if block.file else [f"python - <<'END OF FILE'\n{block.text}END OF FILE\n"]
+        elif block.shows_output:
+            lines += [f"({command}) > printed.{block.line} 2>&1 || true\n" for command in block.commands()]
+        else:
+            lines += block.commands()
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_is_not_run_says_why(page: Path) -> None:
+    blocks = blocks_of(page)
+    marks = re.findall(r"<!-- (.*?) -->|(# not run.*)", page.read_text(), re.DOTALL)
+    of_blocks = {each.mark for each in blocks if each.is_shell or each.language == "python"}
+    for comment, behind in marks:
+        assert _NOT_RUN.match(behind.removeprefix("# ")) if behind else comment in of_blocks, comment or behind
+        if comment.startswith("run by "):
+            test = ROOT / comment.split()[2]
+            assert page.name in test.read_text(), f"{test.name} does not read {page.name}"
+        elif comment and not comment.startswith(("given: ", "its numbers are")):
+            assert _NOT_RUN.match(comment), f"`{comment}` does not say what is missing"
+    for block in blocks:
+        if block.language == "python" and block.is_run and block.file is not None:
+            others = "".join(each.text for each in blocks if each is not block and (each.is_shell or each.file))
+            assert Path(block.file).stem in others, f"{block.where}: nothing on the page starts or imports {block.file}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_settings_that_a_page_prints_are_taken(page: Path) -> None:
+    for block in blocks_of(page):
+        for command in [] if not block.is_shell or block.shows_output else block.commands():
+            if command.startswith("parallel3d-train quickstart "):
+                words = shlex.split(command, comments=True)
+                settings = [word for word in words if "=" in word]
+                try:
+                    load_recipe(find_recipe("quickstart"), settings, cards=shape_cards())
+                except ConfigError as error:
+                    pytest.fail(f"{block.where}: {command}{error}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.is_run for b in blocks_of(page))], ids=lambda p: p.stem
+)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    for library in LIBRARIES.get(page.stem, ()):
+        pytest.importorskip(library, reason="a command of the page needs it")
+    programs, folder = tmp_path / "bin", tmp_path / "folder"
+    programs.mkdir()
+    folder.mkdir()
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    shims = {name: f'#!/usr/bin/env bash\nexec python -m {module} "$@"\n' for name, module in _SHIMS.items()}
+    shims |= {"parallel3d-train": _TRAIN, "python": f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n'}
+    for name, text in shims.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+    blocks = blocks_of(page)
+    command = ["bash", "-euo", "pipefail", "-c", script_of(blocks)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (
+        f"{(folder / 'blocks').read_text().split()[-1]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    )
+    for block in blocks:
+        if block.is_run and block.shows_output:
+            shown = "".join(line for line in block.text.splitlines(keepends=True) if not line.startswith("$ "))
+            printed, pattern = (folder / f"printed.{block.line}").read_text(), re.escape(shown)
+            if block.mark.startswith("its numbers are"):
+                pattern = re.sub(r"\d+", r"\\d+", pattern)
+            pattern = pattern.replace(re.escape("..."), ".*")
+            assert re.fullmatch(pattern, printed, re.DOTALL), f"{block.where} prints\n{printed}"
