@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
+from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question
@@ -42,10 +42,11 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
             run = asked.planned_run(parallel)
-            least, split = memory_floors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
-            all_split = memory_floors(
+            recompute = parallel.recompute, parallel.recompute_every
+            least, split = RunFloors(run).of(*recompute), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            all_split = RunFloors(
                 asked.planned_run(replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
-            )
+            ).of(*recompute)
             total = worst_rank(run).total
             assert floor_bytes(run, least, least) <= total, parallel
             at_rest = [MemoryFloor(at_rest=each.at_rest) for each in all_split]

@@ -52,6 +52,7 @@ def _traits_for(name: ScheduleName, pp: int, microbatches: int, virtual_stages: 
     return traits
 
 
+@lru_cache(maxsize=1024)
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Returns the rank of each stage: round and round, or down and up again."""
     return _down_and_up(pp) if schedule_traits(name).stages.v_shaped else _round_and_round(pp, virtual_stages)

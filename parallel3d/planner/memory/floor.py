@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
+from parallel3d.config.recipe import Recompute
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
@@ -25,17 +26,25 @@ class MemoryFloor(NamedTuple):
     amid: float = -inf  # activations beside the gradients; no such moment is known
 
 
-def memory_floors(run: PlannedRun) -> tuple[MemoryFloor, ...]:
-    """The floors of the first and the last pipeline rank of a parallel3d run; a published program has none."""
-    ranks = dict.fromkeys((0, run.layout.pp - 1))
-    return tuple(_rank_floor(RankState(run, rank)) if run.runs_parallel3d else MemoryFloor() for rank in ranks)
+class RunFloors:
+    """The floors of the first and the last pipeline rank of a parallel3d run, whatever it recomputes. `states`: without
+    the activations."""
+
+    def __init__(self, run: PlannedRun) -> None:
+        self._ranks = [RankState(run, rank) for rank in dict.fromkeys((0, run.layout.pp - 1))]
+        self.states = tuple(_rank_floor(rank) for rank in self._ranks)
+
+    def of(self, recompute: Recompute, every: int | None = None) -> tuple[MemoryFloor, ...]:
+        """Returns the floors with this recompute in the place of the run's own."""
+        both = zip(self.states, self._ranks, strict=True)
+        return tuple(_with_forwards(base, state, recompute, every or 1) for base, state in both)
 
 
 def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
     """A lower bound of `worst_rank(run).total`, from the states of one run and the activations of another that has them
     in common with it. Of `run` itself only the program and the device count."""
     program = run.program
-    around = 0.0 if run.on_cpu or not run.runs_parallel3d else program.cache_bytes + program.context_bytes
+    around = 0.0 if run.on_cpu else program.cache_bytes + program.context_bytes
     more = 1.0 if run.on_cpu else 1 + program.fragmentation
     most = 0.0
     for has, does in zip(states, work, strict=True):
@@ -46,25 +55,31 @@ def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[M
 
 
 def _rank_floor(state: RankState) -> MemoryFloor:
-    layout, name = state.layout, state.layout.schedule
+    """Returns what does not depend on recompute."""
     gathered = float(sum(stage.gathered for stage in state.stages))
-    if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
+    if SCHEDULES[state.layout.schedule].splits_backward:
         return MemoryFloor(sum(state.at_rest), gathered)
+    return MemoryFloor(
+        at_rest=sum(state.at_rest),
+        gathered=gathered,
+        gathered_amid=0.0 if state.layout.gather == "microbatch" else gathered,
+        gradients=sum(stage.whole_gradients for stage in state.stages),
+    )
+
+
+def _with_forwards(base: MemoryFloor, state: RankState, recompute: Recompute, every: int) -> MemoryFloor:
+    """Returns a floor with the activations that forwards keep under a recompute."""
+    layout, name = state.layout, state.layout.schedule
+    if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
+        return base
     stages = {"microbatches": layout.microbatches, "virtual_stages": layout.virtual_stages}
     live = live_microbatches(name, pp=layout.pp, rank=state.rank, **stages)
     amid = live_with_all_gradients(name, pp=layout.pp, rank=state.rank, **stages)
-    kept = [stage.kept for stage in state.stages]
+    kept = [state.kept_by_stage(part, first, recompute, every) for part, first in state.slices]
     activations = live * min(kept)
     if SCHEDULES[name].warm_up is not None:  # the first forwards are alive: groups of microbatches, stage after stage
         _, group = group_sizes(layout.pp, layout.microbatches)
         rounds, rest = divmod(live, group * len(kept))
         activations = rounds * group * sum(kept)
         activations += sum(min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept))
-    return MemoryFloor(
-        at_rest=sum(state.at_rest),
-        gathered=gathered,
-        activations=activations,
-        gathered_amid=0.0 if layout.gather == "microbatch" else gathered,
-        gradients=sum(stage.whole_gradients for stage in state.stages),
-        amid=-inf if amid is None else amid * min(kept),
-    )
+    return base._replace(activations=activations, amid=-inf if amid is None else amid * min(kept))

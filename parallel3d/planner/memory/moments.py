@@ -14,8 +14,8 @@ to the next, so that the first and the last ones are enough.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, zip_longest
-from operator import mul
+from itertools import chain, compress, zip_longest
+from operator import itemgetter, mul
 from typing import Literal, NamedTuple
 
 from parallel3d.planner.memory.block_work import WeightGradients
@@ -57,9 +57,13 @@ def moments(rank: RankState) -> Iterator[MemorySnapshot]:
     by_kind = [list(chain(*parts)) for parts in zip(*(stage.by_progress for stage in rank.stages), strict=True)]
     published = sum(stage.published for stage in rank.stages)
     held = [sum(kinds) for kinds in zip(*by_kind, strict=True)]
+    # Most numbers count nothing that has bytes. Two that are kept at least make `numbers` return a tuple.
+    places = sorted({0, 1, *compress(range(len(held)), held)})
+    numbers, (held, *by_kind) = itemgetter(*places), ([kind[place] for place in places] for kind in (held, *by_kind))
     for group in groups:
-        action = max(group, key=lambda one: sum(map(mul, one.stages, held)) + one.in_flight * local)
-        gradients, activations, logits, buffers = (sum(map(mul, action.stages, kind)) for kind in by_kind)
+        action = max(group, key=lambda one: sum(map(mul, numbers(one.stages), held)) + one.in_flight * local)
+        counts = numbers(action.stages)
+        gradients, activations, logits, buffers = (sum(map(mul, counts, kind)) for kind in by_kind)
         buffers += published + action.in_flight * local
         others = activations + rank.throughout, logits, buffers
         stage, before = rank.stages[action.stage], MemorySnapshot(_moment(action), gradients, *others)

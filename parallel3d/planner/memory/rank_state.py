@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.optimizers.step_bytes import (
     SteppedPart,
@@ -125,7 +126,8 @@ class RankState:
         self.frees_each = self.sharded and layout.gather == "microbatch"
         self.block_gathered = self.item * self.block_unit.padded if self.sharded else 0
         self.arriving = self.block_gathered if self.shards > 1 else 0  # before they are where they are used
-        slices = [(part, first % layout.recompute_every) for part, first in run.stages_of(rank)]
+        self.slices = run.stages_of(rank)
+        slices = [(part, first % layout.recompute_every) for part, first in self.slices]
         made = {each: self._stage(*each) for each in dict.fromkeys(slices)}
         self.stages = [made[each] for each in slices]
 
@@ -146,7 +148,7 @@ class RankState:
             return self.item * numel + masters, 0.0 if run.optimizer.steps_in_backward else self.master * numel, states
         return self.master * (numel if self.alone else shard), 0.0, states
 
-    @property
+    @cached_property
     def throughout(self) -> float:
         """The batch's ids, labels and places in documents, and the angles of rotary positions, during a step."""
         is_rotary = self.run.shape.positions == "rope" and self._blocks > 0
@@ -198,12 +200,19 @@ class RankState:
 
     def kept_by_blocks(self, first: int, count: int) -> float:
         """Returns what `count` blocks keep of a microbatch from the first one on, an index in the whole model."""
-        every, recompute = self.layout.recompute_every, self.layout.recompute
+        return self._kept_by_blocks(first, count, self.layout.recompute, self.layout.recompute_every)
+
+    def kept_by_stage(self, part: StageSlice, first: int, recompute: Recompute, every: int) -> float:
+        """Returns what a stage keeps of a microbatch under a recompute, the logits aside."""
+        blocks = self._kept_by_blocks(first, part.layers, recompute, every)
+        return blocks + part.embedding * self.ends.kept_by_embedding + part.head * self.ends.kept_by_head
+
+    def _kept_by_blocks(self, first: int, count: int, recompute: Recompute, every: int) -> float:
         again = 0 if recompute == "none" else -(-(first + count) // every) - -(-first // every)
         kept = self.block.kept - self.block.attention_own if recompute == "selective" else self.block.hidden_local
         return again * kept + (count - again) * self.block.kept
 
-    @property
+    @cached_property
     def _blocks(self) -> int:
         return sum(stage.blocks for stage in self.stages)
 
@@ -227,7 +236,6 @@ class RankState:
         head = _unit(apart, self.shards, _last_numel(apart))
         rest = _unit(first_tables, self.shards, _last_numel(first_tables)) if apart else ends
         numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
-        kept = self.kept_by_blocks(first, part.layers) + part.embedding * self.ends.kept_by_embedding
         needed = self.item * (rest if is_tied else head).padded * self.sharded
         kept_gathered = part.layers * self.block_gathered + (0 if is_tied else self.item * rest.padded)
         is_counted = not self.whole and not self.steps_alone  # others are at rest, or are stepped
@@ -244,7 +252,7 @@ class RankState:
             rest=rest,
             last_reduced=last_reduced,
             needed_by_loss=needed,
-            kept=kept + part.head * self.ends.kept_by_head,
+            kept=self.kept_by_stage(part, first, self.layout.recompute, self.layout.recompute_every),
             logits=part.head * self.ends.logits,
             delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
             gathered=needed + kept_gathered * (self.sharded and not self.frees_forward),

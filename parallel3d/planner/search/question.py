@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd, lcm
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
@@ -92,8 +92,7 @@ class Question:
         is or padded to a multiple of 128, for tensor cores."""
         if self.program.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
-        step = lcm(128, tp)
-        return replace(self.shape, vocab=-(-self.shape.vocab // step) * step)
+        return _padded(self.shape, lcm(128, tp))
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
         """Returns the run that answers the question with a layout."""
@@ -109,6 +108,11 @@ class Question:
             precision=self.precision,
             optimizer=training,
         )
+
+
+@lru_cache(maxsize=256)
+def _padded(shape: ModelShape, step: int) -> ModelShape:
+    return replace(shape, vocab=-(-shape.vocab // step) * step)
 
 
 @dataclass(frozen=True, kw_only=True)

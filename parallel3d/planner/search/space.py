@@ -9,7 +9,7 @@ are used are a *family*: they run one pipeline, and their activations are the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recomp
 from parallel3d.config.rules_layout import batch_errors, model_errors, parallel_errors, schedule_errors, sharding_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.planned_run import EngineLayout
+from parallel3d.planner.model.planned_run import EngineLayout, varied
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
@@ -35,7 +35,7 @@ class RecomputeChoice(NamedTuple):
 
     def of(self, parallel: ParallelConfig) -> ParallelConfig:
         """Returns the layout with this recompute."""
-        return replace(parallel, recompute=self.recompute, recompute_every=self.recompute_every)
+        return varied(parallel, recompute=self.recompute, recompute_every=self.recompute_every)
 
 
 def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]:
@@ -170,14 +170,13 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
             continue
-        split = replace(family, dp_shard=shards, dp_replicate=replicas)
         if not question.program.is_parallel3d or dp == 1:
             if not question.program.splits_optimizer_alone or fixed.sharding is not None or dp == 1:
-                yield split
+                yield varied(family, dp_shard=shards, dp_replicate=replicas)
             elif replicas == 1:
-                yield replace(split, sharding="SHARD_OPTIMIZER")
+                yield varied(family, dp_shard=shards, dp_replicate=replicas, sharding="SHARD_OPTIMIZER")
             elif fixed.dp_shard == 1:
-                yield split
+                yield varied(family, dp_shard=shards, dp_replicate=replicas)
             continue
         names: list[ShardingName] = ["FULL_SHARD"] if shards > 1 else ["NO_SHARD"]
         if shards > 1 and replicas == 1:
@@ -185,9 +184,10 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
         for name in names if fixed.sharding is None else [fixed.sharding]:
             if replicas == 1 and name in HYBRID_OF.values():
                 continue  # nothing is repeated
-            way = replace(split, sharding=HYBRID_OF.get(name, name) if replicas > 1 else name)
+            strategy = HYBRID_OF.get(name, name) if replicas > 1 else name
+            way = varied(family, dp_shard=shards, dp_replicate=replicas, sharding=strategy)
             if fixed.gather or fixed.reduce:
-                way = replace(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
+                way = varied(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
                 if next(sharding_errors(way), None) is not None:
                     continue
             yield way
@@ -202,7 +202,7 @@ def per_microbatch_variant(question: Question, way: ParallelConfig) -> ParallelC
     can = is_own and several and way.dp_shard > 1 and way.sharding not in REPLICATED
     if not can or SCHEDULES[way.schedule].splits_backward or fixed.gather or fixed.reduce:
         return None
-    return replace(way, gather="microbatch", reduce="microbatch")
+    return varied(way, gather="microbatch", reduce="microbatch")
 
 
 def _allowed(value: object, fixed: object) -> bool:

@@ -1,15 +1,15 @@
 """One tp x pp of a question, and its layouts in the order of their time.
 
 Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a heap is ordered by
-the least time that a family, and then each of its layouts, can take. A layout that comes to its top either fits, and
-nothing left is faster, or gives its place to what is leaner: itself with more recompute. A lower bound of memory, the
-floor, spares the layouts that cannot fit.
+the least time that families of one microbatch, then one family, then one of its layouts can take. A layout that comes
+to its top either fits, and nothing left is faster, or gives its place to what is leaner: itself with more recompute. A
+lower bound of memory, the floor, spares the layouts that cannot fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -17,9 +17,10 @@ from math import inf
 from typing import NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.memory.floor import MemoryFloor, floor_bytes, memory_floors
+from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import quick_worst_bytes
-from parallel3d.planner.model.planned_run import PlannedRun, other_axes
+from parallel3d.planner.model.planned_run import PlannedRun, other_axes, varied
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import (
     RecomputeChoice,
@@ -28,7 +29,8 @@ from parallel3d.planner.search.space import (
     per_microbatch_variant,
     recompute_choices,
 )
-from parallel3d.planner.time.step import BlockTimeCache, CostCache, least_step_s, step_cost
+from parallel3d.planner.time.step import BlockTimeCache, CostCache, least_step_s, least_work_s, step_cost
+from parallel3d.schedules.registry import schedule_traits
 
 
 class Candidate(NamedTuple):
@@ -47,6 +49,9 @@ class _Family:
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
     held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
+    ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
+    floors: RunFloors | None = None
+    bytes: dict[ParallelConfig, float] = field(default_factory=dict)  # what layouts of a published program hold
 
 
 class TpPpSearch:
@@ -62,6 +67,10 @@ class TpPpSearch:
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
+        self._groups: dict[object, list[_Family]] = {}  # whose microbatches take equally long
+        for family in self._families:
+            key = family.parallel.microbatch_size, other_axes(family.parallel)
+            self._groups.setdefault(key, []).append(family)
 
     @cached_property
     def size(self) -> int:
@@ -75,17 +84,25 @@ class TpPpSearch:
     @cached_property
     def least_s(self) -> float:
         """Seconds of a step that none of its layouts goes below."""
-        return min(self._least_s(family, self._recompute_choices[0]) for family in self._families)
+        return min(self._least_work_s(group) for group in self._groups.values())
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """Yields the layouts that fit in the order of time, each use of the data ranks with the least recompute that
         fits, and none that takes longer than `within_s`."""
         usable, order, choices = self._question.usable_bytes, count(), self._recompute_choices
-        # What waits, by the least time it can take: a family (None) or one of its layouts, with this recompute.
-        heap: list[tuple[float, int, _Family, ParallelConfig | None, RecomputeChoice]] = []
+        # What waits, by the least time it can take: families (None), one of them or one of its layouts, with this
+        # recompute.
+        heap: list[tuple[float, int, list[_Family], ParallelConfig | None, RecomputeChoice | None]] = []
 
         def push_family(family: _Family, kind: RecomputeChoice) -> None:
-            heappush(heap, (self._least_s(family, kind), next(order), family, None, kind))
+            """Pushes a family, or what is leaner where its floor is too high."""
+            if self._family_floor(family, kind) <= usable:
+                heappush(heap, (self._least_s(family, kind), next(order), [family], None, kind))
+                return
+            # Recompute of a single block keeps more than it saves.
+            if self._question.shape.layers <= self.pp or self._family_floor(family, choices[-1]) <= usable:
+                for leaner_kind in leaner_choices(choices, kind):
+                    push_family(family, leaner_kind)
 
         def push(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
             """Pushes a layout, or what is leaner where its floor is too high."""
@@ -94,7 +111,7 @@ class TpPpSearch:
                 return
             parallel = kind.of(way)
             seconds = step_cost(self._question.planned_run(parallel), exact=False, known=family.known).step_time_s
-            heappush(heap, (seconds, next(order), family, parallel, kind))
+            heappush(heap, (seconds, next(order), [family], parallel, kind))
 
         def push_leaner(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
             if kind == choices[-1] or self._floor(family, way, choices[-1]) <= usable:
@@ -104,26 +121,28 @@ class TpPpSearch:
             if leaner is not None and leaner != way:
                 push(family, leaner, kind)
 
-        for family in self._families:
-            push_family(family, choices[0])
+        for group in self._groups.values():
+            heappush(heap, (self._least_work_s(group), next(order), group, None, None))
         ready: list[Candidate] = []  # that take equally long
         while heap:
-            least_s, _, family, parallel, kind = heappop(heap)
+            least_s, _, families, parallel, kind = heappop(heap)
             if least_s > within_s:
                 break
             if ready and least_s > ready[0].step_time_s:
                 yield from sorted(ready, key=lambda priced: priced.bytes)
                 ready = []
+            if kind is None:
+                for family in families:
+                    push_family(family, choices[0])
+                continue
+            (family,) = families
             if parallel is not None:
-                bytes_ = self._bytes(self._question.planned_run(parallel), enough=usable)
+                bytes_ = self._layout_bytes(family, parallel)
                 if bytes_ <= usable:
                     self.fitting += 1
                     ready.append(Candidate(parallel, least_s, bytes_))
                 else:
                     push_leaner(family, parallel, kind)
-            elif self._family_floor(family, kind) > usable:
-                for leaner_kind in leaner_choices(choices, kind):
-                    push_family(family, leaner_kind)
             else:
                 family.first.add(kind)
                 for way in data_axis_splits(self._question, family.parallel):
@@ -167,29 +186,52 @@ class TpPpSearch:
         self.checked += 1
         return quick_worst_bytes(run, enough=enough)
 
+    def _layout_bytes(self, family: _Family, parallel: ParallelConfig) -> float:
+        """Returns the bytes of a layout, or more than a device has where it has that."""
+        if parallel in family.bytes:
+            return family.bytes[parallel]
+        return self._bytes(self._question.planned_run(parallel), enough=self._question.usable_bytes)
+
+    def _least_work_s(self, group: list[_Family]) -> float:
+        run = self._question.planned_run(self._recompute_choices[0].of(group[0].parallel))
+        return least_work_s(run, known=group[0].known)
+
     def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
         run = self._question.planned_run(kind.of(family.parallel))
         return least_step_s(run, known=family.known)
 
     def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Bytes that a family's layout holds at least with this recompute."""
+        """Bytes that a family's layout holds at least with this recompute: of a published program, whose memory is
+        known sooner than its time, what it holds."""
+        if not self._question.program.is_parallel3d:
+            parallel = kind.of(way)
+            return family.bytes.setdefault(parallel, self._layout_bytes(family, parallel))
         data = (way.strategy, way.dp_shard, way.gather, way.reduce)
         is_one = way.dp * way.microbatch_size == self._question.global_batch_size
-        key = (way.schedule, way.virtual_stages, data, is_one, other_axes(way))
+        work = self._work(family, kind)
+        # States are those of all stages of a rank together, whatever their number, where none is reduced for itself.
+        traits = schedule_traits(way.schedule)
+        alike = (traits.splits_backward, way.virtual_stages if way.reduce == "microbatch" else 0)
+        key = (alike, family.ends, data, is_one, other_axes(way))
         if key not in self._states:
-            self._states[key] = memory_floors(self._question.planned_run(way))
-        return floor_bytes(self._any_run, self._states[key], self._work(family, kind))
+            self._states[key] = RunFloors(self._question.planned_run(way)).states
+        return floor_bytes(self._any_run, self._states[key], work)
 
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
+        if not self._question.program.is_parallel3d:
+            return min(self._floor(family, way, kind) for way in self._ways(family.parallel))
         least = self._work(family, kind)
         at_rest = [MemoryFloor(at_rest=each.at_rest) for each in least]
         return floor_bytes(self._any_run, at_rest, least)
 
     def _work(self, family: _Family, kind: RecomputeChoice) -> tuple[MemoryFloor, ...]:
         """What a family holds at least with everything split over all of its data ranks."""
-        if kind not in family.held:
+        if family.floors is None:
             parallel = family.parallel
-            split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
-            family.held[kind] = memory_floors(self._question.planned_run(kind.of(split)))
+            split = varied(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
+            run = self._question.planned_run(split)
+            family.ends, family.floors = (run.ranks[0], run.ranks[-1]), RunFloors(run)
+        if kind not in family.held:
+            family.held[kind] = family.floors.of(*kind)
         return family.held[kind]

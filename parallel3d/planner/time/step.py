@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import inf, log2
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
@@ -14,6 +14,7 @@ from parallel3d.planner.model.parameters import (
     muon_matrices,
 )
 from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import (
@@ -32,6 +33,7 @@ ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whethe
 # A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md, "Networks and scale").
 STRAGGLING = 0.005  # of the step, for each doubling of the nodes
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
+_ROUNDED = 1 - 1e-9  # so that a bound stays one whatever the order of its sums
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
@@ -52,7 +54,8 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
+        ways = self.compute + self.recompute + self.tp + self.cp + self.pp_bubble + self.pp_p2p + self.dp
+        return ways + self.optimizer + self.overhead + self.ep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ class _Pipeline:
     send_s: float  # seconds of an activation on its way to the next stage
     blocked_s: float  # what of that holds up the stage that sends
     seconds: float
+    most: StageSlice  # what the rank with most parameters has of the model
 
 
 BlockTimeCache = dict[tuple[object, ...], MicrobatchTimes]  # one model's on one cluster, by all that they depend on
@@ -150,6 +154,17 @@ def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
     return _pipeline(run, None, exact=False, known=known).seconds + STEP_OVERHEAD_S
 
 
+def least_work_s(run: PlannedRun, *, known: CostCache) -> float:
+    """Seconds that no pipeline of these microbatches goes below, whatever its schedule and its stages: an even share of
+    all work for each rank. It is known much sooner than `least_step_s`, and never more."""
+    if _calibrated_host(run) is not None:
+        return 0.0
+    micro, shape = _known_microbatch(run, known), run.shape
+    work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(micro.dense_s)
+    each = (work + sum(micro.head_s) + sum(micro.embedding_s)) / run.layout.pp
+    return _ROUNDED * run.layout.microbatches * each + STEP_OVERHEAD_S
+
+
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
     measured = run.cluster.measured
     return None if measured is None or not run.program.is_parallel3d else CalibratedHost(run, measured)
@@ -164,12 +179,7 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
     elif recompute in known.pipelines:
         return known.pipelines[recompute]
     else:
-        is_one = layout.microbatches == 1
-        others = (layout.cp, layout.ep)
-        key = (layout.tp, layout.sequence_parallel, layout.microbatch_size, recompute, is_one, others)
-        if key not in known.blocks:
-            known.blocks[key] = _microbatch(run)
-        micro = known.blocks[key]
+        micro = _known_microbatch(run, known)
     # An activation on its way to the next stage; what of that is not beside compute and holds up the stage that sends,
     # in the steady state too; and what an action takes beside both.
     send, blocked, action = 0.0, 0.0, run.program.action_s
@@ -199,10 +209,20 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         send_s=send,
         blocked_s=blocked,
         seconds=seconds if host is None else seconds * host.contention,
+        most=max({*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part)),
     )
     if host is None and known is not None:
         known.pipelines[recompute] = found
     return found
+
+
+def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
+    layout = run.layout
+    numbers = (layout.tp, layout.microbatch_size, layout.microbatches == 1, layout.cp, layout.ep)
+    key = (*numbers, layout.sequence_parallel, layout.recompute, layout.recompute_every)
+    if key not in known.blocks:
+        known.blocks[key] = _microbatch(run)
+    return known.blocks[key]
 
 
 def _kernels(run: PlannedRun) -> Kernels:
@@ -284,7 +304,7 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
 def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step."""
     program, layout, micro, cluster = run.program, run.layout, pipeline.micro, run.cluster
-    most = max({*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part))
+    most = pipeline.most
     parameters, experts = run.stage_parameters(most), run.stage_experts(most)
     forward, backward = (way.total - way.cp for way in (micro.forward, micro.backward))
     if layout.parameter_shards > 1:
