@@ -17,6 +17,10 @@ class ConfigError(Parallel3dError):
     exit_status = 2  # a key, a value, the rule it breaks, a value that would do
 
 
+class ClusterError(Parallel3dError):
+    """A recipe would not run on this cluster, as `parallel3d-launch check` has found."""
+
+
 class DataError(Parallel3dError):
     exit_status = 65  # a corpus or a batch that cannot be trained on
 

@@ -13,9 +13,10 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import parallel3d
@@ -25,7 +26,7 @@ from parallel3d.checkpoint.store import check_manifests, find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
-from parallel3d.errors import ConfigError, CtrlCError, Parallel3dError, PreemptedError
+from parallel3d.errors import ClusterError, ConfigError, CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
 from parallel3d.launch.devices import choose_device, may_refuse_the_device, refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error
@@ -202,20 +203,23 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
                 choose_device(recipe.train.device, rendezvous.local_rank)
             _begin(recipe, lock, notes)
             tell_prepared()
-        status, is_left_open = _work(job, rendezvous, options)
+        work = partial(getattr(recipes, job.function), recipe, rendezvous, *job.arguments)
+        status, is_left_open = run_rank(work, recipe, rendezvous, verbose=options.verbose)
     if is_left_open:
         end_process(status)
     return status
 
 
-def _work(job: Job, rendezvous: Rendezvous, options: argparse.Namespace) -> tuple[int, bool]:
-    """Runs this process's rank of a job, and tells how it ended. Returns the exit status, and whether a process group
-    is open, and is left so by `end_process`."""
-    recipe, speaks = job.recipe, rendezvous.rank == 0
+def run_rank(
+    work: Callable[[], None], recipe: Recipe, rendezvous: Rendezvous, *, verbose: bool = False
+) -> tuple[int, bool]:
+    """Does the work of this process's rank, and tells how it ended. Returns the exit status, and whether a process
+    group is open, and is left so by `end_process`."""
+    speaks = rendezvous.rank == 0
     outcome = RunOutcome()
     try:
-        getattr(recipes, job.function)(recipe, rendezvous, *job.arguments)
-    except (PreemptedError, ConfigError) as error:  # all ranks raise it
+        work()
+    except (PreemptedError, ConfigError, ClusterError) as error:  # all ranks raise it
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
@@ -226,7 +230,7 @@ def _work(job: Job, rendezvous: Rendezvous, options: argparse.Namespace) -> tupl
         outcome = RunOutcome.of(failure)
         if is_ours:
             # The traceback of a lost peer's neighbour would only bury that of the cause.
-            is_wanted = failure.traceback and (not (failure.foreseen or failure.secondary) or options.verbose)
+            is_wanted = failure.traceback and (not (failure.foreseen or failure.secondary) or verbose)
             print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
             _record_for_torchrun(error)
         if isinstance(error, SettledError):  # a group is open, and is left so

@@ -124,7 +124,9 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous, pulse: Pulse | None = 
     beating: AbstractContextManager[None] = nullcontext()
     try:
         timedelta = datetime.timedelta(seconds=timeout)
-        store, _, _ = next(meet(rendezvous.init_method, rank, size, timeout=timedelta))
+        # A server for one worker answers at once. One for all would wait for all, and not say who is missing.
+        waited_for = 1 if rendezvous.init_method == "env://" else size
+        store, _, _ = next(meet(rendezvous.init_method, rank, waited_for, timeout=timedelta))
         store.set_timeout(timedelta)
         if rendezvous.attempt:
             store = dist.PrefixStore(rendezvous.attempt, store)

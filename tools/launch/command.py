@@ -1,4 +1,5 @@
-"""The command `parallel3d-launch`: prints a launcher for a recipe. torch is not imported."""
+"""The command `parallel3d-launch`: prints a launcher for a recipe, or checks the nodes that it is to run on. torch is
+imported by a check alone."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
@@ -13,7 +15,7 @@ from parallel3d.config.rules import product
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.tools.arguments import Parser, add_recipe, whole
+from parallel3d.tools.arguments import Parser, add_recipe, amount, whole
 from parallel3d.tools.launch.script import LAUNCHERS, RESTARTS, Launcher, Site
 from parallel3d.tools.reply import exit_status
 
@@ -24,9 +26,19 @@ examples:
   parallel3d-launch torchrun my.yaml parallel.tp=4 parallel.dp_shard=4 > launch.sh
   SCHEDULER=local_cwd bash <(parallel3d-launch torchx quickstart train.device=cpu)
   parallel3d-launch k8s my.yaml --image IMAGE --claim CLAIM | kubectl apply -f -
+  parallel3d-launch check my.yaml                         what this machine has and gives, and what would break the run
+  srun python -m parallel3d.tools.launch check my.yaml    the same on all nodes of a job; torchrun starts it likewise
 
 Each start goes on from the newest checkpoint of the run's folder, and starts anew where there is none.
 """
+CHECK = "check"
+WAIT_S = 60.0
+_CHECK_KEYS = ("as_json", "hardware", "emit_hardware", "strict", "wait_s")
+_CHECK_HELP = "check the nodes before the first step, on all of them at once"
+_CHECK_EPILOG = (
+    "exit status: 0 the recipe can run; 1 something would break it, and the node is named; 2 usage, or a recipe that "
+    "breaks a rule; 69 ranks did not come; 70 a rank died or hung"
+)
 _HELP = {
     "torchrun": "a script to run on every node",
     "slurm": "a script for sbatch, which asks for the job again where that helps",
@@ -53,6 +65,10 @@ def _run(arguments: list[str]) -> int:
     if options.recipe is None:
         raise ConfigError(f"RECIPE: required; try parallel3d-launch {options.kind} quickstart, or the path of a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    if options.kind == CHECK:
+        from parallel3d.tools.preflight.start import CheckOptions, check_cluster  # the planner and all of a run's start
+
+        return check_cluster(recipe, CheckOptions(**{key: vars(options)[key] for key in _CHECK_KEYS}))
     per_node = _workers_per_node(recipe, options.gpus_per_node)
     said = (options.recipe, *options.overrides)
     site = Site(**{key.name: vars(options)[key.name] for key in fields(Site) if key.name in vars(options)})
@@ -64,6 +80,7 @@ def _run(arguments: list[str]) -> int:
         file=LAUNCHERS[options.kind][0],
         restarts=options.restarts,
         site=site,
+        checks_first=vars(options).get("check_first", False),
     )
     for note in _notes(recipe, per_node):
         print(f"warning: {note}", file=sys.stderr)
@@ -78,7 +95,8 @@ def _parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", metavar="{" + ",".join(LAUNCHERS) + "}", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="{" + ",".join([*LAUNCHERS, CHECK]) + "}", required=True)
+    _add_check(kinds.add_parser(CHECK, help=_CHECK_HELP, description=_CHECK_HELP, epilog=_CHECK_EPILOG))
     for kind in LAUNCHERS:
         each = kinds.add_parser(kind, help=_HELP[kind], description=f"Prints {_HELP[kind]}.")
         add_recipe(each, shipped_recipes())
@@ -91,6 +109,10 @@ def _parser() -> Parser:
         each.add_argument(
             "--restarts", type=whole, metavar="N", default=RESTARTS, help=f"starts after a failure ({RESTARTS})"
         )
+        if kind != "torchx":  # which starts one program in a job
+            each.add_argument(
+                "--check-first", action="store_true", help="check the nodes before each start (parallel3d-launch check)"
+            )
         if kind == "slurm":
             each.add_argument("--partition", metavar="NAME", help="where the job is queued")
             each.add_argument("--account", metavar="NAME", help="who pays for it")
@@ -100,6 +122,27 @@ def _parser() -> Parser:
             each.add_argument("--image", default="IMAGE", help="the container image, with parallel3d in it")
             each.add_argument("--claim", default="CLAIM", help="the PersistentVolumeClaim that is mounted at /work")
     return parser
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser, shipped_recipes())
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the report as one JSON object")
+    parser.add_argument("--hardware", metavar="NAME", help="what the planner takes the nodes for: a name or a file")
+    parser.add_argument(
+        "--emit-hardware",
+        metavar="FILE",
+        type=Path,
+        help="write what was measured as a hardware file, for parallel3d-plan --hardware FILE",
+    )
+    parser.add_argument("--strict", action="store_true", help="warnings give the exit status 1, too")
+    parser.add_argument(
+        "--wait",
+        metavar="S",
+        type=amount("a time", zero=False),
+        dest="wait_s",
+        default=WAIT_S,
+        help=f"seconds to wait for all ranks to come ({WAIT_S:.0f})",
+    )
 
 
 def _workers_per_node(recipe: Recipe, asked: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -24,6 +24,7 @@ RESTARTS = 10
 _GRACE_S = 100.0  # for the last save, where the recipe's checkpoint.grace_s says nothing
 _END_S = 20  # from the end of that to the kill
 _KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
+_SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
 
 
@@ -81,6 +82,7 @@ class Launcher:
     file: str
     restarts: int = RESTARTS
     site: Site = field(default_factory=Site)
+    checks_first: bool = False
 
     @property
     def workers(self) -> int:
@@ -113,11 +115,6 @@ class Launcher:
         name = name if name[0].isalpha() else f"p3d-{name}"
         has_gpus = self.recipe.train.device != "cpu"
         settings = [each for setting in GPU_SETTINGS for each in setting.values] if has_gpus else []
-        rendezvous = "--standalone"
-        if self.nodes > 1:
-            rendezvous = (
-                f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:29500" --rdzv-id {name}'
-            )
         # A launcher that starts the run anew gives it no other sign of an earlier start.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
         numbers = {
@@ -131,18 +128,38 @@ class Launcher:
             "start": f"{self.start} {shlex.quote(self.file)}",
             "settings": "\n\n".join(_exports()) if has_gpus else "",
             "names": "".join(f",{key}=${key}" for key, _ in settings),
-            "rendezvous": rendezvous,
+            "rendezvous": self._rendezvous(name, 29500),
+            "check": "",
             "site": "\n".join(self._slurm_lines(has_gpus)),
+            "run": _SRUN,
             "srun": self._container(),
             "image": self.site.image,
             "claim": self.site.claim,
         }
+        if self.checks_first:
+            values["check"] = "\n".join(self._check(values))
         if self.kind == "k8s":
             gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {self.per_node}" if has_gpus else ""
             inner = replace(self, kind="torchrun", said=(_RECIPE_OF_POD,), file="this")
             script = "\n".join(line for line in inner.text().splitlines() if not line.startswith("#"))
             values |= {"limits": gpus, "recipe": to_yaml(self.recipe), "script": script.replace('"$@"', "").strip()}
         return values
+
+    def _rendezvous(self, name: str, port: int) -> str:
+        if self.nodes == 1:
+            return "--standalone"
+        return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {name}'
+
+    def _check(self, values: Mapping[str, str]) -> Iterator[str]:
+        """Yields the lines that check the nodes. What they find broken ends the script, and names the node."""
+        yield "# The same workers check these nodes first: the run does not start on nodes that would break it."
+        if self.kind == "slurm":
+            yield f"{_SRUN} {values['srun']}\\"
+            yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
+        else:  # at a port of its own, where no agent of the run can meet one of the check
+            rendezvous = self._rendezvous(f"{values['name']}-check", 29499)
+            yield f"PET_MAX_RESTARTS=0 torchrun {rendezvous} --nproc-per-node {self.per_node} \\"
+            yield f'    -m parallel3d.tools.launch check {values["arguments"]} "$@"'
 
     def _slurm_lines(self, has_gpus: bool) -> Iterator[str]:
         if has_gpus:

@@ -237,6 +237,23 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
     )
 
 
+def cluster_tree(cluster: Cluster) -> dict[str, Any]:
+    """Returns what `cluster_from_tree` reads this cluster from, but for what `calibrate` has measured."""
+    device, parts = cluster.device, {"node": cluster.node, "network": cluster.network}
+    tree: dict[str, Any] = {"device": {"name": device.name}}
+    for key in ("family", "cuda_names", "price_from"):
+        if value := getattr(device, key):
+            tree["device"][key] = list(value) if key == "cuda_names" else value
+    for key, rates in (("peak_tflops", device.peak_flops), ("attention_tflops", device.attention_flops)):
+        tree["device"][key] = {name: flops / 1e12 for name, flops in rates.items()}
+    for section, keys in _NUMBERS.items():
+        for key, (to, unit) in keys.items():
+            owner = device if section == "device" else parts[section] if key in _LINK else cluster
+            if (value := getattr(owner, to)) is not None:
+                tree.setdefault(section, {})[key] = int(value) if key in _WHOLE else value / unit
+    return tree
+
+
 def _number(tree: Mapping[str, Any], key: str) -> float:
     try:
         number = float(tree[key])

@@ -12,6 +12,8 @@ export PET_MAX_RESTARTS=${MOST_RESTARTS:-{{restarts}}}
 # SIGTERM to torchrun reaches the workers, which save and end. After this many seconds it kills them (its default is 30).
 export PET_SHUTDOWN_TIMEOUT={{stop_s}}
 
+{{check}}
+
 exec torchrun {{rendezvous}} \
     --nproc-per-node {{per_node}} \
     -m parallel3d.recipes.pretrain {{arguments}} "$@"

@@ -1,0 +1,73 @@
+"""The hardware file of what was measured, for the planner: `parallel3d-plan --hardware FILE` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, log2
+
+import yaml
+
+from parallel3d.planner.hardware.cluster import Cluster, Link, cluster_tree
+from parallel3d.planner.hardware.units import rounded
+from parallel3d.tools.preflight.findings import Measured, bus_bandwidth
+from parallel3d.tools.preflight.measure import Rows
+
+_CPU_ATTENTION = 0.4  # of the rate of matrix products, as in tools/hardware/cpu.yaml
+
+
+def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:
+    """Returns the file's text: `base` with the rate of matrix products of the slowest rank, for which all wait, and
+    with the links of the slowest group. What was not measured stays that of `base`, and the header says so."""
+    slowest = min(measured.products)
+    if base.device.is_cpu:
+        free = [each.free_bytes / len(_of(measured, each.host)) for each in measured.leaders if each.free_bytes]
+        device = replace(
+            base.device,
+            peak_flops=dict.fromkeys(base.device.peak_flops, slowest),
+            attention_flops=dict.fromkeys(base.device.attention_flops, _CPU_ATTENTION * slowest),
+            matmul_efficiency=1.0,
+            memory_bytes=min(free, default=base.device.memory_bytes),
+        )
+    else:
+        device = replace(base.device, matmul_efficiency=min(1.0, slowest / base.device.peak(precision)))
+    links = {name: _link(measured, name) for name in ("node", "network")}
+    cluster = replace(
+        base,
+        device=device,
+        node=links["node"] or base.node,
+        network=links["network"] or base.network,
+        oversubscription=1.0,  # all nodes were measured at once
+        measured=None,
+    )
+    hosts = [each.host for each in measured.leaders]
+    head = [
+        f"{len(hosts)} host{'s' * (len(hosts) > 1)} ({measured.hosts_of(range(len(measured.facts)))}) with "
+        f"{len(measured.facts)} ranks, measured by parallel3d-launch check",
+        f"Products in {precision}; memory bandwidth and kernels' times are those of {base.device_file}.",
+        *(f"`{name}` was not measured: one rank has no other to send to." for name in links if links[name] is None),
+        'Keys: docs/planner.md, "Hardware files".',
+    ]
+    body = yaml.safe_dump(rounded(cluster_tree(cluster), digits=4), sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {line}\n" for line in head) + body
+
+
+def _link(measured: Measured, name: str) -> Link | None:
+    """Returns the link by which the planner's formulas give the slowest group's all-reduces (`planner.time`)."""
+    groups = [each for of_rank in measured.axes for each in of_rank if each.axis == name and each.all_reduce]
+    if not groups:
+        return None
+    slowest = min(groups, key=lambda each: bus_bandwidth(len(each.ranks), each.all_reduce))
+    size, rows = len(slowest.ranks), slowest.all_reduce
+    latency_s = max(each.all_reduce[0][1] for each in groups) / (2 * ceil(log2(size)))
+    return Link(bandwidth=_slope(size, rows), latency_s=latency_s, efficiency=1.0)
+
+
+def _slope(size: int, rows: Rows) -> float:
+    """Returns the bytes per second that each further byte of an all-reduce takes, beyond the smallest one."""
+    (least, latency_s), (bytes_, seconds) = rows[0], rows[-1]
+    sent = 2 * (size - 1) / size * (bytes_ - least)
+    return sent / max(seconds - latency_s, 1e-9)
+
+
+def _of(measured: Measured, host: str) -> list[int]:
+    return [each.rank for each in measured.facts if each.host == host]
