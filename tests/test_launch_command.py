@@ -32,11 +32,17 @@ def printed(arguments: str, capsys: Said) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", [GPUS, "quickstart", "quickstart parallel.pp=1 parallel.tp=1 parallel.dp_shard=1"])
+@pytest.mark.parametrize(
+    "where",
+    [GPUS, "quickstart", "quickstart parallel.pp=1 parallel.tp=1 parallel.dp_shard=1", f"{GPUS} --check-first"],
+)
 @pytest.mark.parametrize("kind", ["torchrun", "slurm", "torchx"])
 def test_the_scripts_pass_shellcheck(kind: str, where: str, tmp_path: Path, capsys: Said) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
+    if kind == "torchx" and "--check-first" in where:
+        assert main(shlex.split(f"{kind} {where}")) == 2  # it starts one program in a job
+        return
     site = "--partition gpu --account me --time 24:00:00 --container registry/image:1" if kind == "slurm" else ""
     script = tmp_path / "script"
     script.write_text(printed(f"{kind} {where} {site}", capsys))

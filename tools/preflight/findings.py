@@ -237,8 +237,8 @@ def _products(measured: Measured) -> Iterator[Finding]:
 
 def _links(measured: Measured) -> Iterator[Finding]:
     """Compares messages between hosts with each other, and messages within hosts: at the largest size that all had. Of
-    a slow one between hosts that host is named of whose messages in this direction all are slow; both are, where that
-    holds for both."""
+    a slow one between hosts that host is named of whose messages in this direction all are slow, and of two such hosts
+    the one that has more of them; both, where that is the same."""
     messages = [message for of_rank in measured.axes for each in of_rank for message in each.messages]
     hosts = [each.host for each in measured.facts]
     within: dict[str, float] = {}  # the slowest of each host
@@ -263,11 +263,12 @@ def _links(measured: Measured) -> Iterator[Finding]:
     told: dict[str, float] = {}
     for sender, receiver in slow:
         rate = between[sender, receiver]
-        sends = all(pair in slow for pair in between if pair[0] == sender)
-        receives = all(pair in slow for pair in between if pair[1] == receiver)
-        if sends and not receives:
+        sent = [pair in slow for pair in between if pair[0] == sender]
+        received = [pair in slow for pair in between if pair[1] == receiver]
+        evidence = len(sent) * all(sent) - len(received) * all(received)
+        if evidence > 0:
             text = f"{sender}: what it sends goes at"
-        elif receives and not sends:
+        elif evidence < 0:
             text = f"{receiver}: what it receives comes at"
         else:
             text = f"from {sender} to {receiver} messages go at"
