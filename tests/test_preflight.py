@@ -18,10 +18,10 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.launch.command import main
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.preflight.emit import hardware_text
-from parallel3d.tools.preflight.expected import Expected
+from parallel3d.tools.preflight.expected import RecipeNeeds
 from parallel3d.tools.preflight.facts import DataFacts, RankFacts, Versions, data_facts, disk_facts, leave_mark
 from parallel3d.tools.preflight.findings import Finding, Measured, bus_bandwidth, find, link_rows
-from parallel3d.tools.preflight.measure import AxisTimes, Message, Rows
+from parallel3d.tools.preflight.measure import AxisTimes, Rows, TimedMessage
 
 Said = pytest.CaptureFixture[str]
 LAYOUT = ParallelConfig(tp=2, dp_shard=3)
@@ -51,14 +51,14 @@ def in_order() -> Measured:
 
 def times_of(name: str, rank: int, group: tuple[int, ...]) -> AxisTimes:
     near = [other for other in group if abs(group.index(other) - group.index(rank)) == 1]
-    messages = tuple(Message(sender=rank, receiver=other, rows=rows(1 * MS, 1e9)) for other in near)
+    messages = tuple(TimedMessage(sender=rank, receiver=other, rows=rows(1 * MS, 1e9)) for other in near)
     return AxisTimes(axis=name, ranks=group, all_reduce=rows(2 * MS, 0.5e9), messages=messages)
 
 
 def with_rates(measured: Measured, rates: dict[tuple[str, str], float]) -> Measured:
     """Returns the same with other bytes per second from one host to another."""
 
-    def changed(each: Message) -> Message:
+    def changed(each: TimedMessage) -> TimedMessage:
         pair = measured.facts[each.sender].host, measured.facts[each.receiver].host
         return replace(each, rows=rows(1 * MS, rates[pair])) if pair in rates else each
 
@@ -69,10 +69,10 @@ def with_rates(measured: Measured, rates: dict[tuple[str, str], float]) -> Measu
     return replace(measured, axes=axes)
 
 
-def expected(**changes: Any) -> Expected:
+def expected(**changes: Any) -> RecipeNeeds:
     cluster = replace(load_cluster("cpu", [HARDWARE]), gpus_per_node=2)
     said = {"cluster": cluster, "is_known": False, "memory_bytes": (GIB,), "checkpoints": 3, "checkpoint_bytes": GIB}
-    return Expected(**(said | changes))
+    return RecipeNeeds(**(said | changes))
 
 
 def found(measured: Measured, tp_note: str | None = None, **changes: Any) -> list[Finding]:

@@ -66,7 +66,8 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(f"RECIPE: required; try parallel3d-launch {options.kind} quickstart, or the path of a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     if options.kind == CHECK:
-        from parallel3d.tools.preflight.start import CheckOptions, check_cluster  # the planner and all of a run's start
+        from parallel3d.tools.preflight.options import CheckOptions
+        from parallel3d.tools.preflight.start import check_cluster  # this imports the planner and the start of a run
 
         return check_cluster(recipe, CheckOptions(**{key: vars(options)[key] for key in _CHECK_KEYS}))
     per_node = _workers_per_node(recipe, options.gpus_per_node)

@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.units import rounded
 from parallel3d.tools.preflight.findings import Measured, bus_bandwidth
 from parallel3d.tools.preflight.measure import Rows
 
-_CPU_ATTENTION = 0.4  # of the rate of matrix products, as in tools/hardware/cpu.yaml
+_CPU_ATTENTION = 0.4  # the share of the rate of matrix products, as in tools/hardware/cpu.yaml
 
 
 def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:

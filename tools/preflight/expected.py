@@ -16,7 +16,7 @@ from parallel3d.tools.arguments import HARDWARE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class RecipeNeeds:
     """`memory_bytes` are by pipeline rank, beside what a process on a GPU has before it trains; empty where the planner
     does not know the recipe's model. `is_known` says that the cluster is one's own or of a GPU in the shipped files,
     and not a guess."""
@@ -28,7 +28,7 @@ class Expected:
     checkpoint_bytes: float | None
 
     @classmethod
-    def of(cls, recipe: Recipe, hardware: str | None, cuda_name: str, per_node: int) -> Expected:
+    def of(cls, recipe: Recipe, hardware: str | None, cuda_name: str, per_node: int) -> RecipeNeeds:
         """`hardware` is a shipped name or the path of a hardware file; None takes the GPU's own, or that of a CPU."""
         cluster, is_known = load_cluster(hardware or "cpu", [HARDWARE]), hardware is not None
         if hardware is None and (name := _shipped_device(cuda_name)) is not None:

@@ -78,7 +78,7 @@ class RankFacts:
     host: str
     device: str  # a GPU as CUDA calls it, or CPU
     versions: Versions
-    free_bytes: int | None  # of the rank's GPU, or what processes of the host can still take; None: nobody says
+    free_bytes: int | None  # what the rank's GPU has, or what processes of the host can still take; None: nobody says
     disk_free_bytes: int | None = None  # where the folder of the run is, or will be
     disk_problem: str = ""
     data: DataFacts | None = None

@@ -9,11 +9,11 @@ from statistics import median_high
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.launch.failure import any_ranks
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.tools.preflight.expected import Expected
+from parallel3d.tools.preflight.expected import RecipeNeeds
 from parallel3d.tools.preflight.facts import RankFacts, Versions
 from parallel3d.tools.preflight.measure import AxisTimes, Rows
 
-SLOW_RANK = 0.8  # of the median of all ranks' products: a rank below it is warned of, because all wait for it
+SLOW_RANK = 0.8  # the share of the median of all ranks' products; a rank below is told, because all wait for it
 SLOW_LINK = 0.5  # of the median of links of the same kind, or of what the planner takes the link for
 CLOCK_S = 1.0  # by which lines in the logs of two hosts are in the wrong order
 _MUST_BE_EQUAL = ("torch", "parallel3d", "nccl")  # the ranks cannot train with each other otherwise
@@ -36,7 +36,7 @@ class LinkRow:
     axis: str
     kind: str  # all-reduce or message
     groups: int
-    ranks: tuple[int, ...]  # of the slowest
+    ranks: tuple[int, ...]  # the slowest group's
     bytes_: int
     bandwidth: float  # bytes per second
     latency_s: float
@@ -79,7 +79,7 @@ def bus_bandwidth(size: int, rows: Rows) -> float:
     return 2 * (size - 1) / size * bytes_ / seconds
 
 
-def link_rows(measured: Measured, expected: Expected, parallel: ParallelConfig) -> list[LinkRow]:
+def link_rows(measured: Measured, expected: RecipeNeeds, parallel: ParallelConfig) -> list[LinkRow]:
     """Returns two rows for each axis of the recipe's mesh that is longer than one rank."""
     rows = []
     for axis in (name for name, size in parallel.axes.items() if size > 1):
@@ -123,7 +123,7 @@ def link_rows(measured: Measured, expected: Expected, parallel: ParallelConfig) 
 
 
 def find(
-    measured: Measured, expected: Expected, parallel: ParallelConfig, rows: Sequence[LinkRow], tp_note: str | None
+    measured: Measured, expected: RecipeNeeds, parallel: ParallelConfig, rows: Sequence[LinkRow], tp_note: str | None
 ) -> list[Finding]:
     """Returns all findings, those that break the run first."""
     found = [
@@ -164,7 +164,7 @@ def _versions(measured: Measured) -> Iterator[Finding]:
                 yield Finding(text, name in _MUST_BE_EQUAL)
 
 
-def _memory(measured: Measured, expected: Expected, parallel: ParallelConfig) -> Iterator[Finding]:
+def _memory(measured: Measured, expected: RecipeNeeds, parallel: ParallelConfig) -> Iterator[Finding]:
     if not expected.memory_bytes:
         return
     needed = [expected.memory_bytes[parallel.coordinates(each.rank).pp] for each in measured.facts]
@@ -183,7 +183,7 @@ def _memory(measured: Measured, expected: Expected, parallel: ParallelConfig) ->
                 )
 
 
-def _disk(measured: Measured, expected: Expected) -> Iterator[Finding]:
+def _disk(measured: Measured, expected: RecipeNeeds) -> Iterator[Finding]:
     needed = expected.checkpoints * (expected.checkpoint_bytes or 0.0)
     for each in measured.leaders:
         if each.disk_problem:

@@ -33,7 +33,7 @@ Rows = tuple[tuple[int, float], ...]  # bytes and seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class TimedMessage:
     """Messages from one rank to its neighbour on an axis: the seconds of one on its way."""
 
     sender: int
@@ -46,9 +46,9 @@ class AxisTimes:
     """What a rank has measured of one axis: all-reduces in its group, and the messages that it sent."""
 
     axis: str
-    ranks: tuple[int, ...]  # of the group
+    ranks: tuple[int, ...]  # those of the group
     all_reduce: Rows
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
 
 
 def measure_clocks(leaders: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -97,7 +97,7 @@ def measure_axis(name: str, axis: Axis, size: int, device: torch.device) -> Axis
         for _ in range(1 + 2 * min(2, size - 1)):
             _sweep(_idle, device)
         return AxisTimes(axis=name, ranks=(me,), all_reduce=(), messages=())
-    ranks, messages = tuple(dist.get_process_group_ranks(axis.group)), list[Message]()
+    ranks, messages = tuple(dist.get_process_group_ranks(axis.group)), list[TimedMessage]()
     sums = _sweep(lambda x: all_reduce(x, axis), device)
     for parity in range(min(2, size - 1)):
         lower = axis.rank if axis.rank % 2 == parity else axis.rank - 1
@@ -111,7 +111,7 @@ def measure_axis(name: str, axis: Axis, size: int, device: torch.device) -> Axis
             if sends:
                 back_s = rows[0][1] / 2
                 way = tuple((bytes_, max(seconds - back_s, 1e-9)) for bytes_, seconds in rows)
-                messages.append(Message(sender=me, receiver=ranks[other], rows=way))
+                messages.append(TimedMessage(sender=me, receiver=ranks[other], rows=way))
     return AxisTimes(axis=name, ranks=ranks, all_reduce=sums, messages=tuple(messages))
 
 

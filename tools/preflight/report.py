@@ -10,7 +10,7 @@ from typing import Any
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import product
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.tools.preflight.expected import Expected
+from parallel3d.tools.preflight.expected import RecipeNeeds
 from parallel3d.tools.preflight.findings import Finding, LinkRow, Measured
 
 
@@ -20,7 +20,7 @@ class CheckReport:
 
     recipe: Recipe
     measured: Measured
-    expected: Expected
+    expected: RecipeNeeds
     links: Sequence[LinkRow]
     findings: Sequence[Finding]
     seconds: float

@@ -4,9 +4,8 @@ one of them. torch is imported by the ranks."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers
@@ -21,18 +20,7 @@ from parallel3d.models import check_model
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.recipes.pretrain import run_rank
 from parallel3d.tools.arguments import HARDWARE
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """What is asked of a check. `run_dir` is the recipe's, into whose folder a check writes nothing."""
-
-    run_dir: str | None = None
-    hardware: str | None = None
-    emit_hardware: Path | None = None
-    as_json: bool = False
-    strict: bool = False  # warnings fail, too
-    wait_s: float = 60.0  # for all ranks to come
+from parallel3d.tools.preflight.options import CheckOptions
 
 
 def check_cluster(recipe: Recipe, options: CheckOptions) -> int:
@@ -40,7 +28,7 @@ def check_cluster(recipe: Recipe, options: CheckOptions) -> int:
     _refuse(options)
     check_model(recipe.model)
     options = replace(options, run_dir=recipe.run_dir)
-    # The folder of the run, its time-outs and its end are none of a check's.
+    # A check writes nothing into the folder of the run, also where it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))
     recipe = replace(recipe, run_dir=None, train=train)
     rendezvous = Rendezvous.from_environment()

@@ -17,12 +17,12 @@ from parallel3d.launch.devices import Place, tp_warning
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import axes_of, build_mesh
 from parallel3d.tools.preflight.emit import hardware_text
-from parallel3d.tools.preflight.expected import Expected
+from parallel3d.tools.preflight.expected import RecipeNeeds
 from parallel3d.tools.preflight.facts import RankFacts, data_facts, disk_facts, leave_mark, rank_facts
 from parallel3d.tools.preflight.findings import Measured, find, link_rows, must_differ, slow_ranks
 from parallel3d.tools.preflight.measure import host_axes, measure_axis, measure_clocks, measure_products
+from parallel3d.tools.preflight.options import CheckOptions
 from parallel3d.tools.preflight.report import CheckReport
-from parallel3d.tools.preflight.start import CheckOptions
 from parallel3d.tools.reply import write_output
 
 _ROUNDS = 3
@@ -100,7 +100,7 @@ def _report(recipe: Recipe, measured: Measured, options: CheckOptions, start: fl
     facts = measured.facts
     hosts = [each.host for each in facts]
     gpu = "" if facts[0].device == "CPU" else facts[0].device
-    expected = Expected.of(recipe, options.hardware, gpu, max(map(hosts.count, hosts)))
+    expected = RecipeNeeds.of(recipe, options.hardware, gpu, max(map(hosts.count, hosts)))
     rows = link_rows(measured, expected, recipe.parallel) if measured.products else []
     tp_note = tp_warning([Place(host=host, pid=0) for host in hosts], recipe.parallel.tp)
     report = CheckReport(
