@@ -46,7 +46,7 @@ class AxisTimes:
     """What a rank has measured of one axis: all-reduces in its group, and the messages that it sent."""
 
     axis: str
-    ranks: tuple[int, ...]  # those of the group
+    ranks: tuple[int, ...]  # the members of the group
     all_reduce: Rows
     messages: tuple[TimedMessage, ...]
 
