@@ -25,6 +25,9 @@ class Axis:
     rank: int  # the place of this rank on the axis
     group: dist.ProcessGroup | None  # None on an axis of size 1, over which nothing is ever sent
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copy of a module works over the same ranks
+
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
         """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises TypeError for all else."""

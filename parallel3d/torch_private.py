@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace  # 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator that is called
 from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested arguments
 
@@ -54,6 +54,11 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
 
 
+def is_in_function_transform() -> bool:
+    """Returns whether one of `torch.func`'s transforms, such as `grad` or `vmap`, is at work in this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_in_backward() -> bool:
     """Returns whether autograd is at work in this thread, as it is when recompute runs a forward again."""
     return torch._C._current_graph_task_id() != -1
@@ -78,6 +83,28 @@ def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> byte
 def local_of(tensor: DTensor) -> Tensor:
     """Returns this rank's part without `to_local`, an operator that a `TorchDispatchMode` must not call from itself."""
     return tensor._local_tensor
+
+
+def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]) -> None:
+    """Has every in-place draw of random numbers into a DTensor done by `draw(dtensor, fill)`, where `fill` makes the
+    same draw into a plain tensor. torch has a public hook for how an operator is split, and none for what it draws.
+
+    `nn.init.trunc_normal_` draws again while `any` number is outside: of a DTensor torch (2.13) has it answered by each
+    rank's part, so that ranks would draw unequally often. It is answered by the whole tensor from then on."""
+
+    def any_of_all(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        mesh = args[0].device_mesh
+        return DTensor.from_local(operator(args[0].full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        draw(args[0], lambda whole: operator(whole, *args[1:], **kwargs))
+        return args[0]
+
+    aten = torch.ops.aten
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
+        handlers.setdefault(operator, handler)
+    handlers.setdefault(aten.any.default, any_of_all)
 
 
 def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:

@@ -36,6 +36,7 @@ from parallel3d.convert.forms import (
     Form,
     ReplicatedForm,
     RowForm,
+    SavingForm,
     ScatterForm,
     is_conv1d,
     on_axis,
@@ -120,6 +121,8 @@ def tensor_parallelize(
         for plan in plans:  # at last: two layers of one parent may ask for the same new count
             for (owner, attribute), count in plan.counts.items():
                 setattr(owner, attribute, count)
+    if hasattr(module, "save_pretrained"):
+        reform(module, SavingForm, axis)
     return module
 
 

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
-from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.gradients import local_tensor, refuse_function_transforms
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -25,38 +26,33 @@ from parallel3d.layers.regions import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
+from parallel3d.layers.split_module import SplitModule, draw_dtensors_whole
 from parallel3d.layers.vocabulary import look_up
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
 from parallel3d.torch_private import functional_collectives
 
 
-class Form(nn.Module):
-    """Base of the forms: parameters are DTensors at rest, and a state dict of whole tensors loads too."""
+class Form(SplitModule):
+    """Base of the forms, whose parameters are DTensors at rest."""
 
     axis: Axis
+    prefix = "TensorParallel"  # the class that has the form is named so
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter of this module, for autograd; None where it has none."""
+        refuse_function_transforms()
         parameter = self._parameters.get(name)
         return None if parameter is None else local_tensor(parameter)
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # Conv1D's own leaves out what is split
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's part of the weight, [O, I] in Conv1D too, and of the bias."""
         weight = self.local("weight")
         assert weight is not None
         return weight.t() if is_conv1d(self) else weight, self.local("bias")
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, parameter in self._parameters.items():
-            value = state_dict.get(prefix + name)
-            if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-                continue
-            if value.shape == parameter.shape:  # torch's own message tells of other shapes
-                value = value.to(parameter.device)
-                cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                state_dict[prefix + name] = cut
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class ColumnForm(Form):
@@ -114,6 +110,12 @@ class EmbeddingForm(Form):
     num_embeddings: int
     padding_idx: int | None
 
+    def _fill_padding_idx_with_zero(self) -> None:  # `reset_parameters` calls it; a row of a DTensor is a copy
+        own = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size)
+        if self.padding_idx is not None and self.padding_idx in own:
+            with torch.no_grad():
+                self.weight_and_bias()[0][self.padding_idx - own.start].zero_()
+
     def forward(self, ids: Tensor) -> Tensor:
         rows, _ = self.weight_and_bias()
         first_row = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
@@ -145,6 +147,11 @@ class ReplicatedForm(Form):
     def read(self, name: str) -> Tensor | None:
         """Returns a parameter, as a plain tensor for the module's own forward."""
         if not self._computing:
+            if name not in self._parameters:
+                raise RuntimeError(
+                    f"{type(self).__name__}: its {name} was taken away, as DistributedDataParallel with a device_mesh "
+                    'does; use parallel3d.sharding.apply.shard(model, mesh, "NO_SHARD"), or fully_shard'
+                )
             return self._parameters[name]
         local = self.local(name)
         return copy_to_region(local, self.axis) if self.partial_gradient and local is not None else local
@@ -175,17 +182,40 @@ class ScatterForm(EnterForm):
         return scatter_to_region(x, self.axis, SEQUENCE_DIM)
 
 
+class SavingForm(Form):
+    """A model of transformers. Its `save_pretrained` is called by all ranks: they gather one tensor after the other,
+    and rank 0 writes them, for which the others do not wait. A given `state_dict` is written by whoever calls it."""
+
+    prefix = ""  # config.json names the class
+
+    def save_pretrained(
+        self, folder: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **more: Any
+    ) -> None:
+        if state_dict is None:
+            whole: dict[int, Tensor | None] = {}
+            named, writes = self.state_dict(keep_vars=True), dist.get_rank() == 0
+            for tensor in named.values():  # a tied one comes twice, and is one tensor in the file, too
+                if id(tensor) not in whole:
+                    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    whole[id(tensor)] = full.detach().cpu() if writes else None
+            if not writes:
+                return
+            state_dict = {name: full for name, tensor in named.items() if (full := whole[id(tensor)]) is not None}
+        super().save_pretrained(folder, *args, state_dict=state_dict, **more)  # type: ignore[misc]
+
+
 def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) -> None:
     """Puts a form on top of the module's class. The object, its parameters and its hooks stay what they are."""
     own, read = type(module), module._parameters if form is ReplicatedForm else ()
     members = {name: property(partial(ReplicatedForm.read, name=name)) for name in read}
-    module.__class__ = type(f"TensorParallel{own.__name__}", (form, own), members)
+    module.__class__ = type(f"{form.prefix}{own.__name__}", (form, own), members)
     for name, value in {"axis": axis, **settings}.items():
         setattr(module, name, value)
 
 
 def on_axis(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis) -> nn.Parameter:
     """Returns this rank's part of a parameter as a DTensor that is split in `dim`, or whole on every rank."""
+    draw_dtensors_whole()
     full = local = parameter.detach()
     placement: Placement = Replicate() if dim is None else Shard(dim)
     if dim is not None:

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.torch_private import is_compiled
+from parallel3d.torch_private import is_compiled, is_in_function_transform
 
 Work = Callable[[], object]
 
@@ -68,6 +68,15 @@ def local_tensor(parameter: Tensor) -> Tensor:
     """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off, as in the forward and
     the backward of an autograd function."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def refuse_function_transforms() -> None:
+    """Raises RuntimeError inside a transform of `torch.func`, which cannot follow a layer's collectives."""
+    if is_in_function_transform():
+        raise RuntimeError(
+            "torch.func.grad, vmap and their kin cannot follow a tensor-parallel layer; use loss.backward() or "
+            "torch.autograd.grad, with torch.func.functional_call if parameters are given"
+        )
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:

@@ -40,14 +40,19 @@ from parallel3d.layers.collectives import (
     start_reduce_scatter,
     sum_partial,
 )
-from parallel3d.layers.gradients import accumulate_or_return, accumulate_or_return_product, local_tensor
+from parallel3d.layers.gradients import (
+    accumulate_or_return,
+    accumulate_or_return_product,
+    local_tensor,
+    refuse_function_transforms,
+)
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal, zeros
 from parallel3d.layers.regions import gather_from_region, scatter_to_region
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
 
-class ColumnParallelLinear(ParallelModule):
+class ColumnParallelLinear(ParallelModule, nn.Linear):
     """y = x W^T + b with the output features split over tp.
 
     x [batch, seq, in_features], or [batch, seq / tp, in_features] with `sequence_parallel`; y [batch, seq,
@@ -60,7 +65,7 @@ class ColumnParallelLinear(ParallelModule):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     uneven = False  # whether the last rank may have fewer output features
     padded_width: int | None = None  # the width of the output, where it is filled up with -inf
 
@@ -100,7 +105,7 @@ class ColumnParallelLinear(ParallelModule):
         return gather_from_region(y, self.axis) if self.gather_output else y
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(ParallelModule, nn.Linear):
     """y = x W^T + b with the input features split over tp, as a column-parallel layer leaves them.
 
     x [batch, seq, in_features / tp], or with `input_is_parallel=False` [batch, seq, in_features], the same on every
@@ -111,7 +116,7 @@ class RowParallelLinear(ParallelModule):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     padded_width = None  # its output is never filled up
 
     def __init__(
@@ -140,8 +145,9 @@ class RowParallelLinear(ParallelModule):
         if is_compiling():
             y = self.leave(F.linear(x, self.traced("weight")))
         else:
-            y = RowParallelProduct.apply(x, self.weight, self)
-        return y if self.bias is None else y + self.replicated("bias")
+            refuse_function_transforms()
+            y = RowParallelProduct.apply(cast_input(x), self.weight, self)
+        return y if self.bias is None else y + self.replicated("bias").to(y.dtype)
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -158,8 +164,9 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
                 weight, bias = weight[layer.rows], None if bias is None else bias[layer.rows]
             outputs.append(F.linear(x, weight, bias))
         return tuple(outputs)
+    refuse_function_transforms()
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if layer.bias is not None]
-    products: tuple[Tensor, ...] = ColumnParallelProduct.apply(x, layers, *parameters)
+    products: tuple[Tensor, ...] = ColumnParallelProduct.apply(cast_input(x), layers, *parameters)
     return products
 
 
@@ -171,13 +178,22 @@ def is_plain(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
     return not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling()
 
 
+def cast_input(x: Tensor) -> Tensor:
+    """Returns the input of a layer in the type in which `torch.autocast` has its products computed, or as it is. The
+    product itself casts the weight; the backward, in which autocast is off, has to do it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     """Multiplies x [..., I] by weight [O, I] -> [..., width], filled up with -inf. The product is written into the
     wider rows, so that nothing is copied. Without a width the result is [..., O]."""
     features = weight.shape[0]
     if width is None or features == width:
         return F.linear(x, weight)
-    if is_compiling():
+    if is_compiling() or x.dtype != weight.dtype:
         return F.pad(F.linear(x, weight), (0, width - features), value=float("-inf"))
     y = x.new_empty(*x.shape[:-1], width)
     flat = y.view(-1, width)
@@ -212,7 +228,7 @@ class ColumnParallelProduct(Function):
         axis, fused, delayed = first.axis, first.fused_gradients, first.delayed
         # The input is gathered again while its gradient is computed, and that travels while the weights' are.
         gathered = start_gather(x, axis) if first.sequence_parallel else lambda: x
-        weights = _used_parts(ctx.weights, layers)
+        weights = [weight.to(x.dtype) for weight in _used_parts(ctx.weights, layers)]
         # [tokens, O / n], without the columns that the output was filled up with.
         flat = [grad.flatten(0, -2)[:, : weight.shape[0]] for grad, weight in zip(grads, weights, strict=True)]
         grad_x = flat[0] @ weights[0]
@@ -258,7 +274,7 @@ class RowParallelProduct(Function):
         (x,), weight, layer = ctx.saved_tensors, ctx.weight, ctx.layer
         if layer.sequence_parallel:
             grad = gather(grad, layer.axis)
-        grad_x = grad @ local_tensor(weight)
+        grad_x = grad @ local_tensor(weight).to(grad.dtype)
         products = grad.flatten(0, -2), x.flatten(0, -2)
         fused, delayed = layer.fused_gradients, layer.delayed
         return grad_x, accumulate_or_return_product(weight, *products, fused=fused, delayed=delayed), None

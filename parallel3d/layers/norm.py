@@ -23,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-class RMSNorm(ParallelModule):
+class RMSNorm(ParallelModule, nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
     weight: nn.Parameter
@@ -32,7 +32,7 @@ class RMSNorm(ParallelModule):
         self, hidden: int, *, eps: float = 1e-5, tp: LayerTp = None, over_heads: bool = False, init: Initializer = ones
     ) -> None:
         super().__init__(tp)
-        self.eps = eps
+        self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
         self.pointwise: Pointwise = rms_norm
         partial = self.sequence_parallel or over_heads
         self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
@@ -41,11 +41,11 @@ class RMSNorm(ParallelModule):
         return self.pointwise(x, self.replicated("weight"), self.eps)
 
 
-class LayerNorm(ParallelModule):
+class LayerNorm(ParallelModule, nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450)."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LayerNorm(ParallelModule):
         bias_init: Initializer = zeros,
     ) -> None:
         super().__init__(tp)
-        self.eps = eps
+        self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
         self.pointwise: Pointwise = layer_norm
         partial = self.sequence_parallel or over_heads
         self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))

@@ -27,7 +27,6 @@ from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.gradients import DelayedGradients, accumulate_or_return, as_dtensor, local_tensor
 from parallel3d.layers.regions import (
@@ -36,6 +35,7 @@ from parallel3d.layers.regions import (
     reduce_from_region,
     reduce_scatter_from_region,
 )
+from parallel3d.layers.split_module import SplitModule, draw, draw_dtensors_whole, refuse_another_draw
 from parallel3d.mesh import Axis
 from parallel3d.row_split import shard_rows
 
@@ -84,6 +84,10 @@ class ParameterSpec:
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
         return full.narrow(self.dim, rows.start, len(rows))
 
+    def start(self, whole: Tensor) -> object:
+        """Fills the whole tensor with initial values from torch's default generator."""
+        return self.init(whole, None)
+
     def box(self, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
         """Returns the rows and the columns of this tp rank's part in the global tensor as a matrix, where all dims but
         the first are columns: all of the part's rows, or those of one of the data `shards` where they share them."""
@@ -100,12 +104,12 @@ class ParameterSpec:
         return rows, columns
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(SplitModule):
     """Base of the layers. `tp` is the tensor-parallel axis, or a `Placement` that says more than the axis; None means
     one device and no communication."""
 
     def __init__(self, tp: LayerTp) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
         self.placement = Placement.of(tp)
         self.tp, self.sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         self.axis = Axis.of(self.tp)
@@ -133,24 +137,26 @@ class ParallelModule(nn.Module):
         full = torch.empty(spec.shape, device=self.placement.device, dtype=self.placement.dtype)
         if not full.is_meta:
             with torch.no_grad():
-                spec.init(full, None)
-            if spec.dim is None and spec.init not in (ones, zeros):
-                self._refuse_another_draw(name, full)
+                spec.start(full)
+            if self.tp is not None and spec.dim is None and spec.init not in (ones, zeros):
+                label = f"{type(self).__name__}.{name}"
+                refuse_another_draw(label, full, self.axis, self.tp.device_type)
         local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
         self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
 
-    def _refuse_another_draw(self, name: str, full: Tensor) -> None:
-        if self.tp is not None and differ(fingerprints([full]).to(self.tp.device_type), self.axis).any():
-            raise ValueError(
-                f"{type(self).__name__}.{name} {list(full.shape)}: was drawn differently on another tp rank, and each "
-                "holds it whole; call torch.manual_seed(0) on every tp rank before the model is built"
-            )
+    def reset_parameters(self) -> None:
+        """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all layers in the order
+        of the model gives what building it with the same seed gives. A parameter that is tied is drawn by each of its
+        layers, and the last one's draw stays, as with torch's own layers."""
+        for name, spec in self.specs.items():
+            draw(self.get_parameter(name), spec.start)
 
     def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
         """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
         if self.tp is None or self.axis.size == 1:
             return local
+        draw_dtensors_whole()
         return as_dtensor(local, self.tp, [Replicate() if spec.dim is None else Shard(spec.dim)], full)
 
     def replicated(self, name: str) -> Any:

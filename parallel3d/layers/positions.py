@@ -20,7 +20,7 @@ from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, normal
 
 
-class LearnedPositions(ParallelModule):
+class LearnedPositions(ParallelModule, nn.Embedding):
     """x + weight[position] (GPT-2). x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`:
     each tp rank then adds those of its tokens, and the weight's gradient is summed over tp. Else nothing is sent.
 
@@ -29,10 +29,13 @@ class LearnedPositions(ParallelModule):
     """
 
     weight: nn.Parameter
+    padding_idx = max_norm = None
+    norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)) -> None:
         super().__init__(tp)
-        self.longest = longest
+        self.longest = self.num_embeddings = longest
+        self.embedding_dim = hidden
         spec = ParameterSpec((longest, hidden), None, init, partial_gradient=self.sequence_parallel)
         self.add_parameter("weight", spec)
 

@@ -20,15 +20,21 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import gather, sum_partial
-from parallel3d.layers.gradients import accumulate_or_return, accumulated_gradient, add_product, local_tensor
-from parallel3d.layers.linear import ColumnParallelLinear, column_parallel, padded_product
+from parallel3d.layers.gradients import (
+    accumulate_or_return,
+    accumulated_gradient,
+    add_product,
+    local_tensor,
+    refuse_function_transforms,
+)
+from parallel3d.layers.linear import ColumnParallelLinear, cast_input, column_parallel, padded_product
 from parallel3d.layers.loss import IGNORED, TokenLoss, wide_dtype
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.row_split import largest_shard, shard_rows
 
 
-class VocabParallelEmbedding(ParallelModule):
+class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     """ids [batch, seq] -> [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`.
 
     Each tp rank looks up the ids of its rows, and the sum over tp joins them: an all-reduce (or reduce-scatter)
@@ -39,14 +45,18 @@ class VocabParallelEmbedding(ParallelModule):
     """
 
     weight: nn.Parameter
+    padding_idx = max_norm = None
+    norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)) -> None:
         super().__init__(tp)
+        self.num_embeddings, self.embedding_dim = vocab, hidden
         self.first_row = shard_rows(vocab, self.axis.rank, self.axis.size).start
         self.add_parameter("weight", ParameterSpec((vocab, hidden), 0, init, uneven=True))
 
     def forward(self, ids: Tensor) -> Tensor:
         if not is_compiling():
+            refuse_function_transforms()
             looked_up: Tensor = _VocabParallelEmbedding.apply(ids, self.weight, self)
             return looked_up
         rows = self.traced("weight")
@@ -181,7 +191,7 @@ def head_cross_entropy(
     """
     if head.bias is not None or head.gather_output:
         raise ValueError("head_cross_entropy: needs a head without bias whose output is not gathered")
-    x = head.enter(x)
+    x = head.enter(cast_input(x))
     terms = TokenLoss(head.axis, head.out_features, ignore_index, label_smoothing, z_loss, chunk_tokens)
     compiling = is_compiling()
     weight = head.traced("weight") if compiling else head.weight
@@ -208,7 +218,7 @@ class _HeadCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, lse = ctx.saved_tensors
-        rows, weight = local_tensor(ctx.weight), ctx.weight
+        rows, weight = local_tensor(ctx.weight).to(x.dtype), ctx.weight  # autocast had x in another type
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
         total = accumulated_gradient(weight) if ctx.fused else None
@@ -225,4 +235,4 @@ class _HeadCrossEntropy(Function):
             del logits, grad_logits  # before the next chunk's exist
         if adds_to_total:
             return grad_x, *[None] * 5
-        return grad_x, accumulate_or_return(weight, grad_weight.to(rows.dtype), fused=ctx.fused), *[None] * 4
+        return grad_x, accumulate_or_return(weight, grad_weight.to(weight.dtype), fused=ctx.fused), *[None] * 4

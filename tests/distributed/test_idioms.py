@@ -1,0 +1,319 @@
+"""What torch's users do to any module, done to a model of this library's layers and to converted models of
+transformers, on two processes: it works as on one, or it is refused by a line that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from parallel3d.convert import rules
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.linear import ColumnParallelLinear
+from parallel3d.layers.mlp import ParallelMLP
+from parallel3d.layers.norm import LayerNorm
+from parallel3d.layers.positions import LearnedPositions
+from parallel3d.layers.split_module import draw
+from parallel3d.layers.vocabulary import VocabParallelEmbedding
+
+PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
+VOCAB, HIDDEN, S = 101, 32, 12
+KINDS = ["layers", "llama", "gpt2"]
+
+
+class OfLayers(nn.Module):
+    def __init__(self, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, tp=tp)
+        self.positions = LearnedPositions(S, HIDDEN, tp=tp)
+        self.norm = LayerNorm(HIDDEN, tp=tp)
+        self.attention = ParallelAttention(HIDDEN, 4, 2, tp=tp)
+        self.mlp = ParallelMLP(HIDDEN, 64, tp=tp, bias=True)
+        self.head = ColumnParallelLinear(HIDDEN, 104, tp=tp, gather_output=True, bias=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.positions(self.embed(ids))
+        x = x + self.attention(self.norm(x))
+        y: Tensor = self.head(x + self.mlp(x))
+        return y
+
+
+def build(kind: str, tp: DeviceMesh | None, *, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    if kind == "layers":
+        return OfLayers(tp)
+    import transformers as hf
+
+    if kind == "gpt2":
+        settings: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        settings |= {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": S, "vocab_size": VOCAB}
+        model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(tie_word_embeddings=tied, **settings))
+    else:
+        config = hf.LlamaConfig(
+            hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+            num_key_value_heads=2, max_position_embeddings=S, tie_word_embeddings=tied, pad_token_id=3,
+        )  # fmt: skip
+        model = hf.LlamaForCausalLM(config)
+    table = rules.GPT2 if kind == "gpt2" else rules.LLAMA
+    return model if tp is None else tensor_parallelize(model, tp, table, check=False)
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def logits(output: Any) -> Tensor:
+    y: Tensor = output if isinstance(output, Tensor) else output.logits
+    return y
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+IDS = torch.arange(2 * S).view(2, S) % VOCAB
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def copy_it(kind: str) -> None:
+    model = build(kind, mesh())
+    before = logits(model(IDS))
+    other = copy.deepcopy(model)
+    assert torch.equal(logits(other(IDS)), before)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    logits(other(IDS)).sum().backward()
+    assert torch.equal(logits(model(IDS)), before) and all(p.grad is None for p in model.parameters())
+    assert [type(p) for p in other.parameters()] == [type(p) for p in model.parameters()]
+
+
+def average_it(kind: str) -> None:
+    """Compares a mean of two states and a moving average with those of one process."""
+    tp = mesh()
+    averages = []
+    for model in (build(kind, tp), build(kind, None)):
+        mean, moving = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(2):
+            mean.update_parameters(model)
+            moving.update_parameters(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+        averages.append([whole(p) for each in (mean, moving) for p in each.parameters()])
+        assert logits(mean(IDS)).isfinite().all()
+    assert all(map(torch.equal, *averages))
+
+
+def pickle_it(kind: str) -> str:
+    return refusal(lambda: torch.save(build(kind, mesh()), io.BytesIO()))
+
+
+def reset_it(kind: str) -> None:
+    """Without memory, then with some, then reset: the layers start as from their constructors, torch's own as a whole
+    model that is reset likewise."""
+    tp, models = mesh(), []
+    for axis in (tp, None):
+        model = build(kind, axis).to("meta").to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        torch.manual_seed(0)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        models.append(dict(model.named_parameters()))
+    split, alone = models
+    assert all(torch.equal(whole(split[name]), parameter) for name, parameter in alone.items())
+    if kind == "layers":
+        wanted = dict(build(kind, None).named_parameters())
+        assert all(torch.equal(whole(split[name]), parameter) for name, parameter in wanted.items())
+
+
+def init_weights(module: nn.Module) -> None:
+    """As pages of torch's users have it."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.uniform_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.ones_(module.weight)
+
+
+def apply_it(kind: str) -> None:
+    tp, found = mesh(), []
+    for model in (build(kind, tp), build(kind, None)):
+        torch.manual_seed(1)
+        model.apply(init_weights)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                nn.init.xavier_uniform_(parameter)
+                nn.init.kaiming_normal_(parameter)
+                with torch.no_grad():
+                    parameter.add_(torch.ones_like(parameter).bernoulli_(0.5))
+        model.apply(init_weights)
+        found.append([whole(p) for p in model.parameters()] + [torch.rand(1)])
+    assert all(map(torch.equal, *found))
+    for model in (build(kind, tp), build(kind, None)):
+        torch.manual_seed(2)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                draw(parameter, nn.init.orthogonal_)
+        found.append([whole(p) for p in model.parameters()])
+    assert all(map(torch.equal, *found[2:])) and not torch.equal(found[0][0], found[2][0])
+
+
+def draw_apart() -> str:
+    torch.manual_seed(dist.get_rank())
+    norm = LayerNorm(8, tp=mesh())
+    said = refusal(lambda: nn.init.normal_(norm.weight))
+    torch.manual_seed(0)  # the workers' generators agree again
+    return said
+
+
+def exchange_states(kind: str) -> None:
+    """Loads a plain state dict of a whole model into a split one, and back."""
+    model, alone = build(kind, mesh()), build(kind, None)
+    changed = {name: value + 1 for name, value in alone.state_dict().items()}
+    assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert list(gathered) == list(changed)
+    assert str(alone.load_state_dict(gathered)) == "<All keys matched successfully>"
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, changed[name]) and torch.equal(whole(model.state_dict()[name]), value), name
+    assert "Tensor" in refusal(lambda: build(kind, None).load_state_dict(model.state_dict()))
+
+
+def call_it_as_a_function(kind: str) -> str:
+    model = build(kind, mesh())
+    halved = {name: (parameter / 2).detach().requires_grad_() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return logits(functional_call(model, parameters, (IDS,))).square().mean()
+
+    gradients = torch.autograd.grad(loss(halved), list(halved.values()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(halved[name])
+    logits(model(IDS)).square().mean().backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(whole(gradient), whole(parameter.grad))
+    return refusal(lambda: grad(loss)({name: value.detach() for name, value in halved.items()}))
+
+
+def autocast_it(kind: str) -> None:
+    tp, found = mesh(), []
+    for model in (build(kind, tp), build(kind, None)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = logits(model(IDS))
+        assert y.dtype == torch.bfloat16
+        y.float().square().mean().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        found.append([y.detach().float(), *(whole(p.grad) for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).abs().max()) <= 0.03 * float(theirs.abs().max())
+
+
+def wrap_in_ddp(kind: str) -> list[str]:
+    """Returns what two ways to wrap it say; with the mesh of the data ranks torch knows the layers of this library."""
+    axes = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    said = [refusal(lambda: DistributedDataParallel(build(kind, axes["tp"]))), ""]
+    split, alone = build(kind, axes["tp"]), build(kind, None)
+    if kind != "layers":
+        return [said[0], refusal(lambda: DistributedDataParallel(split, device_mesh=axes["dp"]))]
+    losses = [
+        logits(model(IDS)).square().mean() for model in (DistributedDataParallel(split, device_mesh=axes["dp"]), alone)
+    ]
+    torch.testing.assert_close(*losses)
+    return said
+
+
+def save_it(kind: str, tied: bool, folder: str) -> None:
+    model = build(kind, mesh(), tied=tied)
+    model.save_pretrained(folder)
+    if dist.get_rank() == 0:
+        from transformers import AutoModelForCausalLM
+
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        alone = build(kind, None, tied=tied)
+        assert type(again) is type(alone)
+        assert all(map(torch.equal, again.parameters(), alone.parameters()))
+
+
+def print_it(kind: str) -> str:
+    return repr(build(kind, mesh()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "idiom", [copy_it, average_it, reset_it, apply_it, exchange_states, autocast_it], ids=lambda idiom: idiom.__name__
+)
+def test_it_gives_what_it_gives_on_one_process(world: Callable, idiom: Callable[[str], None], kind: str) -> None:
+    world(2).run(idiom, kind)
+
+
+@pytest.mark.parametrize("kind", ["layers", "llama"])
+def test_it_is_called_as_a_function_and_refuses_transforms(world: Callable, kind: str) -> None:
+    for said in world(2).run(call_it_as_a_function, kind):
+        assert said.startswith("torch.func.grad, vmap and their kin cannot follow a tensor-parallel layer; use ")
+
+
+@pytest.mark.parametrize("kind", ["layers", "llama"])
+def test_pickling_is_refused_with_another_way(world: Callable, kind: str) -> None:
+    for said in world(2).run(pickle_it, kind):
+        assert "cannot be pickled; send or save its state: torch.distributed.checkpoint.save(" in said
+
+
+@pytest.mark.parametrize("kind", ["layers", "llama"])
+def test_ddp_takes_the_mesh_of_the_data_ranks_or_is_refused(world: Callable, kind: str) -> None:
+    for plain, with_mesh in world(2).run(wrap_in_ddp, kind):
+        if kind == "layers":
+            assert plain and not with_mesh
+        else:
+            assert 'shard(model, mesh, "NO_SHARD")' in plain and 'shard(model, mesh, "NO_SHARD")' in with_mesh
+
+
+def test_a_whole_parameter_that_ranks_draw_apart_is_refused(world: Callable) -> None:
+    for said in world(2).run(draw_apart):
+        assert "was drawn differently on another tp rank" in said and "torch.manual_seed(0)" in said
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_save_pretrained_writes_the_whole_model(world: Callable, kind: str, tied: bool, tmp_path: Path) -> None:
+    world(2).run(save_it, kind, tied, str(tmp_path))
+
+
+def test_what_is_split_is_printed(world: Callable) -> None:
+    layers, _ = world(2).run(print_it, "layers")
+    assert "(embed): VocabParallelEmbedding(101, 32, weight=[101 / tp 2, 32])" in layers
+    assert "weight=[32, 64 / tp 2], bias=[32])" in layers  # the MLP's second product
+    assert "(norm): LayerNorm((32,), eps=1e-05, elementwise_affine=True" in layers
+    gpt2, _ = world(2).run(print_it, "gpt2")
+    assert (
+        gpt2.startswith("GPT2LMHeadModel(")
+        and "TensorParallelConv1D(weight=[32, 128 / tp 2], bias=[128 / tp 2])" in gpt2
+    )
