@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -166,6 +166,18 @@ def group_of(
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether `torch.compile(module)` has made this module or `module.compile()` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
+    """Returns a module with some of those below it replaced, by their names. All else is shared with the one given,
+    which stays as it is: `set_submodule`, which is public, would change it."""
+    changed = type(module).__new__(type(module))
+    changed.__dict__.update(module.__dict__)
+    changed._modules = dict(module._modules)
+    for name in {path.split(".")[0] for path in replaced}:
+        below = {path[len(name) + 1 :]: new for path, new in replaced.items() if path.split(".")[0] == name}
+        changed._modules[name] = below[""] if "" in below else with_modules(module.get_submodule(name), below)
+    return changed
 
 
 def compiled_graphs() -> int:

@@ -288,7 +288,7 @@ def test_the_programs_of_the_page_run_as_printed(world: Callable, tmp_path: Path
 def test_the_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_one(
     world: Callable, tmp_path: Path
 ) -> None:
-    ((name, text),) = blocks_of("your-own-loop.md")
+    name, text = blocks_of("your-own-loop.md")[0]
     assert len(text.splitlines()) < 80
     (tmp_path / name).write_text(text)
     printed = [world(size).run(run_program, tmp_path / name)[0] for size in (1, 8)]
@@ -296,6 +296,27 @@ def test_the_program_with_all_axes_trains_the_same_model_on_eight_processes_as_o
     assert len(whole) == 3 and whole[-1] < 0.5 * whole[0]
     assert split == pytest.approx(whole, rel=1e-3)
     assert printed[0].strip() in (ROOT / "docs/your-own-loop.md").read_text()
+
+
+def test_the_program_with_all_axes_and_a_model_of_transformers_trains_as_one_process_does(
+    world: Callable, tmp_path: Path
+) -> None:
+    name, text = blocks_of("your-own-loop.md")[1]
+    assert len(text.splitlines()) < 80
+    (tmp_path / name).write_text(text)
+    printed = [world(size).run(run_program, tmp_path / name)[0] for size in (1, 8)]
+    whole, split = ([float(loss) for loss in re.findall(r"loss (\d\.\d+)", each)] for each in printed)
+    assert len(whole) == 20 and whole[-1] < 0.7 * whole[0]
+    assert split == pytest.approx(whole, rel=1e-4) and split[0] == pytest.approx(whole[0], rel=1e-6)
+
+
+def test_the_program_of_the_page_on_pipelines_runs_as_printed(world: Callable, tmp_path: Path) -> None:
+    ((name, text),) = blocks_of("pipeline.md")
+    (tmp_path / name).write_text(text)
+    printed = world(4).run(run_program, tmp_path / name)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed[0])]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0] and losses[2] < 0.9 * losses[0]
+    assert printed[1:] == ["", "", ""]  # the last stage of a V is on rank 0
 
 
 def test_a_program_of_the_page_is_started_by_torchrun(tmp_path: Path) -> None:

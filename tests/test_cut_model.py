@@ -1,0 +1,113 @@
+"""Models of transformers cut into stages: the stages one after the other are the model, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel3d.pipeline.cut_model import FAMILIES, CutRules, cut_model
+
+hf = pytest.importorskip("transformers", reason="its models are cut here: pip install 'parallel3d[dev]'")
+VOCAB, BLOCKS = 61, 4
+
+
+def build(kind: str, **more: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "tie_word_embeddings": False, "pad_token_id": 0, **more}
+    if kind == "gpt2":
+        sizes |= {"n_embd": 16, "n_layer": BLOCKS, "n_head": 2, "n_positions": 16}
+    else:
+        sizes |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+        sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+    if kind in ("qwen2", "qwen3"):  # blocks of two kinds, whose masks the forward chooses by their numbers
+        sizes |= {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
+    if kind == "mistral":
+        sizes |= {"sliding_window": 3}
+    torch.manual_seed(0)
+    config = hf.AutoConfig.for_model(kind, **sizes)
+    model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def through(stages: list[nn.Module], x: Tensor, **keywords: Any) -> Tensor:
+    for stage in stages:
+        x = stage(x, **keywords)
+    return x
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_stages_of_a_family_are_its_model(kind: str) -> None:
+    model = build(kind).eval()
+    alone = copy.deepcopy(model)
+    stages = cut_model(model, [1, 3])
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in alone.named_parameters())
+    ids = torch.arange(16).view(2, 8) % VOCAB
+    padded = torch.ones(2, 8, dtype=torch.int64)
+    padded[0, :3] = 0
+    for keywords in ({}, {"attention_mask": padded}):
+        ours, wanted = through(stages, ids, **keywords), alone(ids, **keywords).logits
+        assert torch.equal(ours, wanted)
+        ours.square().mean().backward()
+        wanted.square().mean().backward()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+
+
+class OwnBlock(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return x + super().forward(x) * scale
+
+
+class Own(nn.Module):
+    """A model whose forward makes what its blocks take beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB, 8), nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(OwnBlock(8, 8) for _ in range(BLOCKS))
+        self.head = nn.Linear(8, VOCAB)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x, self.scale / ids.shape[1])
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
+    model, ids = Own(), torch.arange(16).view(2, 8)
+    table = CutRules("blocks", ("embed",), ("head",), added=("positions",))
+    with pytest.raises(ValueError, match=r"^scale: no rule gives it to a stage"):
+        cut_model(model, [2], table, example=ids)
+    del model.scale
+    model.register_buffer("scale", torch.ones(()))
+    assert torch.equal(through(cut_model(model, [2], table, example=ids), ids), model(ids))
+    wrong = CutRules("blocks", ("embed", "positions"), ("head",))
+    with pytest.raises(ValueError, match=r"^the stages of Own give another output than the model, by "):
+        cut_model(model, [2], wrong, example=ids)
+    with pytest.raises(ValueError, match=r"^Own: its stages cannot be computed with the example: "):
+        cut_model(model, [2], wrong, example=ids[:, :5])
+    with pytest.raises(ValueError, match=r"^the stages are checked with an example of ids; try example=ids"):
+        cut_model(model, [2], table)
+    with pytest.raises(ValueError, match=r"^Own: has no module norm, which its rules name"):
+        cut_model(model, [2], CutRules("blocks", ("embed",), ("norm", "head")))
+    with pytest.raises(ValueError, match=r"^Own: there is no table for it, but for llama, "):
+        cut_model(model, [2])
+
+
+def test_what_would_train_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^lm_head.weight: is tied to model.embed_tokens.weight, .* stages 1 and 0, "):
+        cut_model(build("llama", tie_word_embeddings=True), [2])
+    model = build("llama")
+    assert len(cut_model(build("llama", tie_word_embeddings=True), [])) == 1
+    for boundaries in ([0], [4], [3, 2]):
+        with pytest.raises(ValueError, match="leave a stage without blocks, of which there are 4"):
+            cut_model(model, boundaries)
+    assert all(part.training for part in model.modules())
