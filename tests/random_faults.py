@@ -83,6 +83,7 @@ def faults(ranks: int, draw: random.Random) -> list[RandomFault]:
         RandomFault("SIGHUP to the launcher", to_launcher(signal.SIGHUP), (75, -signal.SIGHUP)),
         RandomFault("SIGSTOP of a rank", to_rank(rank, signal.SIGSTOP), died),
         RandomFault("an error in a rank", plant(rank, "raise_error"), died),
+        RandomFault("NaN in a gradient of a rank", plant(rank, "spoil_a_gradient"), (71,)),
         RandomFault("no file can grow", _fill_the_disk(ranks), (73,)),
         RandomFault("no checkpoint can be made", _block_saves, (73,), undo=_unblock_saves),
         RandomFault("the newest checkpoint is damaged", _kill_and_damage, (-kill,), is_damaged=True),
