@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zlib
 from dataclasses import replace
@@ -129,6 +130,23 @@ def test_a_file_that_is_cut_is_found_at_the_start_and_one_that_shrinks_when_it_i
     (tmp_path / "tokens.json").write_text('{"format": 1, "dtype": "uint16"}')
     with pytest.raises(DataError, match=r"tokens\.json: is damaged"):
         open_tokens(tmp_path, 0.05)
+
+
+def test_a_pipe_in_the_place_of_any_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    folder, prefix = write_folder(tmp_path / "folder"), write_megatron(tmp_path / "prefix", DOCUMENTS)
+    files = open_tokens(folder, 0.05)
+    for path, opens, said in (
+        (folder / "train-00000.bin", folder, "has 0 bytes and must have"),
+        (folder / "tokens.json", folder, r"cannot be read \(it is not a regular file\)"),
+        (Path(f"{prefix}.bin"), prefix, "has 0 bytes and must have"),
+        (Path(f"{prefix}.idx"), prefix, r"cannot be read \(it is not a regular file\)"),
+    ):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {said}"):
+            open_tokens(opens, 0.05)
+    with pytest.raises(DataError, match=r"train-00000\.bin: cannot be read \(it is not a regular file\)"):
+        files.train.read(np.array([0]), 60)  # as where the file is replaced in mid-run
 
 
 @pytest.mark.parametrize(("dtype", "code", "width"), [("uint16", 8, 2), ("int32", 4, 4)])

@@ -6,7 +6,9 @@ it has read, and a file that shrinks under a run is an error with a message.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import weakref
 import zlib
 from array import array
@@ -79,7 +81,7 @@ class _Descriptor:
     """A file that is open for reading until nothing refers to this object."""
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+        self.number = open_regular(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.number)
 
 
@@ -134,6 +136,16 @@ class IdWriter:
     def _write_documents(self) -> None:
         """Writes the file beside the ids that says where documents begin; called before the ids are in place."""
         raise NotImplementedError
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Opens a file for `open`, and never waits. Raises OSError for anything but a regular file: to open a pipe would
+    wait for its writer for ever."""
+    number = os.open(path, flags | os.O_NONBLOCK)  # which changes nothing of a regular file
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def check_size(path: Path, size_bytes: int) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel3d.data.id_files import FileSlice, IdWriter, check_size, unreadable
+from parallel3d.data.id_files import FileSlice, IdWriter, check_size, open_regular, unreadable
 from parallel3d.errors import DataError
 
 # Megatron's header: a magic, the version, the code of the ids' type, the numbers of sequences and of document borders.
@@ -34,7 +34,7 @@ class MegatronIndex:
     def read(cls, path: Path) -> MegatronIndex:
         """Reads the header. Raises DataError for another file, or one that is shorter than it says."""
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 raw = file.read(_HEADER.size)
         except OSError as error:
             raise unreadable(path, error) from error

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.data import megatron
-from parallel3d.data.id_files import FileSlice, FileTokens, IdWriter, check_size
+from parallel3d.data.id_files import FileSlice, FileTokens, IdWriter, check_size, open_regular
 from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 
@@ -80,9 +80,10 @@ class TokensJson:
         """Reads `tokens.json`. Raises DataError where it is missing, or not what this version writes."""
         path = folder / TOKENS_JSON
         try:
-            if path.stat().st_size > _LARGEST_JSON_BYTES:
-                raise ValueError("it is larger than that of any data set")
-            found = json.loads(path.read_text())
+            with open(path, opener=open_regular) as file:
+                if os.fstat(file.fileno()).st_size > _LARGEST_JSON_BYTES:
+                    raise ValueError("it is larger than that of any data set")
+                found = json.load(file)
             if found["format"] != FORMAT:
                 raise DataError(f"{path}: format {found['format']}, this version reads {FORMAT}; write the folder anew")
             for part in ("train", "validation"):
