@@ -144,6 +144,17 @@ def test_a_stopped_launcher_takes_its_workers_down(
     assert outcome(tmp_path)["exit_status"] == status
 
 
+def test_what_nohup_ignores_stays_ignored_by_the_launcher_and_its_workers(tmp_path: Path) -> None:
+    launcher = start("sleeps", 2, tmp_path, "nohup")
+    pids = signed_in(tmp_path, 2)
+    os.killpg(launcher.pid, signal.SIGHUP)  # it would be heard before a signal of a higher number
+    launcher.send_signal(signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=20)
+    assert stderr.splitlines()[-1] == "error: stopped by SIGTERM"
+    assert launcher.returncode == 143
+    assert not any(is_alive(pid) for pid in pids)
+
+
 def test_workers_may_save_and_end_at_the_first_sigterm(tmp_path: Path) -> None:
     launcher = start("saves_at_sigterm", 3, tmp_path)
     signed_in(tmp_path, 3)
@@ -166,9 +177,9 @@ def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: P
     assert not any(is_alive(pid) for pid in pids)
 
 
-def start(target: str, world_size: int, folder: Path) -> subprocess.Popen[str]:
+def start(target: str, world_size: int, folder: Path, *before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, PROGRAM, target, str(world_size), str(folder)],
+        [*before, sys.executable, PROGRAM, target, str(world_size), str(folder)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

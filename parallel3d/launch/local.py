@@ -129,8 +129,8 @@ class _Worker:
         self.process.start()
         self._sender.close()  # the worker holds a copy of its own
 
-    def collect(self) -> Failure | None:
-        """Returns the failure of a process that has just ended, or None for a good end."""
+    def collect(self, last_seen: str) -> Failure | None:
+        """Returns the failure of a process that has just ended, and was `last_seen` somewhere; None for a good end."""
         self.process.join()
         self.ended_at = time.monotonic()
         exitcode = self.process.exitcode
@@ -141,11 +141,11 @@ class _Worker:
         if report is not None or not exitcode:
             return report
         if exitcode == -signal.SIGKILL:
-            message = "was killed by SIGKILL; if nobody sent it, the host ran out of memory (see dmesg)"
+            message = f"was killed by SIGKILL{last_seen}; if nobody sent it, the host ran out of memory (see dmesg)"
         elif exitcode < 0:
-            message = f"was killed by {signal.Signals(-exitcode).name}"
+            message = f"was killed by {signal.Signals(-exitcode).name}{last_seen}"
         else:
-            message = f"ended with status {exitcode} and without a word"
+            message = f"ended with status {exitcode} and without a word{last_seen}"
             if exitcode == _NO_FORK_SERVER:
                 message += "; all ranks do when the server that forks them is killed, by someone or for want of memory"
         # A communication library that loses a peer may abort its process.
@@ -178,7 +178,7 @@ def _watch(workers: Sequence[_Worker], patience: Patience, meeting_place: Path) 
             return failures
         for sentinel in ended:
             assert isinstance(sentinel, int)
-            failure = running[sentinel].collect()
+            failure = running[sentinel].collect(judge.last_seen(running[sentinel].rank))
             if failure is not None:
                 if not failures:
                     deadline = time.monotonic() + patience.reports_s

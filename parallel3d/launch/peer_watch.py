@@ -26,7 +26,7 @@ from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.watch.pulse import BEAT_S, Beat, Pulse
-from parallel3d.watch.verdict import LOST_S, Judge, process_state
+from parallel3d.watch.verdict import LOST_S, STOPPED_S, Judge, process_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -71,6 +71,7 @@ class PeerWatch:
         self._judge = Judge([f"{each.host} {each.pid_namespace}" for each in places], f"{own.host} {own.pid_namespace}")
         self._answered_at = time.monotonic()  # when the store last did
         self._is_ending, self._is_closed = False, threading.Event()
+        self._ending = threading.Lock()  # held to the end of the process by the thread that tells why it ends
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="peer-guard", daemon=True).start()
@@ -86,6 +87,7 @@ class PeerWatch:
         """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
         in the place of the error."""
         self._is_closed.set()
+        self._ending.acquire()
         # The loss of a peer has a cause, which that peer tells, or which is seen when its process has ended.
         cause = self._look_for(_GRACE_S) if failure.secondary else None
         if failure.secondary and cause is None:  # it is stopped, or was alone on its host
@@ -129,14 +131,18 @@ class PeerWatch:
 
     def _guard(self) -> None:
         """Ends this rank where the store does not answer the other thread: the host is cut off from that of the store,
-        and what this host would tell or save may not count. A look that comes late means that the process was held."""
+        and what this host would tell or save may not count. But where rank 0 has the store, is on this host and is
+        stopped, that is told. A look that comes late means that the process was held."""
         looked_at = time.monotonic()
         while not self._is_closed.wait(BEAT_S) and not self._is_ending:
             now = time.monotonic()
             if now - looked_at > LOST_S / 2:
                 self._answered_at = now
             looked_at = now
-            if now - self._answered_at > LOST_S:
+            silent_s = now - self._answered_at
+            if silent_s > STOPPED_S and self._rank == self._teller() and self._is_stopped(0):
+                self._end(self._rank, self._died(0, f"is stopped (state T){self._judge.last_seen(0)}"))
+            if silent_s > LOST_S:
                 if self._rank == min(self._neighbours):
                     message = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off, and its ranks end"
                     print_error(self._died(self._rank, message).line())
@@ -166,16 +172,16 @@ class PeerWatch:
 
     def _look(self) -> tuple[int, Failure] | None:
         """Returns the first failure and the rank that told of it, or None where all is well."""
-        gone = [rank for rank in self._neighbours if not _is_alive(self._places[rank].pid)]
+        gone = self._gone()
         try:
             is_told = self._store.check([_KEY])
         except RuntimeError:
             try:  # a connection may be lost and the store be there
                 self._store = self._connect()
                 is_told = self._store.check([_KEY])
-            except RuntimeError:
+            except (RuntimeError, OSError):
                 message = "does not answer: the store that it or its launcher holds has gone"
-                return min({*self._neighbours} - {*gone}), self._died(0, message)
+                return self._teller(), self._ended(0) if 0 in self._gone() else self._died(0, message)
         with suppress(RuntimeError):
             if self._store.check([_ROLL]):
                 self._store.set(f"{_ROLL}/{self._rank}", "")
@@ -183,7 +189,22 @@ class PeerWatch:
             return _read(self._store.get(_KEY))
         if not gone:
             return None
-        return self._tell(self._died(gone[0], "ended without a word; the lines of its launcher may say how"))
+        return self._tell(self._ended(gone[0]))
+
+    def _teller(self) -> int:
+        """Returns the rank of this host that tells what rank 0 cannot, whose process may hold the store."""
+        return min({*self._neighbours} - {0} or {0})
+
+    def _is_stopped(self, rank: int) -> bool:
+        return rank in self._neighbours and process_state(self._places[rank].pid) == "T"
+
+    def _gone(self) -> list[int]:
+        """Returns the ranks of this host whose processes have ended."""
+        return [rank for rank in self._neighbours if not _is_alive(self._places[rank].pid)]
+
+    def _ended(self, rank: int) -> Failure:
+        seen = self._judge.last_seen(rank)
+        return self._died(rank, f"ended without a word{seen}; the lines of its launcher may say how")
 
     def _died(self, rank: int, message: str) -> Failure:
         place = self._places[rank]
@@ -198,6 +219,7 @@ class PeerWatch:
 
     def _end(self, teller: int, cause: Failure) -> None:
         """Ends this process, after one that is stopped or held and would keep a launcher waiting for its end."""
+        self._ending.acquire()
         try:
             if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
                 with suppress(ProcessLookupError):

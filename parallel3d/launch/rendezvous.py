@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -182,10 +183,12 @@ def _leave(watch: PeerWatch | None) -> None:
 
 
 def connect_to_store(prefix: str) -> dist.Store:
-    """Opens a connection to the store of the ranks that torchrun or srun has started, for keys below `prefix`."""
+    """Opens a connection to the store of the ranks that torchrun or srun has started, for keys below `prefix`. Raises
+    OSError where nobody listens, and RuntimeError where nobody answers."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    socket.create_connection((host, port), _STORE_S).close()  # refused at once where torch would try again and again
     timeout = datetime.timedelta(seconds=_STORE_S)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(prefix, store)

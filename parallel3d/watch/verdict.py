@@ -58,6 +58,10 @@ class Judge:
             or self._stuck(now, patience)
         )
 
+    def last_seen(self, rank: int) -> str:
+        """Returns where a rank was by its newest beat, to be put after words on its end; "" before its first."""
+        return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
+
     def _take(self, rank: int, beat: Beat, state: str, now: float, *, was_held: bool) -> None:
         seen, doing = self._seen.get(rank), (beat.step, beat.waits, beat.phase in _JUDGED)
         if seen is None or was_held:
@@ -129,4 +133,4 @@ def process_state(pid: int) -> str:
 
 def _place(beat: Beat) -> str:
     """Where a rank is in the run, in words."""
-    return f"in {beat.phase} after step {beat.step}"
+    return f"in {beat.phase} " + (f"after step {beat.step}" if beat.step else "before its first step")

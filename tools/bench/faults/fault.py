@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,25 @@ def torchrun(ranks: int) -> list[str]:
     return [*_TORCHRUN, "--nproc-per-node", str(ranks), "-m", "parallel3d.recipes.pretrain"]
 
 
+def as_srun(ranks: int) -> list[str]:
+    """A shell that starts the ranks with srun's variables, tells of each how it ends, and ends as rank 0 does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = (
+        f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} SLURM_NTASKS={ranks} SLURM_TASKS_PER_NODE={ranks}; "
+        f'for each in {{0..{ranks - 1}}}; do SLURM_PROCID=$each SLURM_LOCALID=$each "$@" & tasks[each]=$!; done; '
+        f"for each in {{{ranks - 1}..0}}; do wait ${{tasks[each]}}; status=$?; "
+        'echo "task $each: exited with exit code $status" >&2; done; exit $status'
+    )
+    return ["bash", "-c", start, "bash", *local(ranks)]
+
+
+def under_nohup(ranks: int) -> list[str]:
+    """The command, which nohup(1) starts."""
+    return ["nohup", *local(ranks)]
+
+
 def under_timeout(ranks: int) -> list[str]:
     """timeout(1) around the command; SIGALRM to it is the end of its time."""
     return ["timeout", "--preserve-status", "1h", *local(ranks)]
@@ -69,8 +89,8 @@ class Fault:
     """A row of the table of faults. `act` is done to the run when it has told of step `at_step`. `words` are regular
     expressions, each of which what the run says on stderr must match.
 
-    A run ends with `status` (its command's, or under torchrun, which makes 1 of each, that of outcome.json; None: as it
-    likes), or `goes_on` to its end, and then the fault is found when the words are there."""
+    A run ends with `status` (its command's, or under torchrun, which makes 1 of each, and with srun's variables that of
+    outcome.json; None: as it likes), or `goes_on` to its end, and then the fault is found when the words are there."""
 
     name: str
     act: Callable[[LiveRun], None]
@@ -86,6 +106,7 @@ class Fault:
     at_step: int = 12
     change: Callable[[Recipe], Recipe] = lambda recipe: recipe  # other keys of the run, also of the one without a fault
     prepare: Callable[[Path], None] = lambda folder: None  # called with the run's parent folder before it starts
+    mend: Callable[[Path], None] = lambda folder: None  # the same, before the command is started again
 
 
 def to_rank(rank: int, signum: int) -> Callable[[LiveRun], None]:
@@ -179,7 +200,8 @@ class LiveRun:
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank: a launcher has set RANK, or it is one of those that were forked in order."""
-        by_rank = {_environment(pid).get("RANK"): pid for pid in self.processes()}
+        environments = {pid: _environment(pid) for pid in self.processes()}
+        by_rank = {each.get("RANK", each.get("SLURM_PROCID")): pid for pid, each in environments.items()}
         if str(rank) in by_rank:
             return by_rank[str(rank)]
         server = self.fork_server()
@@ -249,7 +271,7 @@ class Trial:
         for word in self._missing_words():
             yield f"nothing that the run says matches {word!r}:\n{said}"
         outcome = self._run_dir / "outcome.json"
-        if fault.launch is torchrun and status == 1 and outcome.exists():
+        if outcome.exists() and (fault.launch is as_srun or (fault.launch is torchrun and status == 1)):
             status = json.loads(outcome.read_text())["exit_status"]
         wanted = 0 if fault.goes_on else fault.status
         if wanted is not None and status != wanted:
@@ -268,6 +290,7 @@ class Trial:
         """Yields how the same command, started again, differs from a run without a fault."""
         if self.fault.goes_on or not self.fault.is_resumed:
             return
+        self.fault.mend(self._folder)
         expected = self._losses_without_a_fault()
         again = _start(self.fault, self._folder)
         status = _status(again)
@@ -289,6 +312,7 @@ class Trial:
                 return _losses(known.parent / "run")
         folder = self._shared / f"straight-{uuid4().hex}"
         folder.mkdir()
+        self.fault.prepare(folder)
         run = _start(replace(self.fault, launch=local), folder)
         if status := _status(run):
             raise RankError(f"{self.fault.name}: the run without a fault ended with status {status}:\n{run.said()}")

@@ -78,13 +78,14 @@ def abort(model: nn.Module) -> None:
 
 
 def spoil_a_gradient(model: nn.Module) -> None:
-    """Makes one element of the step's gradient NaN, in the last block of this rank, where it is summed and not yet
-    looked at."""
+    """Makes one element of the step's gradient NaN on this rank, in its last block where it has one. The gradient is
+    summed and not yet looked at."""
     measure = update.squared_norm
 
     def spoiled(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
         update.squared_norm = measure
-        gradient = [p.local.grad for p in parameters if p.name.endswith("mlp.up.weight")][-1]
+        own = [p for p in parameters if not p.is_copy]
+        gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
         assert gradient is not None
         gradient.view(-1)[0] = float("nan")
         return measure(parameters, axes)
