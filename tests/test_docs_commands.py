@@ -39,7 +39,7 @@ LIBRARIES = {  # beyond the development tools
     "training": ("tensorboard", "wandb", "mlflow"),
 }
 _BLOCK = re.compile(r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PROGRAMS = r"parallel3d-\w+|torchrun|python3?|pip|make|bash|git|sbatch|kubectl|vllm|lm_eval|tensorboard|pytest"
+_PROGRAMS = r"parallel3d-\w+|torchrun|python3?|pip|make|bash|git|srun|sbatch|kubectl|vllm|lm_eval|tensorboard|pytest"
 _COMMAND = re.compile(rf"(?:\$ )?(?:[A-Za-z_]+=\S+ )*(?:{_PROGRAMS}) ")
 _FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\b")
 _NOT_RUN = re.compile(r"not run: needs \w+")
@@ -139,14 +139,16 @@ def script_of(blocks: list[Block]) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_is_not_run_says_why(page: Path) -> None:
     blocks = blocks_of(page)
-    marks = re.findall(r"<!-- (.*?) -->|(# not run.*)", page.read_text(), re.DOTALL)
+    marks = re.findall(r"<!-- (.*?) -->", page.read_text(), re.DOTALL)
     of_blocks = {each.mark for each in blocks if each.is_shell or each.language == "python"}
-    for comment, behind in marks:
-        assert _NOT_RUN.match(behind.removeprefix("# ")) if behind else comment in of_blocks, comment or behind
+    for line in "".join(each.text for each in blocks if each.is_shell).splitlines():
+        assert "not run" not in line or _NOT_RUN.search(line), f"`{line}` does not say what is missing"
+    for comment in marks:
+        assert comment in of_blocks, f"`{comment}` is before no commands"
         if comment.startswith("run by "):
             test = ROOT / comment.split()[2]
             assert page.name in test.read_text(), f"{test.name} does not read {page.name}"
-        elif comment and not comment.startswith(("given: ", "its numbers are")):
+        elif not comment.startswith(("given: ", "its numbers are")):
             assert _NOT_RUN.match(comment), f"`{comment}` does not say what is missing"
     for block in blocks:
         if block.language == "python" and block.is_run and block.file is not None:
