@@ -130,7 +130,7 @@ def script_of(blocks: list[Block]) -> str:
         if block.language == "python":
             lines += [] if block.file else [f"python - <<'END OF FILE'\n{block.text}END OF FILE\n"]
         elif block.shows_output:
-            lines += [f"({command}) > printed.{block.line} 2>&1 || true\n" for command in block.commands()]
+            lines += [f"({command}) >> printed.{block.line} 2>&1 || true\n" for command in block.commands()]
         else:
             lines += block.commands()
     return "".join(lines)
