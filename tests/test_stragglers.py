@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.diagnosis.stragglers import Slowest, Stragglers, work_clock
+from parallel3d.diagnosis.stragglers import OwnTime, Slowest, Stragglers, work_clock
 
-FAST, SLOW = 1.0, 2.5
+FAST, SLOW = OwnTime(1.0, 1.0), OwnTime(2.5, 2.4)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_rank_is_compared_with_those_that_hold_its_stages(hosts: None) -> None
     watch = Stragglers(ParallelConfig(pp=2, dp_shard=2))
     for _ in range(5):
         assert watch.see([FAST, FAST, SLOW, SLOW], 10) == (Slowest(0, 1.0), None)
-    assert watch.see([FAST, 1.2, SLOW, SLOW], 10)[0] == Slowest(1, 1.2)
+    assert watch.see([FAST, OwnTime(1.2, 0.3), SLOW, SLOW], 10)[0] == Slowest(1, 1.2)
 
 
 def test_it_is_warned_of_once_when_it_has_been_slow_twice_in_a_row(hosts: None) -> None:
@@ -42,26 +42,35 @@ def test_it_is_warned_of_once_when_it_has_been_slow_twice_in_a_row(hosts: None) 
     )
 
 
-def test_a_warning_goes_by_the_sum_of_ten_steps(hosts: None) -> None:
+def test_a_warning_goes_by_the_sum_of_seven_steps(hosts: None) -> None:
     """A rank that is slow in every third line is not warned of; one that is so in each line of two steps is."""
     watch = Stragglers(ParallelConfig(dp_shard=2))
     assert [watch.see([FAST, SLOW if line % 3 == 0 else FAST], 1)[1] for line in range(60)] == [None] * 60
+    watch = Stragglers(ParallelConfig(dp_shard=2))
     told = [watch.see([FAST, SLOW], 2)[1] is not None for _ in range(15)]
-    assert told == [line == 9 for line in range(15)]
+    assert told == [line == 7 for line in range(15)]
 
 
 def test_of_two_ranks_the_faster_one_is_the_measure(hosts: None) -> None:
-    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, SLOW], 1) == (Slowest(1, SLOW), None)
+    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, SLOW], 1) == (Slowest(1, 2.5), None)
 
 
-def test_stages_on_one_rank_each_are_compared_and_not_warned_of(hosts: None) -> None:
+def test_stages_on_one_rank_each_are_compared_by_the_processor_that_they_get(hosts: None) -> None:
+    """A stage of much work is not slow; one whose thread runs for a third of its work is."""
     watch = Stragglers(ParallelConfig(pp=3))
-    assert [watch.see([FAST, FAST, SLOW], 10) for _ in range(5)] == [(Slowest(2, SLOW), None)] * 5
+    assert watch.see([FAST, FAST, OwnTime(5.0, 5.0)], 10) == (Slowest(0, 1.0), None)
+    starved, much = OwnTime(1.5, 0.5), OwnTime(4.0, 4.0)
+    told = [watch.see([FAST, starved, much], 10) for _ in range(3)]
+    assert [slowest for slowest, _ in told] == [Slowest(1, 3.0)] * 3
+    assert [warning for _, warning in told if warning] == [
+        "rank 1 (node1, pp 1, dp_replicate 0, dp_shard 0, tp 0) is slow: its work takes 3.0 times that of its peers' "
+        "median, each per second of processor time, and all wait for it"
+    ]
 
 
 def test_one_rank_and_unknown_times_say_nothing() -> None:
     assert Stragglers(ParallelConfig()).see([FAST], 10) == (None, None)
-    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, math.nan], 10) == (None, None)
+    assert Stragglers(ParallelConfig(dp_shard=2)).see([FAST, OwnTime(math.nan, 1.0)], 10) == (None, None)
     assert math.isnan(work_clock(torch.device("cuda"))())
 
 

@@ -146,15 +146,17 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepClocks:
-    """The clocks of a rank's steps: their time, the part of it that waits for a batch, and the rank's own work."""
+    """The clocks of a rank's steps: their time, the part of it that waits for a batch, the rank's own work, and the
+    part of that for which its thread ran."""
 
     whole: Stopwatch
     data: Stopwatch
     work: Stopwatch
+    ran: Stopwatch
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        with self.whole.timing(), self.work.timing():
+        with self.whole.timing(), self.work.timing(), self.ran.timing():
             yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.data.order import LeftOut
-from parallel3d.diagnosis.stragglers import Stragglers, work_clock
+from parallel3d.diagnosis.stragglers import OwnTime, Stragglers, work_clock
 from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
@@ -70,7 +71,9 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
         device = self.trainer.device
-        self.clocks = StepClocks(whole=Stopwatch(), data=Stopwatch(), work=Stopwatch(work_clock(device)))
+        self.clocks = StepClocks(
+            whole=Stopwatch(), data=Stopwatch(), work=Stopwatch(work_clock(device)), ran=Stopwatch(time.thread_time)
+        )
         self.stragglers = Stragglers(self.recipe.parallel)
         self.reported_tokens = self.trainer.tokens
         self.run_dir = self.checkpoints.parent
@@ -295,17 +298,18 @@ def measure(
     the steps that `clocks` have timed; `losses` are those of the evaluation sets by their names, and `peak` is the
     FLOP/s of one device."""
     recipe, sets = trainer.recipe, dict(losses or {})
-    (seconds, steps), (waited_s, _), (work_s, _) = clocks.whole.read(), clocks.data.read(), clocks.work.read()
+    (seconds, steps), (waited_s, _) = clocks.whole.read(), clocks.data.read()
+    (work_s, _), (ran_s, _) = clocks.work.read(), clocks.ran.read()
     per_device = tokens / seconds / recipe.parallel.world_size
     mfu, weights = None, trainer.block_weights
     if peak is not None and weights is not None:
         mfu = per_device * metrics.flops_per_token(recipe.model, weights, recipe.train.seq_len) / peak
-    own = (*metrics.peak_memory_bytes(trainer.device), waited_s / steps, (work_s + waited_s) / steps)
+    own = (*metrics.peak_memory_bytes(trainer.device), waited_s / steps, work_s + waited_s, ran_s)
     sent = torch.tensor(own, dtype=torch.float64, device=trainer.device)
     gathered = sent.new_empty(dist.get_world_size() * len(own))
     all_gather_single(gathered, sent)
-    peak_bytes, reserved_bytes, waits_s, works_s = gathered.view(-1, len(own)).t().tolist()
-    slowest, warning = stragglers.see(works_s, steps)
+    peak_bytes, reserved_bytes, waits_s, works_s, ran = gathered.view(-1, len(own)).t().tolist()
+    slowest, warning = stragglers.see([*map(OwnTime, works_s, ran)], steps)
     line = StepMetrics(
         step=trainer.step,
         loss=result.loss,

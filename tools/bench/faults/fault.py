@@ -100,6 +100,7 @@ class Fault:
     launch: Launch = local
     status: int | None = 70
     goes_on: bool = False
+    within_steps: int | None = None  # the most steps until a run that goes on has said them
     saves: bool = False  # the run saves the step at which it ends, which is one of the next two
     is_resumed: bool = True  # the same command goes on, with the losses of a run without a fault
     has_peer: bool = False  # plain torch under torchrun can suffer the same
@@ -224,7 +225,7 @@ class Trial:
         self.fault, self._folder, self._shared = fault, folder, shared
         self._run_dir = folder / "run"
         self._left: list[str] = []
-        self._at_step = 0
+        self._at_step = self._found_at_step = 0
 
     @cached_property
     def run(self) -> LiveRun:
@@ -251,7 +252,7 @@ class Trial:
                     break
                 if run.command.poll() is not None:
                     break
-            took_s = time.monotonic() - begun
+            took_s, self._found_at_step = time.monotonic() - begun, run.step()
             run.command.wait(_LONGEST_S)
             ended = time.monotonic()
             for _ in _patiently(_ORPHANS_S):
@@ -270,6 +271,8 @@ class Trial:
         said, status = run.said(), run.command.returncode
         for word in self._missing_words():
             yield f"nothing that the run says matches {word!r}:\n{said}"
+        if fault.within_steps is not None and self._found_at_step - self._at_step > fault.within_steps:
+            yield f"it was done at step {self._at_step} and found at step {self._found_at_step}"
         outcome = self._run_dir / "outcome.json"
         if outcome.exists() and (fault.launch is as_srun or (fault.launch is torchrun and status == 1)):
             status = json.loads(outcome.read_text())["exit_status"]
