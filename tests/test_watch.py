@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,18 @@ def test_what_was_not_judged_does_not_count_when_the_rank_goes_on(phase: str) ->
     assert story.go_on(6.5, busy={0: "forward or backward"}) is None
     found = story.go_on(3, busy={0: "forward or backward"})
     assert found is not None and found[0] == 0 and "is stuck for 8 s" in found[1]
+
+
+def test_where_all_read_for_a_minute_the_first_is_named_with_its_stack() -> None:
+    story = Story()
+    story.go_on(5, steps=True)
+    everybody, computing = dict.fromkeys(range(4), "data"), dict.fromkeys(range(4), "forward or backward")
+    assert story.go_on(59, busy=everybody) is None
+    assert story.go_on(300, busy=computing) is None
+    assert story.go_on(59, busy=everybody) is None  # the clock began anew
+    found = story.go_on(3, busy=everybody)
+    assert found is not None and found[0] == 0
+    assert re.match(r"is stuck for 6\d s in data after step 7, as are all others; ", found[1])
 
 
 def test_where_all_wait_nobody_is_named_and_the_time_out_decides() -> None:

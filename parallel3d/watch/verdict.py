@@ -12,6 +12,7 @@ STOPPED_S = 2.5  # a process that is stopped for longer is told
 LOST_S = 4.0  # a host that gives no sign for longer is told; a link that is gone for 2 s is silent for 3.2 s
 STUCK_S = 7.0  # the least time that a rank may keep the others waiting (it is told within 10), ...
 STUCK_STEPS = 5  # ... which is so many steps where these are longer
+ALL_READ_S = 60.0  # the least time that all ranks may wait for their data: a file server may go away and come back
 _GAP_S = 2.0  # a watcher that was held for longer has seen nothing of the others meanwhile
 # What may take long on one rank alone is not judged: there train.timeout_s is the limit.
 _JUDGED = ("data", "forward or backward", "optimizer")
@@ -23,7 +24,7 @@ class _Seen:
 
     beat: Beat
     beaten_at: float  # when the count last grew
-    doing: tuple[int, bool, bool]  # the steps done, whether it waits, and whether its phase is judged
+    doing: tuple[int, bool, bool, bool]  # the steps done, and whether it waits, is in a phase that is judged, in data
     since: float  # ... for so long
     stopped_since: float | None = None
 
@@ -63,7 +64,7 @@ class Judge:
         return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
 
     def _take(self, rank: int, beat: Beat, state: str, now: float, *, was_held: bool) -> None:
-        seen, doing = self._seen.get(rank), (beat.step, beat.waits, beat.phase in _JUDGED)
+        seen, doing = self._seen.get(rank), (beat.step, beat.waits, beat.phase in _JUDGED, beat.phase == "data")
         if seen is None or was_held:
             self._seen[rank] = seen = _Seen(beat, now, doing, now)
         if beat.count != seen.beat.count:
@@ -105,17 +106,23 @@ class Judge:
         return None
 
     def _stuck(self, now: float, patience: float) -> tuple[int, str] | None:
-        """The ranks that do not wait, while all others wait for them, in a step that none has done for long."""
+        """The ranks that do not wait, while all others wait for them, in a step that none has done for long; or all
+        ranks, where each of them waits for its data."""
         if len(self._seen) < self._world_size:
             return None
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
-        if not 0 < len(busy) < len(self._seen) or any(seen.beat.phase not in _JUDGED for seen in busy.values()):
+        if not busy or any(seen.beat.phase not in _JUDGED for seen in busy.values()):
             return None
+        others = "while the others wait"
+        if len(busy) == len(self._seen):
+            if any(seen.beat.phase != "data" for seen in busy.values()):
+                return None
+            others, patience = "as are all others", max(ALL_READ_S, patience)
         stuck_s = min(now - seen.since for seen in self._seen.values())
         if any(seen.beat.step_s is None for seen in self._seen.values()) or stuck_s <= patience:
             return None
         rank, seen = min(busy.items())
-        return rank, f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, while the others wait; {seen.beat.stack}"
+        return rank, f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, {others}; {seen.beat.stack}"
 
     def _patience(self) -> float:
         """The seconds that a rank may keep the others waiting."""
