@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError, Parallel3dError, RankError
 from parallel3d.tools import clock as clock_module
 from parallel3d.tools.bench import __main__ as bench
-from parallel3d.tools.bench import data_loading
+from parallel3d.tools.bench import converted, data_loading
 from parallel3d.tools.bench import layers as layers_bench
 from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement, device_of_rank, run_cases, run_ranks
@@ -237,6 +238,14 @@ def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(monkeypatch: p
     seconds = DeviceClock(torch.device("cuda")).seconds(lambda: told.append("work"), 2)
     assert seconds == pytest.approx(0.003)
     assert told == ["record", "work", "work", "record", "synchronize"]
+
+
+@pytest.mark.parametrize(("family", "beside_dtensor"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_a_converted_block_and_its_peer_agree(world: Callable, family: str, beside_dtensor: bool) -> None:
+    pytest.importorskip("transformers", reason="its blocks are converted: pip install 'parallel3d[dev]'")
+    size = step_bench.StepSize(name="tiny", model=replace(TINY, layers=1), seq_len=8, rounds=1, steps=1)
+    for rounds in world(2).run(converted.measure, size, family, beside_dtensor, 1, 1):
+        assert all(timing.cpu_s > 0.0 for each in rounds for timing in (each.ours, each.peer))
 
 
 def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def tensor_parallelize(
         for plan in plans:  # at last: two layers of one parent may ask for the same new count
             for (owner, attribute), count in plan.counts.items():
                 setattr(owner, attribute, count)
-    if hasattr(module, "save_pretrained"):
+    if hasattr(module, "save_pretrained") and not isinstance(module, SavingForm):
         reform(module, SavingForm, axis)
     return module
 

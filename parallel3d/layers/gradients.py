@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import functional as F
@@ -72,7 +73,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 def refuse_function_transforms() -> None:
     """Raises RuntimeError inside a transform of `torch.func`, which cannot follow a layer's collectives."""
-    if is_in_function_transform():
+    if not is_compiling() and is_in_function_transform():
         raise RuntimeError(
             "torch.func.grad, vmap and their kin cannot follow a tensor-parallel layer; use loss.backward() or "
             "torch.autograd.grad, with torch.func.functional_call if parameters are given"

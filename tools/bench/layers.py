@@ -1,5 +1,5 @@
 """`bench layers`: a transformer block, forward and backward, against torch's own tensor parallelism and one process;
-and the peak memory of the loss in chunks against the whole.
+blocks of transformers that are converted (`converted`); and the peak memory of the loss in chunks against the whole.
 
 The peer of a block is the same block in plain torch, from the same weights, laid out by `parallelize_module` (DTensor)
 as `bench step` lays it out. Outputs and input gradients must agree before anything is timed. Overhead rules at
@@ -27,6 +27,7 @@ from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.parallelize import compile_blocks
 from parallel3d.pipeline.stage import BlockRange, cut
+from parallel3d.tools.bench.converted import converted_cases
 from parallel3d.tools.bench.harness import (
     AGREEMENT,
     Case,
@@ -85,6 +86,8 @@ def bench_layers(options: Options) -> list[ResultRow]:
     `one process` among them."""
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
+    if options.device == "cpu":
+        cases |= converted_cases(SIZES, TP_BARS)
     for tp in (1, 2):
         name = f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp {tp}"
         cases[name] = partial(bench_loss, name, tp)
