@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from parallel3d.checkpoint.store import retain
 from parallel3d.checkpoint.together import collect
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
+from parallel3d.torch_private import timeout_ms
 
 
 @dataclass
@@ -75,7 +77,11 @@ class Saver(AbstractContextManager["Saver"]):
 
     def __init__(self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]) -> None:
         self._rule, self._saved, self._say = rule, saved, say
-        self._group = dist.new_group(backend="gloo", group_desc="saves") if rule.in_background else None
+        self._group: dist.ProcessGroup | None = None
+        if rule.in_background:
+            assert dist.group.WORLD is not None
+            wait = timedelta(milliseconds=timeout_ms(dist.group.WORLD, torch.device("cpu")))  # not torch's default
+            self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
         self._memory = StagingMemory()
         self._under_way: _SaveUnderWay | None = None
         self._written: WrittenParts | None = None  # as the ranks agreed for the save before
