@@ -7,6 +7,8 @@ if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a sec
     raise ImportError("import this as parallel3d.recipes")
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,8 +17,11 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
-from parallel3d.planner.hardware.cluster import device_of_cuda
+from parallel3d.planner.hardware.cluster import cluster_of_cuda
+from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
+
+_FEWEST_LINES = 4  # metrics.jsonl needs more, since its first has the start in it
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -60,6 +65,27 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     from parallel3d.training.worker import run_worker  # this imports torch, which a wrong recipe need not wait for
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
+    if rendezvous.rank == 0 and (command := plan_with(recipe)) is not None:
+        print(f"plan with what this run measured: {command}", file=sys.stderr, flush=True)
+
+
+def plan_with(recipe: Recipe) -> str | None:
+    """Returns the command that plans with what a run that is done has measured of its cluster; None where it has too
+    few lines of steady steps, or the planner does not know its model or its device."""
+    import torch  # which a run that is done has imported
+
+    metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
+    lines = metrics.read_text().count("\n") if metrics.is_file() else 0
+    if lines <= _FEWEST_LINES or recipe.model.is_custom or any(unmodeled_settings(recipe)):
+        return None
+    name = "cpu"
+    if recipe.train.device != "cpu" and torch.cuda.is_available():
+        cluster = cluster_of_cuda(torch.cuda.get_device_name(), [HARDWARE])
+        if cluster is None:
+            return None
+        name = cluster.device_file
+    folder = str(recipe.run_dir)
+    return shlex.join(["parallel3d-plan", "--model", f"{folder}/config.yaml", "--gpu", name, "--measured", folder])
 
 
 def evaluate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
@@ -78,5 +104,5 @@ def generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:
     """Returns the dense peak FLOP/s of the GPU that CUDA calls so, from its hardware file; None where none lists it."""
-    device = device_of_cuda(cuda_name, [HARDWARE])
-    return None if device is None else device.peak(precision)
+    cluster = cluster_of_cuda(cuda_name, [HARDWARE])
+    return None if cluster is None else cluster.device.peak(precision)

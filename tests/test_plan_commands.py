@@ -16,7 +16,6 @@ from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfi
 from parallel3d.models import shape_cards
 from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
 from parallel3d.planner.published.cases import read_cases
-from parallel3d.planner.published.score import score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
@@ -229,14 +228,16 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
 
 def test_the_accuracy_that_plans_quote_is_that_of_this_engine(tmp_path: Path, capsys: Said) -> None:
     file = read_cases(CASES, [HARDWARE])
-    blind, device_blind = (plan_score.score_file(CASES, leave_out=kind) for kind in ("source", "device"))
-    today, recorded = plan_score.accuracy_of(file, score(file), blind, device_blind), plan_score.recorded_accuracy()
+    left_out = (read_cases(CASES, [HARDWARE], leave_out=kind) for kind in ("source", "device"))
+    today, recorded = plan_score.accuracy_of(file, *left_out), plan_score.recorded_accuracy()
     near = "record it anew: parallel3d-plan score tools/cases/published.json --record tools/plan/accuracy.json"
-    for column in ("blind", "fitted"):
+    for column in ("blind", "fitted", "not_anchored", "anchored"):
         assert today[column] == pytest.approx(recorded[column], abs=0.2), near
     assert today["spread"]["throughput"]["unknown"] == pytest.approx(
         recorded["spread"]["throughput"]["unknown"], abs=0.01
     ), near
+    assert today["anchored"]["throughput_median"] < 0.75 * today["not_anchored"]["throughput_median"]
+    assert today["spread"]["throughput"]["anchored"]["all"] < 0.75 * today["spread"]["throughput"]["unknown"]["all"]
     assert today["runs_by_hardware"] == recorded["runs_by_hardware"], near
     path = tmp_path / "accuracy.json"
     some = tmp_path / "some.json"

@@ -12,9 +12,9 @@ import pytest
 
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.tools.arguments import HARDWARE, bytes_per_s, dollars, fraction, memory_bytes, tokens
+from parallel3d.tools.names.layout import read_layout, read_parallel
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import device_files, file_of, find_cluster
-from parallel3d.tools.plan.inputs import read_layout, read_parallel
 from parallel3d.tools.plan.models import read_model
 
 Said = pytest.CaptureFixture[str]

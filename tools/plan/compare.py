@@ -6,6 +6,8 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -14,20 +16,23 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.cluster import Cluster, Scales
+from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.report.json import memory_tree
-from parallel3d.planner.report.text import TIME_KINDS, layout_text, time_text, wrapped
+from parallel3d.planner.published.anchor import MeasuredRun, scales_of
+from parallel3d.planner.report.json import memory_tree, scales_tree
+from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
 _SAME_PEAK = 0.02
+_SAME_SCALE = 0.02
 _LABELS = {
     "step_time_s": "step, s",
     "tokens_per_s_per_device": "tokens/s a device",
@@ -42,6 +47,8 @@ class RunMetrics:
     allocator's on CUDA)."""
 
     lines: int
+    first_step: int  # the first and the last step that the lines tell of
+    last_step: int
     step_time_s: float
     least_s: float  # the tenth and the ninetieth percentile
     most_s: float
@@ -91,6 +98,19 @@ class RunComparison:
             figures["peak_allocated_gib"] = (self.memory.allocated / GIB, found.peak_memory_bytes / GIB)
         return figures
 
+    @property
+    def measured_run(self) -> MeasuredRun:
+        """The run as `--measured` takes it."""
+        bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
+        return MeasuredRun(
+            run=self.run, step_time_s=self.measured.step_time_s, memory_bytes=bytes_, memory_kind="allocated"
+        )
+
+    @cached_property
+    def scales(self) -> Scales:
+        """What of the prediction was off, as far as one run tells."""
+        return scales_of([self.measured_run])
+
 
 def answer(options: argparse.Namespace) -> Reply:
     """Compares the run of a folder with the plan for the hardware that the user says it was on."""
@@ -106,7 +126,8 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
     recipe = load_recipe(path, cards=shape_cards())
-    run = replace(run_of_recipe(recipe), cluster=cluster)
+    program = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
+    run = replace(run_of_recipe(recipe), cluster=cluster, program=program)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
     return RunComparison(recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured)
 
@@ -116,11 +137,12 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text.split("\n")[:-1]]
-        steady = [
-            line
+        pairs = [
+            (before, line)
             for before, line in zip(lines, lines[1:], strict=False)
             if recipe.batch_sizes.at(before["step"]) == recipe.train.global_batch_size
         ]
+        steady, first_step = [line for _, line in pairs], pairs[0][0]["step"] + 1 if pairs else 0
         times = [float(line["step_time_s"]) for line in steady]
         peak = max((int(line["peak_memory_bytes"]) for line in steady), default=0)
         rates = [(float(line["tokens_per_s_per_device"]), line["mfu"]) for line in steady]
@@ -131,6 +153,8 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     return RunMetrics(
         lines=len(times),
+        first_step=first_step,
+        last_step=steady[-1]["step"],
         step_time_s=median(times),
         least_s=tenths[0],
         most_s=tenths[-1],
@@ -156,8 +180,16 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     spread = f"80% of them from {measured.least_s:.3g} to {measured.most_s:.3g} s a step"
     yield from wrapped("measured", f"the median of {measured.lines} lines of metrics.jsonl; {spread}")
     yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
+    yield from wrapped("scales", f"{scales_text(found.scales)}; {_most_off(found.scales)}")
     if run.on_cpu:
         yield from wrapped("memory", "what a CPU's process holds is Python's and torch's too, and not compared")
+
+
+def _most_off(scales: Scales) -> str:
+    """Says which scale was furthest off."""
+    of = {"arithmetic": scales.arithmetic, "the network": scales.network, "memory": scales.memory}
+    name = max(of, key=lambda each: abs(log(of[each])))
+    return "none was off" if abs(log(of[name])) < _SAME_SCALE else f"most off was {name}"
 
 
 def _tree(found: RunComparison) -> object:
@@ -173,6 +205,7 @@ def _tree(found: RunComparison) -> object:
         "lines": measured.lines,
         "step_time_s_p10_p90": [measured.least_s, measured.most_s],
         "figures": figures,
+        "scales": scales_tree(found.scales),
         "predicted": {
             "time_s": {kind: getattr(found.cost.parts, kind) for kind in TIME_KINDS},
             "memory_gib": memory_tree(found.memory),

@@ -3,66 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from typing import Any, get_args
+from dataclasses import dataclass, replace
 
 from parallel3d.config.ranges import range_errors
-from parallel3d.config.recipe import ParallelConfig, Recompute, TrainConfig
-from parallel3d.config.sharding_strategies import Cadence, ShardingName
+from parallel3d.config.recipe import ParallelConfig, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
-from parallel3d.planner.model.planned_run import EngineLayout
 from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.published.programs import in_precision, named_program, programs
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
-from parallel3d.schedules.registry import ScheduleName
+from parallel3d.tools.names.layout import read_layout
 from parallel3d.tools.names.lookup import find_name, unknown_name
 from parallel3d.tools.plan.hardware import asked_cluster
+from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
 _RISK = 0.05  # the chance of not fitting that a plan takes by default
-_WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": get_args(ScheduleName),
-    "recompute": get_args(Recompute),
-    "sequence_parallel": ("true", "false"),
-    "sharding": get_args(ShardingName),
-    "gather": get_args(Cadence),
-    "reduce": get_args(Cadence),
-}
-# What people call a key of `parallel:` elsewhere.
-_ALIASES = {
-    "vpp": "virtual_stages",
-    "vp": "virtual_stages",
-    "mb": "microbatch_size",
-    "mbs": "microbatch_size",
-    "micro_batch": "microbatch_size",
-    "micro_batch_size": "microbatch_size",
-    "microbatch": "microbatch_size",
-    "ac": "recompute",
-    "every": "recompute_every",
-    "sp": "sequence_parallel",
-    "rep": "dp_replicate",
-    "shard": "dp_shard",
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-}
-# Keys of other programs that no key here stands for, and what to do instead.
-_ELSEWHERE = {
-    "dp": "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both",
-    "zero": "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3",
-}
-_ELSEWHERE |= {
-    "data_parallel_size": _ELSEWHERE["dp"],
-    "zero_stage": _ELSEWHERE["zero"],
-}
-_FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +87,10 @@ def read_question(
         program=program,
         fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
-        **_memory_limit(options, program, devices, precision, is_mixture=experts is not None),
     )
-    more = list(notes(model.recipe)) if model.recipe else []
+    question, measured = anchored(question, options)
+    question = _with_memory_limit(question, options)
+    more = [*measured, *(notes(model.recipe) if model.recipe else ())]
     if model.longest is not None and seq_len > model.longest:
         more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
     return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
@@ -156,57 +117,25 @@ def read_fixed(options: argparse.Namespace) -> Fixed:
     return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
 
 
-def read_layout(texts: list[str], option: str) -> dict[str, Any]:
-    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names the source in
-    errors."""
-    found: dict[str, Any] = {}
-    for text in (part.strip() for words in texts for part in words.split(",")):
-        key, equals, value = text.partition("=")
-        key = key.strip().replace("-", "_").lower()
-        name = _ALIASES.get(key, key)
-        if name in _ELSEWHERE:
-            raise ConfigError(f"{option} {text}: {_ELSEWHERE[name]}")
-        if not equals or name not in _FIXABLE:
-            near = get_close_matches(name, [*_FIXABLE, *_ALIASES], n=1)
-            advice = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else f"keys are {', '.join(_FIXABLE)}"
-            raise ConfigError(f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}")
-        if name in found:
-            raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
-        value = value.strip()
-        if name in _WORDS and value not in _WORDS[name]:
-            raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
-        if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
-            raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
-        found[name] = value == "true" if name == "sequence_parallel" else value if name in _WORDS else int(value)
-    return found
-
-
-def read_parallel(texts: list[str], option: str) -> ParallelConfig:
-    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism, and whatever else is
-    not said has its default."""
-    said = read_layout(texts, option)
-    if said.get("virtual_stages", 1) > 1:
-        said = {"schedule": "interleaved_1f1b", **said}
-    if "recompute_every" in said:
-        said = {"recompute": "every_n", **said}
-    said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
-    return EngineLayout(**said) if {"cp", "ep"} & {*said} else ParallelConfig(**said)
-
-
-def _memory_limit(
-    options: argparse.Namespace, program: TrainingProgram, devices: int, precision: str, *, is_mixture: bool
-) -> dict[str, Any]:
-    """Returns how full a device may be predicted to get: as --mem-fraction says, or as full as leaves the risk of not
-    fitting that --risk says."""
+def _with_memory_limit(question: Question, options: argparse.Namespace) -> Question:
+    """Returns the question with how full a device may be predicted to get: as --mem-fraction says, or as full as leaves
+    the risk of not fitting that --risk says."""
     if options.mem_fraction is not None:
         if options.risk is not None:
             raise ConfigError("--risk: --mem-fraction says how full a device may get; keep one of the two")
-        return {"memory_fraction": options.mem_fraction}
+        return replace(question, memory_fraction=options.mem_fraction)
     risk = _RISK if options.risk is None else options.risk
     if not 0 < risk < 1:
         raise ConfigError(f"--risk {risk:g}: must be a chance above 0 and below 1; try 0.05")
-    spread = memory_spread(program, devices, precision, recorded_accuracy(), is_mixture)
-    return {"memory_fraction": min(1.0, round(safe_share(spread, risk), 3)), "risk": risk}
+    spread = memory_spread(
+        question.program,
+        question.gpus,
+        question.precision,
+        recorded_accuracy(),
+        is_mixture=question.shape.experts is not None,
+        is_anchored=question.program.name in question.cluster.scales.weighed,
+    )
+    return replace(question, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk)
 
 
 def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool) -> TrainingProgram:

@@ -17,6 +17,7 @@ from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
 from parallel3d.planner.report.page import header
 from parallel3d.planner.report.text import (
+    anchored_lines,
     bar,
     days_column,
     gib,
@@ -183,6 +184,7 @@ def _sizes_page(
     yield next(header(question))
     links = links_text(cluster)
     yield from wrapped("hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links}")
+    yield from anchored_lines(cluster.scales)
     if options.tokens is not None and (hourly := cluster.device.price_per_hour) is not None:
         whose = f" ({cluster.device.price_from})" if cluster.device.price_from else ""
         yield from wrapped("price", f"${hourly:.2f} an hour of a device{whose}")

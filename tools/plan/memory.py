@@ -16,10 +16,11 @@ from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.page import limits
-from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, bar, gib, layout_text, si, telling_ranks
+from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, anchored_lines, bar, gib, layout_text, si, telling_ranks
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
-from parallel3d.tools.plan.inputs import read_parallel, read_question
+from parallel3d.tools.names.layout import read_parallel
+from parallel3d.tools.plan.inputs import read_question
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
@@ -79,6 +80,7 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
     yield f"layout    {layout_text(parallel)}"
     yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each"
+    yield from anchored_lines(question.cluster.scales)
     yield ""
     yield from explained(found, whole=whole)
     yield ""

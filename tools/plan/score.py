@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.spread import spread_of
+from parallel3d.planner.published.anchor import anchored_cases
 from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.knowledge import LeaveOut
 from parallel3d.planner.published.programs import named_program
@@ -31,20 +33,31 @@ def answer(options: argparse.Namespace) -> Reply:
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
     if options.engine is not None:
         named_program(options.engine)
+    if options.anchored and options.leave_out != "source":
+        raise ConfigError("--anchored: corrects what is left out by one run of each source; add --leave-out source")
     folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
     read = partial(read_cases, options.cases, folders)
     file = read(engine=options.engine)
-    result, blind = with_ranges(file), None
+    columns = {"fitted": file}
     if options.leave_out is not None:
-        blind = with_ranges(read(leave_out=options.leave_out, engine=options.engine))
+        columns[f"{options.leave_out} left out"] = read(leave_out=options.leave_out, engine=options.engine)
+    if options.anchored:
+        rest, anchored = anchored_cases(columns["source left out"])
+        told = {case.id for case in rest.cases}
+        of_rest = replace(file, cases=tuple(case for case in file.cases if case.id in told))
+        columns = {"fitted": of_rest, "source left out": rest, "and anchored by a run": anchored}
+    scores = {name: with_ranges(each) for name, each in columns.items()}
     if options.record is not None:
-        figures = accuracy_of(file, *(score(read(leave_out=kind)) for kind in (None, "source", "device")))
+        figures = accuracy_of(file, *(read(leave_out=kind) for kind in ("source", "device")))
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
 
     def tree() -> Any:
-        return result.to_json() | ({} if blind is None else {f"{options.leave_out}_left_out": blind.to_json()})
+        found = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
+        return (
+            found.pop("fitted") | ({"anchored": found.pop("and_anchored_by_a_run")} if options.anchored else {}) | found
+        )
 
-    return Reply(page=lambda: page(result, blind, f"{options.leave_out} left out"), tree=tree)
+    return Reply(page=lambda: page(scores), tree=tree)
 
 
 def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
@@ -64,9 +77,12 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(file: CaseFile, fitted: Score, blind: Score, device_blind: Score) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today: `blind` are those with each run's source left out,
-    `device_blind` with what was set on its device left out."""
+def accuracy_of(file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFile) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today: of cases as they are, with each run's source left out, and
+    with what was set on its device left out."""
+    fitted, blind, device_blind = (score(each) for each in (file, blind_file, device_blind_file))
+    rest, anchored_file = anchored_cases(blind_file)
+    anchored = score(anchored_file)
     counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
@@ -76,7 +92,9 @@ def accuracy_of(file: CaseFile, fitted: Score, blind: Score, device_blind: Score
         fit_runs=fitted.fit.cases,
         blind=_figures(blind),
         fitted=_figures(fitted),
-        spread=recorded_spread(file, fitted, blind, device_blind),
+        not_anchored=_figures(score(rest)),
+        anchored=_figures(anchored),
+        spread=recorded_spread(file, fitted, blind, device_blind, anchored),
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 
@@ -92,9 +110,9 @@ def _figures(of: Score) -> dict[str, float]:
     }
 
 
-def page(fitted: Score, blind: Score | None = None, how: str = "") -> Iterator[str]:
-    """Yields the totals, then a line for each source; with a `blind` score its columns stand beside the fitted ones."""
-    both = [("fitted", fitted), *([(how, blind)] if blind is not None else [])]
+def page(scores: Mapping[str, Score]) -> Iterator[str]:
+    """Yields the totals, then a line for each source; each score, the fitted one first, has its columns."""
+    both, fitted = [*scores.items()], next(iter(scores.values()))
     yield f"{'':24}{'':6}" + "".join(f"{name:^34}" for name, _ in both)
     yield f"{'':24}{'runs':>6}" + f"{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}" * len(both)
     for kind in ("throughput", "memory"):

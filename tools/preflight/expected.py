@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.planner.hardware.cluster import Cluster, axis_group, device_of_cuda, load_cluster
+from parallel3d.planner.hardware.cluster import Cluster, axis_group, cluster_of_cuda, load_cluster
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
@@ -31,8 +31,8 @@ class RecipeNeeds:
     def of(cls, recipe: Recipe, hardware: str | None, cuda_name: str, per_node: int) -> RecipeNeeds:
         """`hardware` is a shipped name or the path of a hardware file; None takes the GPU's own, or that of a CPU."""
         cluster, is_known = load_cluster(hardware or "cpu", [HARDWARE]), hardware is not None
-        if hardware is None and (name := _shipped_device(cuda_name)) is not None:
-            cluster, is_known = load_cluster(name, [HARDWARE]), True
+        if hardware is None and (found := cluster_of_cuda(cuda_name, [HARDWARE])) is not None:
+            cluster, is_known = found, True
         is_modeled = not recipe.model.is_custom and not any(unmodeled_settings(recipe))
         return cls(
             cluster=replace(cluster, gpus_per_node=per_node),
@@ -48,14 +48,6 @@ class RecipeNeeds:
 
     def message_s(self, bytes_: int, *, crosses: bool) -> float:
         return send_s(self.cluster, bytes_, nodes=1 + crosses)
-
-
-def _shipped_device(cuda_name: str) -> str | None:
-    device = device_of_cuda(cuda_name, [HARDWARE])
-    files = (path.stem for path in sorted(HARDWARE.glob("*.yaml")))
-    return next(
-        (name for name in files if device is not None and load_cluster(name, [HARDWARE]).device == device), None
-    )
 
 
 def _stride(parallel: ParallelConfig, axis: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any
 
@@ -28,6 +28,10 @@ class Curve:
         at, share = _place(sizes, size)
         return exp((1 - share) * log(seconds[at]) + share * log(seconds[at + 1]))
 
+    def scaled(self, factor: float) -> Curve:
+        """Returns the curve with each of its times so much longer."""
+        return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -41,6 +45,10 @@ class Grid:
         (i, u), (j, v) = _place(self.sides, side), _place(self.depths, depth)
         corners = ((i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v))
         return exp(sum(weight * log(self.rates[a][b]) for a, b, weight in corners if weight))
+
+    def slowed(self, factor: float) -> Grid:
+        """Returns the grid with each of its rates so much lower."""
+        return replace(self, rates=tuple(tuple(rate / factor for rate in row) for row in self.rates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,20 @@ class OneProcess:
     overhead: Overhead
     recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
 
+    def scaled(self, factor: float) -> OneProcess:
+        """Returns what the process takes where everything takes so much longer."""
+        return OneProcess(
+            matmul={precision: grid.slowed(factor) for precision, grid in self.matmul.items()},
+            attention={
+                name: (there.slowed(factor), back.slowed(factor)) for name, (there, back) in self.attention.items()
+            },
+            byte_s=factor * self.byte_s,
+            gradient_s=factor * self.gradient_s,
+            logit_s=factor * self.logit_s,
+            overhead=NO_OVERHEAD.plus(self.overhead, factor),
+            recompute={kind: factor * seconds for kind, seconds in self.recompute.items()},
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRanks:
@@ -84,6 +106,16 @@ class ManyRanks:
     axes: Mapping[str, Overhead]  # what an axis of this size adds
     collectives: Mapping[str, Curve]  # the tp layers' by kind: seconds by bytes of the whole tensor
 
+    def scaled(self, factor: float) -> ManyRanks:
+        """Returns what the ranks take where all that they do together takes so much longer."""
+        return replace(
+            self,
+            action_s=factor * self.action_s,
+            transfer=self.transfer.scaled(factor),
+            axes={axis: NO_OVERHEAD.plus(added, factor) for axis, added in self.axes.items()},
+            collectives={kind: curve.scaled(factor) for kind, curve in self.collectives.items()},
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -94,6 +126,11 @@ class Calibration:
     synchronous: bool
     processes: Mapping[int, OneProcess]  # by threads
     ranks: Mapping[int, ManyRanks]  # by how many
+
+    def scaled(self, arithmetic: float, network: float) -> Calibration:
+        """Returns the measurements with what a process does alone, and what ranks do together, so much longer."""
+        processes = {threads: each.scaled(arithmetic) for threads, each in self.processes.items()}
+        return replace(self, processes=processes, ranks={n: each.scaled(network) for n, each in self.ranks.items()})
 
     def process(self, ranks: int) -> OneProcess:
         """Returns the measurement of one of so many ranks of a host, whose threads are its share of the cores."""

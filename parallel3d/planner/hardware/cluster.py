@@ -84,6 +84,19 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scales:
+    """What runs on a cluster were measured to take, over what is predicted of it: seconds of the devices' own work and
+    of all that ranks send each other, and the bytes of all but parameters, gradients and optimizer states, which are
+    counted exactly. `timed` and `weighed` name the program of each run whose step, and whose memory, was measured."""
+
+    arithmetic: float = 1.0
+    network: float = 1.0
+    memory: float = 1.0
+    timed: tuple[str, ...] = ()
+    weighed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes of equal devices. `network` is what each device has of its node's network."""
 
@@ -96,6 +109,7 @@ class Cluster:
     whole_nodes: int = 32  # the most nodes whose network is not oversubscribed
     device_file: str = ""  # the name of the file that its device is from
     measured: Calibration | None = None  # by `parallel3d-plan calibrate`, on one such node
+    scales: Scales = Scales()  # which its devices and links have already, and its memory has when a rank's is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +154,13 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
     return replace(cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem)
 
 
-def device_of_cuda(cuda_name: str, folders: list[Path]) -> Device | None:
-    """Returns the device that CUDA calls `cuda_name`, by its full name; None where no file of `folders` lists it."""
+def cluster_of_cuda(cuda_name: str, folders: list[Path]) -> Cluster | None:
+    """Returns the device that CUDA calls `cuda_name`, by its full name, in its usual nodes; None where no device's file
+    of `folders` lists it."""
     paths = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
-    devices = (load_cluster(str(path), folders).device for path in paths)
-    return next((device for device in devices if cuda_name in device.cuda_names), None)
+    clusters = (load_cluster(str(path), folders) for path in paths)
+    named = (cluster for cluster in clusters if cuda_name in cluster.device.cuda_names)
+    return next((cluster for cluster in named if cluster.name == cluster.device_file), None)
 
 
 def _path(name: str, folders: list[Path]) -> Path:
@@ -271,3 +287,23 @@ def with_links(
     said = ((cluster.network, network_gb_per_s), (cluster.node, node_gb_per_s))
     network, node = (link if speed is None else replace(link, bandwidth=speed * 1e9) for link, speed in said)
     return replace(cluster, network=network, node=node, gpus_per_node=gpus_per_node or cluster.gpus_per_node)
+
+
+def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
+    """Returns the cluster with everything that it does as much slower as the scales say: the rates that are sustained,
+    the seconds that a kernel, a launch or a message takes, and the measurements of a calibrated host."""
+    arithmetic, network = scales.arithmetic, scales.network
+    device = replace(
+        cluster.device,
+        matmul_efficiency=cluster.device.matmul_efficiency / arithmetic,
+        memory_efficiency=cluster.device.memory_efficiency / arithmetic,
+        attention_flops={way: rate / arithmetic for way, rate in cluster.device.attention_flops.items()},
+        kernel_s=cluster.device.kernel_s * arithmetic,
+        launch_s=cluster.device.launch_s * arithmetic,
+    )
+    node, between = (
+        replace(link, efficiency=link.efficiency / network, latency_s=link.latency_s * network)
+        for link in (cluster.node, cluster.network)
+    )
+    measured = cluster.measured and cluster.measured.scaled(arithmetic, network)
+    return replace(cluster, device=device, node=node, network=between, measured=measured, scales=scales)

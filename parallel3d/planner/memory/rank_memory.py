@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
+_BESIDE_STATES = ("activations", "logits", "buffers", "temporary", "fragmentation", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,15 @@ class RankMemory:
     def allocated_in_first_step(self) -> float:
         """`allocated` while the optimizer has not made its moments, which come after the backward's peak."""
         return max(self._states, self.allocated - self.made_after_backward)
+
+    @property
+    def beside_states(self) -> float:
+        """What is neither a parameter nor a gradient nor an optimizer's state."""
+        return self.total - self._states
+
+    def with_beside_states(self, scale: float) -> RankMemory:
+        """Returns the memory with everything but those so many times as large."""
+        return replace(self, **{kind: scale * getattr(self, kind) for kind in _BESIDE_STATES})
 
     @property
     def _states(self) -> float:

@@ -51,13 +51,16 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
-    return parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
+    """A rank's memory, with what was measured of it on the cluster."""
+    counted = parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
+    scale = run.cluster.scales.memory
+    return counted if scale == 1 else counted.with_beside_states(scale)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of a rank of this project's own program, at the fullest moment of a step."""
-    state = RankState(run, rank)
-    fullest = max(moments(state), key=lambda moment: moment.total)
+    """Returns the memory of a rank of this project's own program, at the fullest moment of a step, as it is counted."""
+    state, scale = RankState(run, rank), run.cluster.scales.memory
+    fullest = max(moments(state), key=lambda moment: moment.gradients + scale * (moment.total - moment.gradients))
     parameters, gradients, optimizer = state.at_rest
     program = run.program
     at_work = fullest.total - fullest.gradients

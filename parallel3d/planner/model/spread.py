@@ -3,7 +3,7 @@ published runs, and the chance that a layout fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, hypot, log
 from statistics import NormalDist
@@ -59,27 +59,45 @@ def _groups(devices: int, parameter_shards: int, precision: str) -> list[str]:
 def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
     """Returns the spread of a run by the recorded accuracy: for a program that is known or not, the widest of the kinds
     that the run is of, and beside it that of a device whose efficiency is from its data sheet."""
-    program, cluster = run.program, run.cluster
+    program, cluster, errors = run.program, run.cluster, recorded["spread"]["throughput"]
     is_known = program.is_measured or (program.is_parallel3d and cluster.measured is not None)
-    errors = recorded["spread"]["throughput"]["known" if is_known else "unknown"]
-    speed = max(errors[kind] for kind in ("all", *groups_of(run)) if kind in errors)
+    speed = _widest(errors["known" if is_known else "unknown"], groups_of(run))
     if cluster.device_file not in recorded["runs_by_hardware"] and cluster.measured is None:
         speed = hypot(speed, recorded["spread"]["data_sheet"])
+    if program.name in cluster.scales.timed:
+        speed = min(speed, _widest(errors["anchored"], groups_of(run)))
     if run.shape.experts is not None:
         speed = max(speed, MIXTURES)
-    memory = memory_spread(program, run.layout.world_size, run.precision, recorded, run.shape.experts is not None)
+    memory = memory_spread(
+        program,
+        run.layout.world_size,
+        run.precision,
+        recorded,
+        is_mixture=run.shape.experts is not None,
+        is_anchored=program.name in cluster.scales.weighed,
+    )
     return Spread(throughput=speed, memory=memory)
 
 
+def _widest(errors: Mapping[str, float], groups: Iterable[str]) -> float:
+    return max(errors[group] for group in ("all", *groups) if group in errors)
+
+
 def memory_spread(
-    program: TrainingProgram, devices: int, precision: str, recorded: Mapping[str, Any], is_mixture: bool = False
+    program: TrainingProgram,
+    devices: int,
+    precision: str,
+    recorded: Mapping[str, Any],
+    *,
+    is_mixture: bool = False,
+    is_anchored: bool = False,
 ) -> float:
     """Returns the spread of memory, which no layout changes. That of this project's own program is counted from its own
-    code, as that of programs which were fitted to their runs; no run says how much memory a mixture takes."""
-    is_known = program.is_measured and not is_mixture
-    kind = "fitted" if program.is_parallel3d else "known" if is_known else "unknown"
-    errors: Mapping[str, float] = recorded["spread"]["memory"][kind]
-    return max(errors[group] for group in ("all", *_groups(devices, 1, precision)) if group in errors)
+    code, as that of programs which were fitted to their runs; no run says how much memory a mixture takes. Where a run
+    of the program on this cluster has corrected it (`is_anchored`), it is at most as wide as such runs leave it."""
+    errors, is_known = recorded["spread"]["memory"], program.is_measured and not is_mixture
+    kinds = ["fitted" if program.is_parallel3d else "known" if is_known else "unknown", *["anchored"] * is_anchored]
+    return min(_widest(errors[kind], _groups(devices, 1, precision)) for kind in kinds)
 
 
 def safe_share(memory: float, risk: float) -> float:

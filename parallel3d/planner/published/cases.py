@@ -21,6 +21,8 @@ from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields, meaning
 from parallel3d.planner.published.knowledge import Knowledge, LeaveOut
 
+MeasuredRank = Literal["worst", "first", "last"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -47,7 +49,7 @@ class PublishedCase:
     tags: tuple[str, ...]
     apart: str
     definition: FlopsDefinition  # what its TFLOP/s and MFU count
-    memory_rank: Literal["worst", "first", "last"]  # the pipeline rank whose memory was measured
+    memory_rank: MeasuredRank  # the pipeline rank whose memory was measured
     filled: tuple[str, ...]
 
 

@@ -10,10 +10,11 @@ from statistics import mean, median
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
+from parallel3d.planner.memory.rank_memory import MemoryKind, RankMemory
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.model.spread import FIGURES, Figure, Spread
-from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
+from parallel3d.planner.published.cases import CaseFile, MeasuredRank, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
 
@@ -173,19 +174,22 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
 
 def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
-    run = case.run
+    run, kind = case.run, case.measured.memory_kind
     ranks = memory_by_rank(run)
-    worst = max(ranks, key=lambda memory: memory.total)
-    measured_rank = {"worst": worst, "first": ranks[0], "last": ranks[-1]}[case.memory_rank]
-    kind = case.measured.memory_kind
     needed = max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
         fits=needed <= run.cluster.device.memory_bytes,
-        memory_gib=(worst.total if kind is None else measured_rank.of_kind(kind)) / GIB,
+        memory_gib=measured_bytes(ranks, case.memory_rank if kind else "worst", kind or "device") / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
+
+
+def measured_bytes(ranks: Sequence[RankMemory], which: MeasuredRank, kind: MemoryKind) -> float:
+    """Returns what is measured on one of a run's pipeline ranks."""
+    worst = max(ranks, key=lambda memory: memory.total)
+    return {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which].of_kind(kind)
 
 
 def prediction(

@@ -17,16 +17,20 @@ _PRIOR_SOURCES = 4  # the spread of all counts as that of so many sources of a k
 _APART = ("", "float8")
 
 
-def recorded_spread(file: CaseFile, fitted: Score, blind: Score, device_blind: Score) -> dict[str, Any]:
-    """Returns the spread by figure, for programs that are known and not, and that which a device adds whose efficiency
-    was not set on runs. A run of a known program from a source that is not here lies between those that its figures
-    were set on and those of sources left out, and so does its spread."""
+def recorded_spread(
+    file: CaseFile, fitted: Score, blind: Score, device_blind: Score, anchored: Score
+) -> dict[str, Any]:
+    """Returns the spread by figure, for programs that are known and not, what is left of the latter where a run of the
+    same cluster has anchored it, and that which a device adds whose efficiency was not set on runs. A run of a known
+    program from a source that is not here lies between those that its figures were set on and those of sources left
+    out, and so does its spread."""
     groups = {case.id: set(groups_of(case.run)) for case in file.cases if "duplicate" not in case.tags}
     tree: dict[str, Any] = {"level": LEVEL}
     for figure in FIGURES:
         unknown, within = _by_group(blind, figure, groups), _by_group(fitted, figure, groups)
         known = {name: (width + within.get(name, width)) / 2 for name, width in unknown.items()}
-        tree[figure] = {"fitted": _rounded(within), "known": _rounded(known), "unknown": _rounded(unknown)}
+        found = {"fitted": within, "known": known, "unknown": unknown, "anchored": _by_group(anchored, figure, groups)}
+        tree[figure] = {kind: _rounded(widths) for kind, widths in found.items()}
     same = {case.id: case.predicted.step_time_s for case in fitted.cases}
     changed = [case for case in device_blind.cases if case.predicted.step_time_s != same.get(case.id)]
     of_changed = {case.id for case in changed if not case.apart}

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.cluster import Cluster, Scales
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
@@ -98,6 +98,11 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def scales_tree(scales: Scales) -> dict[str, Any] | None:
+    """Returns what measured runs correct, None without any; `timed` and `weighed` name the program of each run."""
+    return asdict(scales) if scales.timed or scales.weighed else None
+
+
 def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:
     return {
         "parallel": parallel_tree(rejected.parallel),
@@ -115,6 +120,7 @@ def question_tree(question: Question) -> dict[str, Any]:
         **{key: getattr(question, key) for key in ("gpus", "seq_len", "global_batch_size", "precision")},
         "memory_fraction": question.memory_fraction,
         "risk": question.risk,
+        "anchored": scales_tree(question.cluster.scales),
         "usable_gib": question.usable_bytes / GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
         "schedules": list(question.schedules),

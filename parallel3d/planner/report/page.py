@@ -16,6 +16,7 @@ from parallel3d.planner.model.planned_run import other_axes
 from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
 from parallel3d.planner.report.text import (
     TIME_KINDS,
+    anchored_lines,
     bar,
     days_column,
     gib,
@@ -95,6 +96,7 @@ def header(q: Question) -> Iterator[str]:
     nodes = -(-q.gpus // cluster.gpus_per_node)
     size = f"{nodes} node{'s' * (nodes > 1)} of {cluster.gpus_per_node}"
     yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links_text(cluster)}")
+    yield from anchored_lines(cluster.scales)
 
 
 def advice(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -165,6 +167,9 @@ def _how_sure(known: Mapping[str, Any], question: Question) -> str:
     """The recorded errors, those on sources that nothing was set on first."""
     blind, fitted = known["blind"], known["fitted"]
     runs = known["runs_by_hardware"].get(question.cluster.device_file, 0)
+    scales = question.cluster.scales
+    if question.program.name in (*scales.timed, *scales.weighed):
+        return _how_sure_anchored(known)
     here = f"{runs} of these runs are on this device" if runs else "none of these runs is on this device: trust it less"
     own = "parallel3d itself was never measured on a GPU; " if question.program.is_parallel3d else ""
     if question.shape.experts is not None:
@@ -177,6 +182,17 @@ def _how_sure(known: Mapping[str, Any], question: Question) -> str:
         f"({known['throughput_runs']} runs, 90% within {blind['throughput_p90']:.0f}%) and "
         f"{blind['memory_median']:.1f}% of memory ({known['memory_runs']} runs, {blind['memory_p90']:.0f}%); fitted to "
         f"them {fitted['throughput_median']:.1f}% and {fitted['memory_median']:.1f}%; {here}; scored {known['date']}"
+    )
+
+
+def _how_sure_anchored(known: Mapping[str, Any]) -> str:
+    """The recorded errors on sources left out, with and without one run of each that has corrected the others."""
+    before, after = known["not_anchored"], known["anchored"]
+    return (
+        f"one run of each published source, left out else, brought the median error on the source's other runs from "
+        f"{before['throughput_median']:.1f}% to {after['throughput_median']:.1f}% of speed (90% within "
+        f"{after['throughput_p90']:.0f}%) and from {before['memory_median']:.1f}% to {after['memory_median']:.1f}% of "
+        f"memory ({after['memory_p90']:.0f}%); scored {known['date']}"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.hardware.cluster import Cluster
+from parallel3d.planner.hardware.cluster import Cluster, Scales
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import EngineLayout, other_axes
@@ -86,6 +86,21 @@ def si(number: float) -> str:
         if number >= limit * 0.9995:
             return f"{number / limit:.3g}{letter}" if number < limit * 999.5 else f"{number / limit:.0f}{letter}"
     return f"{number:.3g}"
+
+
+def scales_text(scales: Scales) -> str:
+    """Says what measured runs correct, and by how much."""
+    devices, network, memory = (f"{each:.2f}" for each in (scales.arithmetic, scales.network, scales.memory))
+    said = [f"arithmetic takes {devices} and the network {network} times as long as predicted"] * bool(scales.timed)
+    what = "memory beside parameters, gradients and optimizer states is"
+    said += [f"{what} {memory} times what is counted"] * bool(scales.weighed)
+    return ", ".join(said)
+
+
+def anchored_lines(scales: Scales) -> list[str]:
+    """Returns the lines of a page whose cluster measured runs have corrected; none where nothing was measured."""
+    runs = max(len(scales.timed), len(scales.weighed))
+    return wrapped("anchored", f"by {runs} run{'s' * (runs > 1)}: {scales_text(scales)}") if runs else []
 
 
 def links_text(cluster: Cluster) -> str:

@@ -1,0 +1,89 @@
+"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other programs call these."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from parallel3d.config.recipe import ParallelConfig, Recompute
+from parallel3d.config.sharding_strategies import Cadence, ShardingName
+from parallel3d.errors import ConfigError
+from parallel3d.planner.model.planned_run import EngineLayout
+from parallel3d.planner.search.question import Fixed
+from parallel3d.schedules.registry import ScheduleName
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": get_args(ScheduleName),
+    "recompute": get_args(Recompute),
+    "sequence_parallel": ("true", "false"),
+    "sharding": get_args(ShardingName),
+    "gather": get_args(Cadence),
+    "reduce": get_args(Cadence),
+}
+# What people call a key of `parallel:` elsewhere.
+_ALIASES = {
+    "vpp": "virtual_stages",
+    "vp": "virtual_stages",
+    "mb": "microbatch_size",
+    "mbs": "microbatch_size",
+    "micro_batch": "microbatch_size",
+    "micro_batch_size": "microbatch_size",
+    "microbatch": "microbatch_size",
+    "ac": "recompute",
+    "every": "recompute_every",
+    "sp": "sequence_parallel",
+    "rep": "dp_replicate",
+    "shard": "dp_shard",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+# Keys of other programs that no key here stands for, and what to do instead.
+_ELSEWHERE = {
+    "dp": "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both",
+    "zero": "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3",
+}
+_ELSEWHERE |= {
+    "data_parallel_size": _ELSEWHERE["dp"],
+    "zero_stage": _ELSEWHERE["zero"],
+}
+_FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
+
+
+def read_layout(texts: list[str], option: str) -> dict[str, Any]:
+    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names the source in
+    errors."""
+    found: dict[str, Any] = {}
+    for text in (part.strip() for words in texts for part in words.split(",")):
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_").lower()
+        name = _ALIASES.get(key, key)
+        if name in _ELSEWHERE:
+            raise ConfigError(f"{option} {text}: {_ELSEWHERE[name]}")
+        if not equals or name not in _FIXABLE:
+            near = get_close_matches(name, [*_FIXABLE, *_ALIASES], n=1)
+            advice = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else f"keys are {', '.join(_FIXABLE)}"
+            raise ConfigError(f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}")
+        if name in found:
+            raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
+        value = value.strip()
+        if name in _WORDS and value not in _WORDS[name]:
+            raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
+        if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
+            raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
+        found[name] = value == "true" if name == "sequence_parallel" else value if name in _WORDS else int(value)
+    return found
+
+
+def read_parallel(texts: list[str], option: str) -> ParallelConfig:
+    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism, and whatever else is
+    not said has its default."""
+    said = read_layout(texts, option)
+    if said.get("virtual_stages", 1) > 1:
+        said = {"schedule": "interleaved_1f1b", **said}
+    if "recompute_every" in said:
+        said = {"recompute": "every_n", **said}
+    said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
+    return EngineLayout(**said) if {"cp", "ep"} & {*said} else ParallelConfig(**said)

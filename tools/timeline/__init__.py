@@ -1,0 +1,1 @@
+"""A pipeline schedule in time: `parallel3d-plan timeline`."""
