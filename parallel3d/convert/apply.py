@@ -6,9 +6,9 @@ forward unless it is split: that then works on local tensors and local heads. Ac
 whole on every rank, and so is a norm's gradient; or, where the table says so, split along the sequence.
 
 [Note: packed weights] q, k and v packed along the output features cannot be split along them: a shard would be q and
-half of k, and at another tp something else. Such a weight [I, P * O] (GPT-2's c_attn, transposed) is kept split along
-its *input* features, which any tp reads back, and each forward exchanges it for this rank's columns of all P matrices:
-an all-to-all of the shard, I * P * O / n numbers, and another of the gradient. Its small bias is whole on every rank.
+half of k, and at another tp something else. Such a weight [O, I], O the features of all the products, is kept split
+along its *input* features, which any tp reads back, and each forward exchanges it for this rank's rows of each product:
+an all-to-all of the shard, O * I / n numbers, and another of the gradient. Its small bias is whole on every rank.
 
 [Note: shared heads] Where tp is a multiple of the key-value heads, neighbouring ranks compute the same head, from a
 weight that every rank keeps whole; each gives the gradient of its own queries, and the sum over tp joins them.
@@ -16,33 +16,51 @@ weight that every rank keeps whole; each gives the gradient of its own queries, 
 
 from __future__ import annotations
 
+import copy
 import itertools
-import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.convert.check import Example, checked
+from parallel3d.convert.families import rules_of
 from parallel3d.convert.forms import (
     ColumnForm,
     EmbeddingForm,
     EnterForm,
+    ExpertsForm,
     Form,
     ReplicatedForm,
     RowForm,
     SavingForm,
     ScatterForm,
+    SplitEmbeddingForm,
     is_conv1d,
+    is_linear,
     on_axis,
     reform,
 )
-from parallel3d.convert.rules import WORDS, Column, Divide, Enter, Replicate, Row, Rules, Scatter, Style, Vocab
+from parallel3d.convert.rules import (
+    WORDS,
+    Column,
+    Divide,
+    Enter,
+    Experts,
+    Replicate,
+    Row,
+    Rules,
+    Scatter,
+    Style,
+    Vocab,
+    names_matching,
+)
 from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import Axis
@@ -63,7 +81,9 @@ class Part:
         return weight.shape[dim]
 
     def count(self, attribute: str, owner: nn.Module) -> int:
-        value = getattr(owner, attribute, None)
+        value: object = owner
+        for name in attribute.split("."):
+            value = getattr(value, name, None)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.name}: its rule needs {type(owner).__name__}.{attribute}, and that is {value!r}")
         return value
@@ -83,13 +103,20 @@ class ModulePlan:
     settings: dict[str, object] = field(default_factory=dict)
     dims: dict[str, int | None] = field(default_factory=dict)
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
+    is_ruled: bool = True  # else a parameter that is tied to another's is laid as the rule of that one says
 
 
 def tensor_parallelize(
-    module: nn.Module, mesh: DeviceMesh, rules: Rules, *, check: bool = True, example: Example | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    rules: Rules | None = None,
+    *,
+    check: bool = True,
+    example: Example | None = None,
 ) -> nn.Module:
     """Splits `module` over tp in place, as the table `rules` says, and returns it. `mesh` is the tp axis, or has one of
     that name. Every rank calls it with the same weights, on any device (on the meta device nothing is compared).
+    Without `rules` a model of transformers is split by the table of its family (`families.rules_of`), which is logged.
 
     With `check` a tiny `example`, what the forward takes (by name or in order), goes forward and backward through the
     module before and after, and all outputs and gradients must agree; a model of transformers needs no example.
@@ -102,7 +129,7 @@ def tensor_parallelize(
     ValueError, with the module split, where the check finds that it computes something else."""
     tp = mesh if mesh.ndim == 1 else mesh["tp"]
     axis = Axis.of(tp)
-    plans = plan_modules(module, rules, axis.size)
+    plans = plan_modules(module, rules_of(module) if rules is None else rules, axis.size)
     dims = split_dims(plans)
     if axis.size == 1:
         return module
@@ -120,7 +147,7 @@ def tensor_parallelize(
                 reform(plan.part.module, plan.form, axis, **plan.settings)
         for plan in plans:  # at last: two layers of one parent may ask for the same new count
             for (owner, attribute), count in plan.counts.items():
-                setattr(owner, attribute, count)
+                _set_count(owner, attribute, count)
     if hasattr(module, "save_pretrained") and not isinstance(module, SavingForm):
         reform(module, SavingForm, axis)
     return module
@@ -134,8 +161,7 @@ def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
     for pattern, rule in rules.items():
         if isinstance(rule, str) and rule not in WORDS:
             raise ValueError(f"rule {pattern!r}: {rule!r} is no style; try one of {', '.join(WORDS)}")
-        expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
-        found = [name for name in names if re.fullmatch(expression, name)]
+        found = names_matching(pattern, names)
         if not found:
             nearest = get_close_matches(pattern.replace("**.", ""), names, 1, cutoff=0.0)
             near = f"the nearest name is {nearest[0]!r}" if nearest else f"{type(module).__name__} has none inside"
@@ -155,7 +181,8 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
     style = styles.get(part.name)
     whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
     if style is None:
-        if isinstance(part.module, nn.Linear | nn.Embedding) or is_conv1d(part.module):
+        is_known = isinstance(part.module, nn.Linear | nn.Embedding) or is_conv1d(part.module)
+        if is_known and not isinstance(part.parent, nn.MultiheadAttention):  # which computes with all of its own
             raise ValueError(
                 f"{part.name}: no rule says how to split this {type(part.module).__name__}; "
                 f'try "replicate", which leaves it whole on every rank'
@@ -168,7 +195,7 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
                 "beside it are split by heads; try Replicate(partial_gradient=True) where it works on heads, and "
                 '"replicate" where every rank has its whole input'
             )
-        style = Replicate()
+        return ModulePlan(part, ReplicatedForm if whole else None, {}, whole, is_ruled=False)
     match style:
         case Column():
             # A module around this one may sum the gradient of its input.
@@ -181,7 +208,7 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
             return ModulePlan(part, RowForm, vars(style), {**whole, "weight": dim})
         case Vocab():
             module = part.module
-            if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            if not isinstance(module, nn.Embedding):
                 raise ValueError(f"{part.name}: is a {type(module).__name__}; only nn.Embedding can be split by rows")
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 advice = "max_norm, scale_grad_by_freq and sparse look at all rows; turn them off"
@@ -189,12 +216,21 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
             return ModulePlan(part, EmbeddingForm, dims={"weight": 0})
         case Enter() | Scatter():
             return ModulePlan(part, EnterForm if isinstance(style, Enter) else ScatterForm, vars(style), whole)
+        case Experts():
+            count = part.count(style.count, part.module)
+            if count % part.tp:
+                raise part.uneven(count, "experts")
+            settings: dict[str, object] = {"count": count, "_is_expert_parallel": True}  # which transformers reads
+            counts = {(part.module, style.count): count // part.tp}
+            return ModulePlan(part, ExpertsForm, settings, dict.fromkeys(whole, 0), counts)
         case Divide():
-            counts = {(part.module, name): part.count(name, part.module) for name in style.attributes}
-            for (_, name), count in counts.items():
-                if count % part.tp:
+            shares = {}
+            for name in style.attributes:
+                count = part.count(name, part.module)
+                is_shared = name in style.shared and part.tp % count == 0
+                if count % part.tp and not is_shared:
                     raise part.uneven(count, name)
-            shares = {owner_and_name: count // part.tp for owner_and_name, count in counts.items()}
+                shares[part.module, name] = max(count // part.tp, 1)
             return ModulePlan(part, ReplicatedForm if whole else None, {}, whole, shares)
         case Replicate():
             return ModulePlan(part, ReplicatedForm if whole else None, vars(style), whole)
@@ -203,39 +239,90 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
 def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
     """Plans a column-parallel layer: split by whole units, or shared or packed ([Note: shared heads] and [Note: packed
     weights] in `convert.apply`)."""
-    transposed = _is_transposed(part)
-    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
+    if isinstance(part.module, nn.Embedding):
+        if part.size_of_weight(1) % part.tp:
+            raise part.uneven(part.size_of_weight(1), "columns")
+        return ModulePlan(part, SplitEmbeddingForm, dims={"weight": 1})
+    out_dim, in_dim = (1, 0) if _is_transposed(part) else (0, 1)
     features = part.size_of_weight(out_dim)
     settings: dict[str, object] = {"features": features, "gather_output": style.gather_output, "entered": entered}
-    unit = part.count(style.unit, part.parent) if style.unit else 1
-    units, left_over = divmod(features, unit * style.packed)
-    what = f"heads (output features / {style.unit})" if style.unit else "output features"
+    named = style.heads or style.unit
+    counted = part.count(named, part.parent) if named else 1
+    units, left_over = divmod(features, counted)
     if left_over:
-        raise ValueError(f"{part.name}: {features} output features are no multiple of {style.packed} x {unit}")
-    whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
-    if style.packed > 1:
-        if not transposed:
-            advice = "packed matrices are known of Conv1D alone; give q, k and v a linear layer each"
-            raise ValueError(f"{part.name}: {advice}")
-        if units % part.tp or part.size_of_weight(in_dim) % part.tp:
-            raise part.uneven(units, what)
-        return ModulePlan(part, ColumnForm, {**settings, "packed": style.packed}, {**whole, "weight": in_dim})
+        raise ValueError(f"{part.name}: {features} output features are no multiple of {named} = {counted}")
+    if style.heads:
+        units, counted = counted, units
+    what = style.heads or (f"heads (output features / {style.unit})" if style.unit else "output features")
+    if style.parts != 1:
+        if part.size_of_weight(in_dim) % part.tp:
+            raise part.uneven(part.size_of_weight(in_dim), "input features")
+        sizes = _sizes_of_parts(part, style.parts, units)
+        rows = [_rows_of_parts(part, sizes, counted, rank) for rank in range(part.tp)]
+        few = min(sizes) if min(sizes) % part.tp else None  # heads that several ranks compute
+        counts = _shrunk(part, style.shared, few) if style.shared and few else {}
+        return ModulePlan(
+            part, ColumnForm, {**settings, "rows": torch.tensor(rows)}, {**whole, "weight": in_dim}, counts
+        )
     if style.shared and part.tp > units and part.tp % units == 0:
-        group = part.count(style.shared, part.parent)
-        if group * units % part.tp:
-            raise part.uneven(group * units, "query heads")
-        counts = {(part.parent, style.shared): group * units // part.tp}
+        counts = _shrunk(part, style.shared, units)
         return ModulePlan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
-    if units % part.tp and not (style.gather_output and unit == 1):
+    if units % part.tp and not (style.gather_output and counted == 1):
         raise part.uneven(units, what)
     return ModulePlan(part, ColumnForm, settings, {name: out_dim if name == "weight" else 0 for name in whole})
+
+
+def _sizes_of_parts(part: Part, parts: int | tuple[int | str, ...], units: int) -> list[int]:
+    """Returns the units that each product of a packed weight has."""
+    if isinstance(parts, int):
+        if units % parts:
+            raise ValueError(f"{part.name}: {units} units of output features are no {parts} equal parts")
+        return [units // parts] * parts
+    sizes = [part.count(each, part.parent) if isinstance(each, str) else each for each in parts]
+    if sum(sizes) != units:
+        added = " + ".join(map(str, sizes))
+        raise ValueError(f"{part.name}: its parts have {added} = {sum(sizes)} units, and its output features {units}")
+    return sizes
+
+
+def _rows_of_parts(part: Part, sizes: list[int], unit: int, rank: int) -> list[int]:
+    """Returns the output features that a rank computes: its units of each product, or the one that it shares."""
+    rows: list[int] = []
+    start = 0
+    for size in sizes:
+        if size % part.tp and part.tp % size:
+            raise part.uneven(size, f"units in one of the parts {sizes}")
+        first = start + size * rank // part.tp
+        rows += range(first * unit, (first + max(size // part.tp, 1)) * unit)
+        start += size
+    return rows
+
+
+def _shrunk(part: Part, attribute: str, units: int) -> dict[tuple[nn.Module, str], int]:
+    """Returns how many heads of a rank read one of so few units that several ranks compute the same."""
+    group = part.count(attribute, part.parent)
+    if group * units % part.tp:
+        raise part.uneven(group * units, "query heads")
+    return {(part.parent, attribute): group * units // part.tp}
+
+
+def _set_count(owner: nn.Module, attribute: str, count: int) -> None:
+    """Sets a count of a module, or of its config, of which the module gets a copy of its own."""
+    name, _, of_config = attribute.partition(".")
+    if of_config:
+        config = copy.copy(getattr(owner, name))
+        setattr(config, of_config, count)
+        setattr(owner, name, config)
+    else:
+        setattr(owner, name, count)
 
 
 def _is_transposed(part: Part) -> bool:
     """Whether the weight is [in, out]. Raises ValueError for what is no plain linear layer."""
     if is_conv1d(part.module):
         return True
-    if type(part.module).forward is not nn.Linear.forward:
+    if not is_linear(part.module):
         raise ValueError(f"{part.name}: is a {type(part.module).__name__}; only nn.Linear and Conv1D can be split so")
     return False
 
@@ -243,10 +330,10 @@ def _is_transposed(part: Part) -> bool:
 def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:
     """Returns the dim that every parameter is split in. Raises ValueError where two names of a tied one disagree."""
     dims: dict[nn.Parameter, int | None] = {}
-    for plan in plans:
+    for plan in sorted(plans, key=lambda plan: not plan.is_ruled):
         for name, dim in plan.dims.items():
             parameter = plan.part.module._parameters[name]
-            if parameter is not None and dims.setdefault(parameter, dim) != dim:
+            if parameter is not None and dims.setdefault(parameter, dim) != dim and plan.is_ruled:
                 raise ValueError(
                     f"{plan.part.name}.{name}: is tied to a parameter that another rule splits along dim "
                     f"{dims[parameter]}, and not {dim}; give both modules rules that agree, such as vocab and column"

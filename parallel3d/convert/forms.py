@@ -59,23 +59,25 @@ class ColumnForm(Form):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
 
     Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
-    does. With `packed` > 1 and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
+    does. With `rows` and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
 
     features: int  # output features of all ranks
-    packed: int = 1
+    rows: Tensor | None = None  # [n, O / n], the output features that each rank computes, of a packed weight
     shared_heads: int | None = None  # where tp is a multiple of so many heads
     gather_output: bool = False
     entered: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         (weight, bias), n = self.weight_and_bias(), self.axis.size
-        if self.packed > 1:
+        if self.rows is not None:
             assert self.axis.group is not None
+            self.rows = self.rows.to(weight.device)
             if bias is not None:
-                bias = copy_to_region(bias, self.axis).view(self.packed, -1).chunk(n, 1)[self.axis.rank].flatten()
-            rows = weight.t().unflatten(1, (self.packed, n, -1)).movedim(2, 0).contiguous()  # [n, I / n, P, O / n]
-            columns = functional_collectives.all_to_all_single_autograd(rows, None, None, self.axis.group)
-            weight = columns.flatten(0, 1).flatten(1, 2).t()  # [P * O / n, I]
+                bias = copy_to_region(bias, self.axis).index_select(0, self.rows[self.axis.rank])
+            columns = weight.t().index_select(1, self.rows.flatten()).unflatten(1, (n, -1))  # [I / n, n, O / n]
+            columns = columns.transpose(0, 1).contiguous()  # for each rank its columns of this rank's rows
+            own = functional_collectives.all_to_all_single_autograd(columns, None, None, self.axis.group)
+            weight = own.flatten(0, 1).t()  # [O / n, I]
         elif self.shared_heads is not None:
             head = self.axis.rank * self.shared_heads // n
             weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
@@ -104,11 +106,8 @@ class RowForm(Form):
         return y if bias is None else y + copy_to_region(bias, self.axis)  # each rank's is of its tokens
 
 
-class EmbeddingForm(Form):
+class EmbeddingForm(Form, nn.Embedding):  # so that it comes between torch's class and one of a model
     """A look-up in this rank's rows: ids [B, S] -> [B, S, D]. All-reduces y forward; sends nothing backward."""
-
-    num_embeddings: int
-    padding_idx: int | None
 
     def _fill_padding_idx_with_zero(self) -> None:  # `reset_parameters` calls it; a row of a DTensor is a copy
         own = shard_rows(self.num_embeddings, self.axis.rank, self.axis.size)
@@ -127,6 +126,16 @@ class EmbeddingForm(Form):
         return reduce_from_region(y, self.axis)
 
 
+class SplitEmbeddingForm(Form):
+    """A look-up of this rank's columns: ids [B, S] -> [B, S, D / n]. Sends nothing."""
+
+    padding_idx: int | None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight, _ = self.weight_and_bias()
+        return F.embedding(ids, weight, self.padding_idx)
+
+
 class ReplicatedForm(Form):
     """A module that every rank has whole. While its own forward runs, its parameters read as plain tensors; to everyone
     else they are DTensors. Where its gradient is partial it is all-reduced in the backward. With
@@ -137,11 +146,16 @@ class ReplicatedForm(Form):
     _computing: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._computing = self._computing, True  # before: recompute may run a forward within a forward
+        # A child's parameters may be read here, too, as those of nn.MultiheadAttention's own output product are.
+        forms = [self, *(child for child in self.children() if isinstance(child, ReplicatedForm))]
+        before = [each._computing for each in forms]  # recompute may run a forward within a forward
         try:
+            for each in forms:
+                each._computing = True
             y = super().forward(*args, **kwargs)
         finally:
-            self._computing = before
+            for each, was in zip(forms, before, strict=True):
+                each._computing = was
         return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
 
     def read(self, name: str) -> Tensor | None:
@@ -155,6 +169,21 @@ class ReplicatedForm(Form):
             return self._parameters[name]
         local = self.local(name)
         return copy_to_region(local, self.axis) if self.partial_gradient and local is not None else local
+
+
+class ExpertsForm(ReplicatedForm):
+    """Experts of a mixture, of which this rank has some: tokens [T, D], the experts of each [T, k], counted over all
+    ranks, and their weights [T, k] -> [T, D]. All-reduces y forward, and dx and the weights' gradient backward. What
+    goes to another rank's expert is given the number that transformers' forward leaves out, and no weight."""
+
+    count: int  # experts of all ranks
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        own = shard_rows(self.count, self.axis.rank, self.axis.size)
+        elsewhere = (chosen < own.start) | (chosen >= own.stop)
+        chosen = (chosen - own.start).masked_fill(elsewhere, len(own))
+        weights = copy_to_region(weights, self.axis).masked_fill(elsewhere, 0.0)
+        return reduce_from_region(super().forward(copy_to_region(x, self.axis), chosen, weights), self.axis)
 
 
 class EnterForm(Form):
@@ -205,10 +234,13 @@ class SavingForm(Form):
 
 
 def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) -> None:
-    """Puts a form on top of the module's class. The object, its parameters and its hooks stay what they are."""
-    own, read = type(module), module._parameters if form is ReplicatedForm else ()
+    """Puts a form on top of the module's class. The object, its parameters and its hooks stay what they are. A form's
+    look-up goes below a class of embeddings that does something with what torch's own looks up, as Gemma's does."""
+    own, read = type(module), module._parameters if issubclass(form, ReplicatedForm) else ()
     members = {name: property(partial(ReplicatedForm.read, name=name)) for name in read}
-    module.__class__ = type(f"{form.prefix}{own.__name__}", (form, own), members)
+    is_below = form is EmbeddingForm and own.forward is not nn.Embedding.forward
+    bases = (own, form) if is_below else (form, own)
+    module.__class__ = type(f"{form.prefix}{own.__name__}", bases, members)
     for name, value in {"axis": axis, **settings}.items():
         setattr(module, name, value)
 
@@ -223,6 +255,12 @@ def on_axis(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis
         local = full.narrow(dim, rows.start, len(rows)).clone()
     laid = DTensor.from_local(local, tp, [placement], run_check=False, shape=full.shape, stride=full.stride())
     return nn.Parameter(laid, requires_grad=parameter.requires_grad)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module computes as torch's own linear layer does: one of that class, or of a class that is
+    known to."""
+    return type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ A pattern is a module's name with `*` for any one part of it and `**` for any nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,13 +18,17 @@ class Column:
     """A linear layer whose output features are split; what follows works on this rank's.
 
     `unit` names an attribute of the parent module: how many features stay together (`head_dim`: whole heads).
+    `heads` names one that counts the pieces that stay together, whatever they hold (q, k and v of each head in turn).
     `shared` names one that counts the heads that read one of these (`num_key_value_groups`): where tp is a multiple of
     the heads, each is computed by several ranks from a weight that all keep, and that count shrinks on each.
-    `packed` matrices of equal size lie side by side in the output features (q, k and v as one)."""
+    `parts` is for several products that lie side by side in the output features, each of which is split by itself: so
+    many of equal size (q, k and v: 3), or the size of each in units, a number or the name of an attribute that has it.
+    A name may have dots (`config.num_attention_heads`). Of an embedding, the columns are split."""
 
     unit: str | None = None
+    heads: str | None = None
     shared: str | None = None
-    packed: int = 1
+    parts: int | tuple[int | str, ...] = 1
     gather_output: bool = False  # give every rank all features; tp need not divide them then
 
 
@@ -37,7 +42,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding whose rows are split; tp need not divide them."""
+    """An embedding whose rows are split; tp need not divide them. A subclass may scale what `super().forward` gives."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward that is given the
+    tokens, the experts of each and their weights. Each rank has some of the experts; what they give is summed."""
+
+    count: str = "num_experts"  # the attribute that counts them
 
 
 @dataclass(frozen=True)
@@ -70,14 +83,24 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Divide:
-    """A module whose forward reads these attributes of its own, counts of what is split: each is divided by tp."""
+    """A module whose forward reads these attributes of its own, counts of what is split: each is divided by tp. Of
+    those of `shared` heads a rank keeps one where tp is a multiple of them. An attribute `config.count` is set in a
+    copy of the config, which this module alone has."""
 
     attributes: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
-Style = Column | Row | Vocab | Replicate | Enter | Scatter | Divide
+Style = Column | Row | Vocab | Experts | Replicate | Enter | Scatter | Divide
 Word = Literal["column", "row", "vocab", "replicate"]
 Rules = Mapping[str, Style | Word]
+
+
+def names_matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns the names of modules that a pattern matches."""
+    expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
+    return [name for name in names if re.fullmatch(expression, name)]
+
 
 WORDS: dict[Word, Style] = {"column": Column(), "row": Row(), "vocab": Vocab(), "replicate": Replicate()}
 
@@ -117,7 +140,7 @@ MISTRAL_SEQUENCE = QWEN2_SEQUENCE = LLAMA_SEQUENCE
 QWEN3_SEQUENCE: dict[str, Style | Word] = {**QWEN3, **_SEQUENCE}
 GPT2_BLOCKS: dict[str, Style | Word] = {
     "**.h.*.attn": Divide(("split_size", "num_heads")),
-    "**.h.*.attn.c_attn": Column(unit="head_dim", packed=3),
+    "**.h.*.attn.c_attn": Column(unit="head_dim", parts=3),
     "**.h.*.attn.c_proj": Row(),
     "**.h.*.mlp.c_fc": Column(),
     "**.h.*.mlp.c_proj": Row(),

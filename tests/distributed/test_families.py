@@ -1,0 +1,151 @@
+"""The ready tables against transformers' own models: the same outputs and gradients before and after
+`tensor_parallelize` without a table, with tiny random configs, for heads on top of a model and for models without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.families import FAMILIES, rules_of
+
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
+VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
+_DECODER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 3,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_FALCON = {**_DECODER, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_ENCODER = {key: _DECODER[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny model of a family, and how far a run in float64 may be from the whole model's."""
+
+    of: str  # its class in transformers
+    config: dict[str, Any] = field(default_factory=lambda: _DECODER)
+    tolerance: float = 1e-12
+
+
+FLOAT32_INSIDE = 1e-6  # norms, routers or a softmax that compute in float32 whatever the model's type
+MODELS: dict[str, Model] = {
+    "llama": Model("LlamaForCausalLM"),
+    "llama, a model without a head": Model("LlamaModel"),
+    "llama, classes of sequences": Model("LlamaForSequenceClassification", {**_DECODER, "num_labels": 3}),
+    "mistral": Model("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
+    "qwen2, tied": Model("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
+    "qwen3": Model("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
+    "gemma": Model("GemmaForCausalLM", {**_DECODER, "head_dim": 8}),
+    "gemma2": Model("Gemma2ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}),
+    "gemma3": Model("Gemma3ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}, FLOAT32_INSIDE),
+    "phi3": Model("Phi3ForCausalLM"),
+    "phi3, fewer heads of keys": Model("Phi3ForCausalLM", {**_DECODER, "num_key_value_heads": 2}),
+    "mixtral": Model("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4}, FLOAT32_INSIDE),
+    "qwen3_moe": Model(
+        "Qwen3MoeForCausalLM",
+        {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+        FLOAT32_INSIDE,
+    ),
+    "gpt2": Model(
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB, "bos_token_id": 0,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "gpt_neox": Model("GPTNeoXForCausalLM"),
+    "opt": Model(
+        "OPTForCausalLM",
+        {**_DECODER, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "falcon, heads in turn": Model("FalconForCausalLM", {**_FALCON, "multi_query": False}),
+    "falcon, one head of keys": Model("FalconForCausalLM", {**_FALCON, "multi_query": True}),
+    "falcon, groups": Model("FalconForCausalLM", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 4}),
+    "bert": Model(
+        "BertForMaskedLM",
+        {**_ENCODER, **_NO_DROPOUT, "num_attention_heads": 8, "vocab_size": VOCAB, "max_position_embeddings": 64},
+    ),
+    "bert, classes of sequences": Model(
+        "BertForSequenceClassification",
+        {**_ENCODER, **_NO_DROPOUT, "num_attention_heads": 8, "vocab_size": VOCAB, "classifier_dropout": 0.0},
+    ),
+    "vit": Model(
+        "ViTForImageClassification",
+        {**_ENCODER, **_NO_DROPOUT, "num_attention_heads": 8, "image_size": 16, "patch_size": 8},
+    ),
+    "t5": Model(
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8, "vocab_size": VOCAB,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "t5, gated": Model(
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 4, "d_ff": 48, "num_layers": 2, "num_heads": 8, "vocab_size": VOCAB,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+    ),
+}  # fmt: skip
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    """Random weights, biases and norms too."""
+    import transformers as hf
+
+    model_class = getattr(hf, MODELS[name].of)
+    torch.manual_seed(0)
+    model: nn.Module = model_class(model_class.config_class(**MODELS[name].config))
+    if name in ("mixtral", "qwen3_moe") and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped product of torch has no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def differences(name: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the largest difference of an output and of a gradient, in shares of the largest number."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    alone = build(name, dtype)
+    split = tensor_parallelize(copy.deepcopy(alone), tp)
+    torch.manual_seed(1)
+    inputs: dict[str, Tensor] = {"input_ids": torch.randint(4, VOCAB, (B, S))}
+    if name.startswith("t5"):
+        inputs["decoder_input_ids"] = torch.randint(0, VOCAB, (B, S - 2))
+    if name == "vit":
+        inputs = {"pixel_values": torch.randn(B, 3, 16, 16, dtype=dtype)}
+    outputs = [next(iter(model(**inputs).values())) for model in (alone, split)]
+    factors = torch.randn_like(outputs[0])
+    for output in outputs:
+        (output * factors).sum().backward()
+    named = dict(split.named_parameters())
+    assert list(named) == [each for each, _ in alone.named_parameters()]
+    worst = 0.0
+    largest = max(p.grad.abs().max().item() for p in alone.parameters() if p.grad is not None)
+    for each, parameter in alone.named_parameters():
+        assert torch.equal(whole(named[each]), parameter), each
+        if parameter.grad is not None:
+            gradient = named[each].grad
+            assert gradient is not None, each
+            worst = max(worst, (whole(gradient) - parameter.grad).abs().max().item() / largest)
+    scale = outputs[0].abs().max().item()
+    return (outputs[1] - outputs[0]).abs().max().item() / scale, worst
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str) -> None:
+    for output, gradient in world(size).run(differences, name, torch.float64):
+        assert output < MODELS[name].tolerance and gradient < MODELS[name].tolerance, (output, gradient)
