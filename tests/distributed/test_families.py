@@ -6,17 +6,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.apply import plan_modules, tensor_parallelize
 from parallel3d.convert.families import FAMILIES, rules_of
+from parallel3d.convert.rules import Column, Divide, Rules
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
@@ -149,3 +152,89 @@ def differences(name: str, dtype: torch.dtype) -> tuple[float, float]:
 def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str) -> None:
     for output, gradient in world(size).run(differences, name, torch.float64):
         assert output < MODELS[name].tolerance and gradient < MODELS[name].tolerance, (output, gradient)
+
+
+def test_every_table_is_compared() -> None:
+    import transformers as hf
+
+    assert {getattr(hf, model.of).config_class.model_type for model in MODELS.values()} == set(FAMILIES)
+
+
+def test_a_model_without_a_table_is_told_which_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no table for Linear, only for bert, falcon, .*; give one as rules"):
+        rules_of(nn.Linear(2, 2))
+
+
+class Fused(nn.Module):
+    """An attention whose product has q, k and v side by side, fewer heads of k and v, and torch's own beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.few, self.head_dim = 4, 2, 3
+        self.qkv, self.out = nn.Linear(8, (4 + 2 + 2) * 3), nn.Linear(12, 8)
+        self.other = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in self.qkv(x).split([self.head_dim * n for n in (self.heads, self.few, self.few)], -1)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.other(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+FUSED: Rules = {
+    "0": Divide(("heads", "few"), shared=("few",)),
+    "0.qkv": Column(unit="head_dim", parts=("heads", "few", "few")),
+    "0.out": "row",
+    "0.other": "replicate",
+}
+
+
+def train_fused(folder: str) -> None:
+    """A step of the split module is the whole one's, and what it saves is whole: names, shapes and numbers."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    torch.manual_seed(0)
+    alone = nn.Sequential(Fused()).double()
+    example = (torch.randn(2, 5, 8, dtype=torch.float64),)
+    split = tensor_parallelize(copy.deepcopy(alone), tp, FUSED, example=example)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    for model in (alone, split):
+        model(x).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for (name, parameter), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter), theirs, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    dcp.save(split.state_dict(), checkpoint_id=folder)
+
+
+def load_fused(folder: str) -> None:
+    """Reads into plain tensors what 4 ranks have saved, which is what one process has after the same step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused()).double()
+    x = [torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(2)][1]
+    model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    found = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load(found, checkpoint_id=folder)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_parts_of_unequal_size_are_each_split_by_themselves(world: Callable, tmp_path: Path) -> None:
+    world(4).run(train_fused, str(tmp_path))
+    world(1).run(load_fused, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (("heads", 1, 1), r"qkv: its parts have 4 \+ 1 \+ 1 = 6 units, and its output features 8"),
+        (3, "qkv: 8 units of output features are no 3 equal parts"),
+        ((5, 2, 1), "qkv: 5 units in one of the parts .* cannot be split over tp = 2"),
+    ],
+)
+def test_parts_that_are_not_those_of_the_product_are_refused(parts: Any, words: str) -> None:
+    rules: Rules = {"0.qkv": Column(unit="head_dim", parts=parts), "0.out": "row"}
+    with pytest.raises(ValueError, match=words):
+        plan_modules(nn.Sequential(Fused()), rules, 2)
