@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d.convert.forms import ExpertsForm
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
@@ -176,6 +177,8 @@ def _first_number(output: Any) -> Tensor | None:
 def _hooked(module: nn.Module, found: Trace) -> Iterator[None]:
     """Has the first output of each module written down for a block, and names the innermost in which it fails."""
     inside: list[str] = []
+    # Within experts a rank has the tokens of its own.
+    own_work = [f"{name}." for name, part in module.named_modules() if isinstance(part, ExpertsForm)]
 
     def enter(name: str, part: nn.Module, inputs: Any) -> None:
         inside.append(name)
@@ -183,7 +186,7 @@ def _hooked(module: nn.Module, found: Trace) -> Iterator[None]:
     def leave(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         inside.pop()
         number = _first_number(output)
-        if number is not None and name not in found.outputs:
+        if number is not None and name not in found.outputs and not name.startswith(tuple(own_work)):
             found.outputs[name] = Figures.of(number)
 
     hooks = [
