@@ -10,7 +10,8 @@ would. An HTML comment before a block, or behind one command, says what differs:
 
 A block whose commands begin with `$ ` shows what they print, and `...` in it stands for any text. A block that opens
 with `# name.py` is that file. `parallel3d-train quickstart` gets a smaller model than the reader's, and 24 steps where
-the page says no number: the commands are compared with the program and not with a clock.
+the page says no number: commands are compared with the program and not with a clock. One whose output is shown is not
+made smaller.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _IN_README = {  # which has no marks of its own
 }
 _TRAIN = """\
 #!/usr/bin/env bash
-case "$*" in
+case "${AS_PRINTED-}$*" in
 quickstart* | "range-test quickstart"*)
     set -- "$@" model.hidden=48 model.ffn_hidden=64 train.seq_len=32 train.eval_sequences=8 train.global_batch_size=8
     case "$*" in *train.steps=* | range-test* | *--print-config*) ;; *) set -- "$@" train.steps=24 ;; esac ;;
@@ -130,7 +131,10 @@ def script_of(blocks: list[Block]) -> str:
         if block.language == "python":
             lines += [] if block.file else [f"python - <<'END OF FILE'\n{block.text}END OF FILE\n"]
         elif block.shows_output:
-            lines += [f"({command}) >> printed.{block.line} 2>&1 || true\n" for command in block.commands()]
+            lines += [
+                f"(export AS_PRINTED=1; {command}) >> printed.{block.line} 2>&1 || true\n"
+                for command in block.commands()
+            ]
         else:
             lines += block.commands()
     return "".join(lines)
