@@ -76,7 +76,7 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
 def test_a_transposed_pack_is_kept_split_by_its_inputs() -> None:
     model = nn.ModuleDict({"attn": nn.ModuleDict({"c_attn": Conv1D(48, 16), "c_proj": Conv1D(16, 16)})})
     model["attn"].head_dim = 4  # type: ignore[assignment]
-    found = plans(model, {"attn.c_attn": Column(unit="head_dim", packed=3), "attn.c_proj": Row()})
+    found = plans(model, {"attn.c_attn": Column(unit="head_dim", parts=3), "attn.c_proj": Row()})
     assert found["attn.c_attn"].dims == {"weight": 0, "bias": None}
     assert found["attn.c_proj"].dims == {"weight": 0, "bias": None}
 

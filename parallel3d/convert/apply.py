@@ -52,11 +52,11 @@ from parallel3d.convert.rules import (
     Column,
     Divide,
     Enter,
-    Experts,
     Replicate,
     Row,
     Rules,
     Scatter,
+    SplitExperts,
     Style,
     Vocab,
     names_matching,
@@ -216,7 +216,7 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
             return ModulePlan(part, EmbeddingForm, dims={"weight": 0})
         case Enter() | Scatter():
             return ModulePlan(part, EnterForm if isinstance(style, Enter) else ScatterForm, vars(style), whole)
-        case Experts():
+        case SplitExperts():
             count = part.count(style.count, part.module)
             if count % part.tp:
                 raise part.uneven(count, "experts")

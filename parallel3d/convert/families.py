@@ -18,10 +18,10 @@ from parallel3d.convert.rules import (
     Column,
     Divide,
     Enter,
-    Experts,
     Replicate,
     Row,
     Rules,
+    SplitExperts,
     Style,
     Vocab,
     Word,
@@ -41,7 +41,7 @@ _HEAD_NORMS: _Table = {  # this rank norms its own heads
 }
 _LLAMA: _Table = {"**.embed_tokens": Vocab(), **LLAMA_BLOCKS, **HEADS}
 _NORMED: _Table = {**_LLAMA, **_HEAD_NORMS}
-_MIXTURE: _Table = {**_LLAMA, "**.layers.*.mlp": Replicate(), "**.layers.*.mlp.experts": Experts()}
+_MIXTURE: _Table = {**_LLAMA, "**.layers.*.mlp": Replicate(), "**.layers.*.mlp.experts": SplitExperts()}
 _PHI3: _Table = {
     "**.embed_tokens": Vocab(),
     "**.self_attn": Divide(("config.num_attention_heads", "num_key_value_heads"), shared=("num_key_value_heads",)),

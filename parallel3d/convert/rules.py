@@ -46,7 +46,7 @@ class Vocab:
 
 
 @dataclass(frozen=True)
-class Experts:
+class SplitExperts:
     """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward that is given the
     tokens, the experts of each and their weights. Each rank has some of the experts; what they give is summed."""
 
@@ -91,7 +91,7 @@ class Divide:
     shared: tuple[str, ...] = ()
 
 
-Style = Column | Row | Vocab | Experts | Replicate | Enter | Scatter | Divide
+Style = Column | Row | Vocab | SplitExperts | Replicate | Enter | Scatter | Divide
 Word = Literal["column", "row", "vocab", "replicate"]
 Rules = Mapping[str, Style | Word]
 

@@ -130,7 +130,7 @@ def spoiled(draw: random.Random) -> tuple[str, Rules, str]:
             table[name] = Row()
         case Column(unit=None):
             table[name] = draw.choice([Row(), Replicate()])
-        case Column(packed=3):
+        case Column(parts=3):
             table[name] = draw.choice([Column(), Column(unit="head_dim"), Replicate()])
         case Column():
             table[name] = draw.choice([Replicate(), Row()])
