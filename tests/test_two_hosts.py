@@ -125,6 +125,25 @@ def test_two_hosts_train_the_model_of_one_process(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("link", [{"delay_ms": 200}, {"loss": 0.01}], ids=["200_ms_of_delay", "1_percent_lost"])
+def test_a_link_that_is_slow_or_loses_packets_is_no_fault(
+    link: dict[str, float], alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link is spoilt after the first steps and stays so until the run's end. tp is within each host."""
+    recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
+    with two_hosts() as pair:
+        agents = launch(pair, recipe, capsys)
+        deadline = time.monotonic() + 120
+        while step_of(tmp_path / "run") < 2:
+            assert time.monotonic() < deadline, said(recipe)
+            time.sleep(0.01)
+        pair.shape(**link)
+        assert [agent.wait(timeout=240) for agent in agents] == [0, 0], said(recipe)
+    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-4)
+    assert "warning" not in said(recipe) and "error" not in said(recipe)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back(
     lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -201,6 +220,7 @@ def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_side
             assert time.monotonic() < cut + 30, said(recipe)
             time.sleep(0.02)
         print(f"the workers ended {ended[0]:.1f} and {ended[1]:.1f} s after the cut", file=sys.stderr)
+        assert max(ended.values()) < 5.0, said(recipe)
         for host in pair.hosts:
             host.kill_all()
         for agent in agents:

@@ -24,7 +24,8 @@ benchmarks:
   data-loading  batches of one process from shards of ids, against torch's DataLoader over the same files, Megatron's
          indexed data set where megatron-core is installed, and 50 million tokens/s
   faults real runs whose processes are killed, stopped, asked to end or spoilt: the seconds until that is found, against
-         the promised ones and against a plain torch program under torchrun (Linux)
+         the promised ones and against a plain torch program under torchrun (Linux); processor time of steps whose
+         ranks watch each other, against that of steps whose ranks do not
   layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
          of the loss at vocabulary 128,256 in chunks, against the whole
   local_sgd  two replicas that synchronise every 20 steps, against two that sum gradients in every step, on the
