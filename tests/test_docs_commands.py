@@ -45,7 +45,7 @@ _COMMAND = re.compile(rf"(?:\$ )?(?:[A-Za-z_]+=\S+ )*(?:{_PROGRAMS}) ")
 _FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\b")
 _NOT_RUN = re.compile(r"not run: needs \w+")
 _IN_README = {  # which has no marks of its own
-    "make quickstart": "not run: needs the network, to install; tests/distributed/test_quickstart.py trains the recipe",
+    "make quickstart": "not run: needs the network, to install; tests/test_run.py trains the recipe's model",
     "torchrun --nnodes 2": "not run: needs a second machine",
 }
 _TRAIN = """\
