@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,13 +224,14 @@ def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None
     assert "is not the folder that rank 0 writes into" in disk_facts(run_dir, mark.name)[1]
 
 
-def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path, capfd: Said) -> None:
+def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
     before = sorted(tmp_path.iterdir())
-    assert main(["check", str(recipe), "train.callbacks=[]", "--json"]) == 0
-    said = capfd.readouterr()
-    tree = json.loads(said.out)
-    assert not any(each["breaks"] for each in tree["findings"]) and said.err == ""
+    command = [sys.executable, "-m", "parallel3d.tools.launch", "check", str(recipe), "train.callbacks=[]", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    tree = json.loads(ended.stdout)
+    assert not any(each["breaks"] for each in tree["findings"]) and ended.stderr == ""
     assert [each["products_per_s"] > 0 for each in tree["ranks"]] == [True] * 4
     links = {(each["axis"], each["kind"]): each for each in tree["links"]}
     assert set(links) == {(axis, kind) for axis in ("tp", "dp_shard") for kind in ("all-reduce", "message")}
