@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -140,7 +141,7 @@ def test_a_link_that_is_slow_or_loses_packets_is_no_fault(
         pair.shape(**link)
         assert [agent.wait(timeout=240) for agent in agents] == [0, 0], said(recipe)
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-4)
-    assert "warning" not in said(recipe) and "error" not in said(recipe)
+    assert not re.search("^(warning|error): ", said(recipe), re.MULTILINE)  # torchrun's agents may warn of their own
 
 
 @pytest.mark.long
