@@ -14,12 +14,13 @@ from pathlib import Path
 from parallel3d.config.load import load_recipe
 from parallel3d.launch.attempt import join_attempt
 from parallel3d.launch.rendezvous import Rendezvous, process_group
+from parallel3d.models import shape_cards
 from parallel3d.tools.calibrate.probes import time_probes
 
 
 def main(*arguments: str) -> None:
     *paths, results = map(Path, arguments)
-    recipes = [load_recipe(path, []) for path in paths]
+    recipes = [load_recipe(path, cards=shape_cards()) for path in paths]
     rendezvous = Rendezvous.from_environment()
     assert rendezvous is not None
     with process_group(recipes[0], join_attempt(rendezvous, 60.0)) as device:

@@ -24,6 +24,7 @@ from parallel3d.config.recipe import (
     Recipe,
     TrainConfig,
 )
+from parallel3d.models import shape_cards
 from parallel3d.planner.search.question import Strategy
 from parallel3d.recipes.host_fit import question_of
 from parallel3d.tools.plan.hardware import find_cluster
@@ -93,7 +94,7 @@ def test_over_100_mbit_per_s_and_20_ms_one_way_the_planners_order_is_the_measure
     measured_s = dict(zip(LAYOUTS, json.loads(results.read_text()), strict=True))
     planned_s = {}
     for path, (name, parallel) in zip(recipes, LAYOUTS.items(), strict=True):
-        question = replace(question_of(load_recipe(path, [])), cluster=find_cluster(str(emitted)))
+        question = replace(question_of(load_recipe(path, cards=shape_cards())), cluster=find_cluster(str(emitted)))
         planned_s[name] = Strategy(question, parallel).cost.step_time_s
     print(emitted.read_text(), file=sys.stderr)
     for name in LAYOUTS:
@@ -105,9 +106,9 @@ def test_a_host_whose_core_is_taken_is_named(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, ParallelConfig(tp=2, dp_shard=2))
     burn = ("taskset", "-c", "1", sys.executable, "-c", "while True: pass")
     with two_hosts() as pair:
-        for _ in range(4):
-            pair.hosts[1].start(*burn)
+        burners = [pair.hosts[1].start(*burn) for _ in range(4)]
         found = checked(pair, recipe, pinned=True)
+    assert [each.wait(timeout=10) for each in burners] == [-9] * 4
     texts = [each["text"] for each in found["findings"]]
     assert any(text.startswith("ranks 2 and 3 (host1): matrix products") for text in texts), texts
 
