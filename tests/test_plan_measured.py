@@ -98,7 +98,7 @@ def test_the_page_says_by_what_it_is_anchored(capsys: Said) -> None:
     assert plan.main(shlex.split(f"{ON} {words}")) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "anchored by 2 runs: arithmetic takes 1." in page and "times what is counted" in page
-    assert "measured: parallel3d on 16 devices, dp_shard=4 tp=4 sequence_parallel=true: 12 s a step (9.5" in page
+    assert "measured: parallel3d on 16 devices, dp_shard=4 tp=4 sequence_parallel=true: 12 s a step (9.8" in page
     assert "measured: megatron-core on 16 devices" in page and "one run of each published source" in page
 
 

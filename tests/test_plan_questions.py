@@ -16,6 +16,7 @@ import pytest
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import hardware as plan_hardware
 from parallel3d.tools.plan import inputs as plan_inputs
+from parallel3d.tools.plan import limits as plan_limits
 from parallel3d.tools.plan import recommend as plan_recommend
 
 GOLDEN = Path(__file__).parent / "golden" / "questions"
@@ -117,7 +118,7 @@ SLOW = (
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for user in (plan_recommend, plan_inputs, plan_hardware):
+    for user in (plan_recommend, plan_inputs, plan_hardware, plan_limits):
         monkeypatch.setattr(user, "recorded_accuracy", lambda: ACCURACY)
     monkeypatch.chdir(tmp_path)
     Path("gemma.json").write_text(json.dumps(GEMMA))

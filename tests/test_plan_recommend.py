@@ -56,26 +56,28 @@ KINDS = (
 )
 
 
+_figures = partial(dict, throughput_bias=1.0, memory_bias=0.0, fit_accuracy=90.0)
+ACCURACY = dict(
+    date="2026-01-02",
+    throughput_runs=400,
+    memory_runs=100,
+    fit_runs=600,
+    blind=_figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
+    fitted=_figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
+    spread={
+        "level": 0.8,
+        "throughput": {"known": {"all": 0.12}, "unknown": {"all": 0.15, "sharded_many": 0.4}},
+        "memory": {"fitted": {"all": 0.07}, "known": {"all": 0.12}, "unknown": {"all": 0.2}},
+        "data_sheet": 0.1,
+    },
+    runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
+)
+
+
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = partial(dict, throughput_bias=1.0, memory_bias=0.0, fit_accuracy=90.0)
-    accuracy = dict(
-        date="2026-01-02",
-        throughput_runs=400,
-        memory_runs=100,
-        fit_runs=600,
-        blind=figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
-        fitted=figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
-        spread={
-            "level": 0.8,
-            "throughput": {"known": {"all": 0.12}, "unknown": {"all": 0.15, "sharded_many": 0.4}},
-            "memory": {"fitted": {"all": 0.07}, "known": {"all": 0.12}, "unknown": {"all": 0.2}},
-            "data_sheet": 0.1,
-        },
-        runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
-    )
     for user in (plan_recommend, plan_inputs):
-        monkeypatch.setattr(user, "recorded_accuracy", lambda: accuracy)
+        monkeypatch.setattr(user, "recorded_accuracy", lambda: ACCURACY)
 
 
 def run(arguments: str) -> int:

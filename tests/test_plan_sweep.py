@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from parallel3d.tools.plan import command as plan
-from tests.test_plan_recommend import docs_page
+from parallel3d.tools.plan import limits as plan_limits
+from tests.test_plan_recommend import ACCURACY, docs_page
 
 Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
@@ -53,13 +54,15 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
     assert tree(f"{asked} --max-days {0.99 * days[64]}", capsys, status=3)["chosen"] is None
 
 
-def test_the_page_marks_it(capsys: Said) -> None:
+def test_the_page_marks_it(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_limits, "recorded_accuracy", lambda: ACCURACY)
     assert plan.main(shlex.split(DOCS)) == 0
-    shown = capsys.readouterr().out
+    shown, sure, told = capsys.readouterr().out.partition("how sure")
+    assert sure and "never measured on a GPU" in " ".join(told.split())
     assert max(map(len, shown.splitlines())) <= 100
     (marked,) = [line for line in shown.splitlines() if line.startswith(">")]
     assert f"in time   {int(marked[1:7])} devices: " in shown
-    assert f"$ parallel3d-plan {DOCS}\n{shown}" in docs_page(DOCS, shown, end="```")
+    assert f"$ parallel3d-plan {DOCS}\n{shown}" in docs_page(DOCS, shown, end="how sure")
 
 
 @pytest.mark.parametrize(

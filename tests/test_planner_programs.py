@@ -182,6 +182,9 @@ def test_an_unknown_program_is_a_typical_one() -> None:
     assert compiled.elementwise < eager.elementwise and eager.tp_hidden == 0
     assert (eager.weight_bytes, eager.optimizer_bytes) == (2, 12)
     assert (sharded.weight_bytes, sharded.optimizer_bytes) == (4, 8)
+    guess = RunTraits(year=2022, dated=False)  # the year is a guess by the device
+    assert program_of("ours", guess) == eager and program_of("unknown", guess) == eager
+    assert program_of("unknown", RunTraits(year=2022)).attention == "softmax"
 
 
 def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:

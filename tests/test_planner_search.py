@@ -23,6 +23,7 @@ from parallel3d.planner.report.page import reasons
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Fixed, Question, Strategy
+from parallel3d.planner.search.space import MOST_VIRTUAL
 from parallel3d.planner.time.step import stage_times, step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.arguments import HARDWARE
@@ -149,6 +150,14 @@ def test_what_is_fixed_stays_fixed() -> None:
     assert found and all((s.parallel.tp, s.parallel.pp, s.parallel.recompute) == (2, 2, "full") for s in found)
 
 
+def test_no_more_stages_are_proposed_than_any_published_run_has() -> None:
+    shape = replace(from_config(MODEL), layers=126)
+    stages = {s.parallel.virtual_stages for s in search(question(shape=shape, fixed=Fixed(pp=2)), top=50).strategies}
+    assert max(stages) <= MOST_VIRTUAL
+    asked = search(question(shape=shape, fixed=Fixed(pp=2, virtual_stages=63)), top=1).strategies
+    assert asked[0].parallel.virtual_stages == 63
+
+
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
 def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
     found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
@@ -167,6 +176,8 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
 def test_an_impossible_question_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no layout"):
         search(question(gpus=7))
+    with pytest.raises(ConfigError, match="try --gpus 8 or 16, or a batch that is a multiple of 11"):
+        search(question(gpus=11))
     with pytest.raises(ConfigError, match="gpus = 0"):
         search(question(gpus=0))
 

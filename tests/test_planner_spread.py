@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.spread import Spread, safe_share, spread_of
+from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.programs import programs
-from parallel3d.planner.published.score import Score
+from parallel3d.planner.published.score import Score, score
 from parallel3d.planner.search.fastest import rank
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.ties import TIE, settle_ties, tied
@@ -38,6 +40,13 @@ def test_sources_left_out_are_predicted_within_the_bars(blind: Score) -> None:
     assert (blind.throughput.median or 99) <= 12 and (blind.throughput.p90 or 99) <= 40
     assert abs(blind.throughput.bias or 99) <= 5 and (blind.memory.median or 99) <= 12
     assert (blind.fit.accuracy or 0) >= 92
+
+
+def test_so_is_the_speed_of_every_run_as_a_typical_program() -> None:
+    """Memory is not (docs/planner.md says why), and fits are told right in 91.7 cases of a hundred."""
+    found = score(read_cases(CASES, [HARDWARE], leave_out="source", engine="unknown"))
+    assert (found.throughput.median or 99) <= 12 and (found.throughput.p90 or 99) <= 40
+    assert abs(found.throughput.bias or 99) <= 5 and (found.fit.accuracy or 0) >= 91
 
 
 def test_ranges_hold_the_truth_in_eight_cases_of_ten(blind: Score) -> None:
@@ -80,7 +89,7 @@ def test_a_range_is_wider_where_less_is_known() -> None:
         return spread_of(run(engine, hardware, **layout), recorded).throughput
 
     assert speed("nemo") < speed("unknown") == speed("parallel3d")  # which was never measured on a GPU
-    assert speed("nemo") < speed("nemo", "mi300x")
+    assert speed("nemo") < speed("nemo", "mi300x") < speed("nemo", "cpu") == pytest.approx(log(10))
     assert speed("nemo", dp_shard=64) < speed("nemo", dp_shard=256) < speed("nemo", dp_shard=256, parameter_shards=256)
     memory = {name: spread_of(run(name), recorded).memory for name in ("parallel3d", "nemo", "unknown")}
     assert memory["parallel3d"] < memory["nemo"] < memory["unknown"]

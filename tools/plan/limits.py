@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import exp, prod
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
@@ -15,16 +15,14 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
-from parallel3d.planner.report.page import header
+from parallel3d.planner.report.page import header, header_of_sizes, how_sure, three_digits
 from parallel3d.planner.report.text import (
-    anchored_lines,
     bar,
     days_column,
     gib,
     layout_columns,
     layout_head,
     layout_text,
-    links_text,
     money,
     shown_axes,
     si,
@@ -118,7 +116,7 @@ def _planned_shapes(question: Question) -> list[ModelShape]:
 
 def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
     question = asked.question
-    yield from (line for line in header(question) if options.what != "cluster" or not line.startswith("hardware"))
+    yield from header_of_sizes(question) if options.what == "cluster" else header(question)
     yield ""
     for limit in limits:
         yield from wrapped(limit.name, limit.told)
@@ -129,12 +127,17 @@ def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit
         held = f"{gib(total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(limit.strategy.parallel)}")
         kind = "the best layout" if limit.name == "cluster" else "a layout that fits"
-        speed = f"{kind}: {cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {cost.mfu:.1%}"
+        around = spread_of(limit.strategy.run, recorded_accuracy()).around("throughput", cost.tokens_per_s_per_gpu)
+        range_text = f"{three_digits(around.low)} to {three_digits(around.high)}, 8 in 10"
+        speed = (
+            f"{kind}: {three_digits(cost.tokens_per_s_per_gpu)} tokens/s a device ({range_text}), MFU {cost.mfu:.1%}"
+        )
         if limit.length is not None:
             price = f", {money(limit.length.price)}" if limit.length.price is not None else ""
             speed += f"; {si(options.tokens)} tokens: {limit.length.days:,.1f} days{price}"
         yield from wrapped("", speed)
     yield from asked.note_lines()
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
 
 
 def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> object:
@@ -181,10 +184,7 @@ def _sizes_page(
     question: Question, options: argparse.Namespace, sizes: dict[int, Strategy | str], chosen: Strategy | None
 ) -> Iterator[str]:
     cluster, usable = question.cluster, question.usable_bytes
-    yield next(header(question))
-    links = links_text(cluster)
-    yield from wrapped("hardware", f"{cluster.device.name}, nodes of {cluster.gpus_per_node}  links {links}")
-    yield from anchored_lines(cluster.scales)
+    yield from header_of_sizes(question)
     if options.tokens is not None and (hourly := cluster.device.price_per_hour) is not None:
         whose = f" ({cluster.device.price_from})" if cluster.device.price_from else ""
         yield from wrapped("price", f"${hourly:.2f} an hour of a device{whose}")
@@ -207,16 +207,23 @@ def _sizes_page(
         else:
             length = found.length(options.tokens)
             yield f"{line}{days_column(length.days)}{money(length.price):>7}"
-    if options.max_days is None:
-        return
     yield ""
-    if chosen is None:
+    recorded = recorded_accuracy()
+    if options.max_days is not None and chosen is None:
         yield from wrapped("in time", f"none is done within {options.max_days:g} days")
-        return
-    length = chosen.length(options.tokens)
-    told = f"{chosen.question.gpus} devices: {length.days:.3g} days, {length.gpu_hours:,.0f} GPU-hours"
-    yield from wrapped("in time", f"{told}, the fewest of those done within {options.max_days:g} days")
-    yield from wrapped("layout", layout_text(chosen.parallel))
+    if chosen is not None:
+        length = chosen.length(options.tokens)
+        around = spread_of(chosen.run, recorded).around("throughput", length.days)
+        days = f"{length.days:.3g} days ({three_digits(around.low)} to {three_digits(around.high)}, 8 in 10)"
+        told = f"{chosen.question.gpus} devices: {days}, {length.gpu_hours:,.0f} GPU-hours"
+        yield from wrapped("in time", f"{told}, the fewest of those done within {options.max_days:g} days")
+        yield from wrapped("layout", layout_text(chosen.parallel))
+    found_sizes = [each for each in sizes.values() if isinstance(each, Strategy)]
+    if found_sizes:
+        widths = sorted({f"{exp(spread_of(each.run, recorded).throughput):.2f}" for each in found_sizes})
+        factors = f"a factor of {widths[0]}" + (len(widths) > 1) * f" to {widths[-1]}"
+        yield from wrapped("range", f"speed, days and price lie within {factors} of what each row says, 8 in 10")
+    yield from wrapped("how sure", how_sure(recorded, question))
 
 
 def _sizes_tree(

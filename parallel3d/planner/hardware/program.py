@@ -93,7 +93,7 @@ class TrainingProgram:
 PARALLEL3D = TrainingProgram(
     name="parallel3d",
     hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2
-    elementwise=2.4,
+    elementwise=3.1,
     launches=60,
     pads_vocab=False,
     reduces_each_microbatch=False,

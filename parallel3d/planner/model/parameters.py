@@ -196,6 +196,11 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     )
 
 
+def computed_share(shape: ModelShape, seq_len: int) -> float:
+    """Returns the share of those operations that are computed: of causal attention, which is counted whole, half."""
+    return reported_flops_per_token(shape, seq_len, "causal") / model_flops_per_token(shape, seq_len)
+
+
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, every: int = 1) -> float:
     """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of one of
     `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,

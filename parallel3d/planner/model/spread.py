@@ -17,6 +17,7 @@ FIGURES: tuple[Figure, ...] = ("throughput", "memory")
 MANY = 128  # devices beyond which networks differ more than this planner knows
 # Of mixtures, set on none of their runs: the errors on those of docs/planner.md, "Mixtures of experts".
 MIXTURES = 0.33
+ANY_CPU = log(10)  # the speed of a CPU that was not calibrated is known to an order of magnitude
 LEVEL = 0.8  # the share of predictions whose truth lies within its range
 
 
@@ -63,7 +64,7 @@ def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
     is_known = program.is_measured or (program.is_parallel3d and cluster.measured is not None)
     speed = _widest(errors["known" if is_known else "unknown"], groups_of(run))
     if cluster.device_file not in recorded["runs_by_hardware"] and cluster.measured is None:
-        speed = hypot(speed, recorded["spread"]["data_sheet"])
+        speed = ANY_CPU if cluster.device.is_cpu else hypot(speed, recorded["spread"]["data_sheet"])
     if program.name in cluster.scales.timed:
         speed = min(speed, _widest(errors["anchored"], groups_of(run)))
     if run.shape.experts is not None:

@@ -107,11 +107,12 @@ def program_of(framework: str, traits: RunTraits, *, left_out: Iterable[str] = (
     name = name_of(framework)
     if name == PARALLEL3D.name:
         return PARALLEL3D
-    found = _entry(name, traits)
+    recent = traits if traits.dated else replace(traits, year=_RECENT)
+    found = _entry(name, recent if name.startswith(TYPICAL) else traits)
     if found is not None and found.seen.isdisjoint(left_out):
         return found.of_run(traits)
     family = TYPICAL if found is None else found.family
-    like = _entry(family, traits if traits.dated else replace(traits, year=_RECENT)) or entries()[family]
+    like = _entry(family, recent) or entries()[family]
     usual = {} if found is None else {key: getattr(found.program, key) for key in _CONVENTIONS}
     return replace(like.of_run(traits), **usual)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.model.parameters import active_parameters, total_parameters
+from parallel3d.planner.model.parameters import active_parameters, computed_share, total_parameters
 from parallel3d.planner.model.planned_run import other_axes
 from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
 from parallel3d.planner.report.text import (
@@ -37,6 +37,7 @@ from parallel3d.planner.search.ties import TIE, tied
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
+_MOSTLY_COMPUTED = 0.85  # a smaller share of the counted operations is told beside them
 _RANKED = {
     "throughput": "ranked by tokens per second",
     "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
@@ -88,15 +89,28 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
 
 def header(q: Question) -> Iterator[str]:
     """What was asked: the model, the batch, the hardware."""
-    shape, cluster = q.shape, q.cluster
+    cluster, nodes = q.cluster, -(-q.gpus // q.cluster.gpus_per_node)
+    size = f"{nodes} node{'s' * (nodes > 1)} of {cluster.gpus_per_node}"
+    yield from model_lines(q)
+    yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links_text(cluster)}")
+    yield from anchored_lines(cluster.scales)
+
+
+def header_of_sizes(q: Question) -> Iterator[str]:
+    """Yields the same, without a number of devices."""
+    device, per_node = q.cluster.device.name, q.cluster.gpus_per_node
+    yield from model_lines(q)
+    yield from wrapped("hardware", f"{device}, nodes of {per_node}  links {links_text(q.cluster)}")
+    yield from anchored_lines(q.cluster.scales)
+
+
+def model_lines(q: Question) -> Iterator[str]:
+    """What is trained, and on how much at once."""
+    shape = q.shape
     batch = f"batch {q.global_batch_size} = {si(q.global_batch_size * q.seq_len)} tokens"
     active = f", {si(active_parameters(shape))} of them for a token" if shape.experts is not None else ""
     numbers = f"{si(total_parameters(shape))} parameters{active}, {shape.layers} layers"
     yield from wrapped("model", f"{shape.name}, {numbers}  sequence {q.seq_len}  {batch}  {q.precision}")
-    nodes = -(-q.gpus // cluster.gpus_per_node)
-    size = f"{nodes} node{'s' * (nodes > 1)} of {cluster.gpus_per_node}"
-    yield from wrapped("hardware", f"{q.gpus} x {cluster.device.name}, {size}  links {links_text(cluster)}")
-    yield from anchored_lines(cluster.scales)
 
 
 def advice(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -120,7 +134,8 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "searched", f"{looked}; {_RANKED[plan.objective]}{rest}"
         if plan.objective == "throughput" and (equal := tied(answer.strategies)) > 1:
             closer = f"layouts 1 to {equal} are within {TIE:.0%}, closer than the planner can tell"
-            yield "ties", f"{closer}: less memory goes first, then tp within a node, then the simpler schedule"
+            less = "less memory (in tenths of a device) goes first"
+            yield "ties", f"{closer}: {less}, then tp within a node, then the simpler schedule"
         microbatches = q.global_batch_size // (parallel.dp * parallel.microbatch_size)
         yield "layout 1", f"{layout_text(parallel)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
         vocab = q.planned_shape(parallel.tp).vocab
@@ -143,7 +158,7 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
     if (known := plan.accuracy) is None:
         yield "how sure", "no score is recorded; see parallel3d-plan score"
     else:
-        yield "how sure", _how_sure(known, plan.question)
+        yield "how sure", how_sure(known, plan.question)
     yield from (("next", command) for command in plan.commands)
 
 
@@ -163,7 +178,7 @@ def _engine_notes(question: Question) -> Iterator[str]:
         yield "all experts are taken to get equally many tokens: uneven ones take longer, and more memory on some ranks"
 
 
-def _how_sure(known: Mapping[str, Any], question: Question) -> str:
+def how_sure(known: Mapping[str, Any], question: Question) -> str:
     """The recorded errors, those on sources that nothing was set on first."""
     blind, fitted = known["blind"], known["fitted"]
     runs = known["runs_by_hardware"].get(question.cluster.device_file, 0)
@@ -174,7 +189,7 @@ def _how_sure(known: Mapping[str, Any], question: Question) -> str:
     own = "parallel3d itself was never measured on a GPU; " if question.program.is_parallel3d else ""
     if question.shape.experts is not None:
         own = (
-            "mixtures were never fitted to a run: 25 published ones came out 14% off (median, most too fast); of dense "
+            "mixtures were never fitted to a run: 25 published ones came out 13% off (median, most too fast); of dense "
         )
         own += "models "
     return (
@@ -201,7 +216,7 @@ def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
 
     def between(figure: Figure, value: float, unit: str) -> str:
         around = spread.around(figure, value)
-        return f"{_three_digits(around.low)} to {_three_digits(around.high)} {unit}"
+        return f"{three_digits(around.low)} to {three_digits(around.high)} {unit}"
 
     told = [
         between("throughput", best.cost.step_time_s, "s a step"),
@@ -216,7 +231,7 @@ def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
     return f"{', '.join(told)}; {10 * LEVEL:.0f} in 10"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -327,9 +342,13 @@ def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _run(plan: Plan, best: Strategy) -> str:
     tokens = best.cost.tokens_per_s_per_gpu * best.parallel.world_size
-    text = f"{si(tokens)} tokens/s, {_three_digits(best.cost.model_flops_per_gpu / 1e12)} TFLOP/s a device"
+    text = f"{si(tokens)} tokens/s, {three_digits(best.cost.model_flops_per_gpu / 1e12)} TFLOP/s a device"
     if best.parallel.recompute != "none":
         text += f" (with recompute {best.cost.hfu:.1%} of the peak)"
+    share = computed_share(best.question.shape, best.question.seq_len)
+    if share < _MOSTLY_COMPUTED:
+        computed = f"{three_digits(share * best.cost.model_flops_per_gpu / 1e12)} TFLOP/s, {share * best.cost.mfu:.1%}"
+        text += f", and without the half of attention that is counted and not computed {computed}"
     length = plan.length(best)
     if length is None or plan.tokens is None:
         return f"{text}; --tokens 2T --price 2.5 would say days and price"

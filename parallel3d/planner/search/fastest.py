@@ -16,6 +16,7 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.planner.search.question import Answer, Fixed, NotShown, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed, families, size_error
+from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 from parallel3d.row_split import divisors
@@ -23,6 +24,8 @@ from parallel3d.row_split import divisors
 Objective = Literal["throughput", "memory", "cost"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
+_TIED = 4  # ways of cutting a model that may be as fast as the fastest
+_NEAR = 64  # other numbers of devices that are tried, each way
 _FROM_EACH_WAY, _SPARE_WAYS, _FROM_THE_WHOLE = 2, 2, 2
 
 
@@ -138,13 +141,13 @@ def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]
         asked = replace(question, gpus=gpus)
         try:
             check_fixed(asked)
-            best = fastest(asked)
+            best = fastest(asked, top=_TIED)
         except ConfigError as error:
             refused.append(error)
             found[gpus] = str(error)
             continue
         if best:
-            found[gpus] = best[0]
+            found[gpus] = settled(best)[0]
         else:
             short_bytes = search(asked, top=1).rejected[0].short_bytes
             found[gpus] = f"does not fit: {short_bytes / GIB:.1f} GiB are missing in the leanest layout"
@@ -165,9 +168,21 @@ def _searches(question: Question) -> list[TpPpSearch]:
         raise ConfigError(
             f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, heads {shape.heads}, "
             f"kv_heads {shape.kv_heads}) and a batch of {question.global_batch_size} sequences "
-            f"({asked}); try another number of devices or a batch that is a multiple of it"
+            f"({asked}); try {_other_sizes(question)} or a batch that is a multiple of {question.gpus}"
         )
     return found
+
+
+def _other_sizes(question: Question) -> str:
+    """Names the nearest numbers of devices, below and above, that some layout divides the model and the batch over;
+    whole nodes, where the devices asked about are more than one."""
+    near, gpus, step = [], question.gpus, question.cluster.gpus_per_node
+    step = step if gpus > step else 1
+    below = (gpus - 1) // step * step
+    for sizes in (range(below, 0, -step), range(below + step * (1 + (gpus % step == 0)), 2 * gpus, step)):
+        asked = (replace(question, gpus=size) for size in sizes[:_NEAR])
+        near += [str(each.gpus) for each in islice((each for each in asked if any(families(each).values())), 1)]
+    return f"--gpus {' or '.join(near)}," if near else "another number of devices"
 
 
 def _fastest(

@@ -24,6 +24,7 @@ from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 
 MOST_MICROBATCH = 64  # sequences
+MOST_VIRTUAL = 12  # stages of a rank that are tried where none is fixed: no published run has more
 _EVERY = (8, 4, 3, 2)  # blocks of which one is recomputed, from the fastest to the leanest
 
 
@@ -132,7 +133,8 @@ def _schedules(question: Question, pp: int, microbatches: int) -> Iterator[tuple
         elif stages.most is not None:
             counts = [stages.usual]
         else:  # every number that divides the layers, or all up to 8 where none does
-            even = [v for v in range(2, deepest + 1) if layers % (pp * v) == 0]
+            most = deepest if fixed.virtual_stages is not None else min(deepest, MOST_VIRTUAL)
+            even = [v for v in range(2, most + 1) if layers % (pp * v) == 0]
             counts = even or list(range(2, min(deepest, 8) + 1))
         for virtual in counts:
             if _allowed(virtual, fixed.virtual_stages) and (virtual == 1 or microbatches % pp == 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from parallel3d.planner.search.question import Answer, Strategy
@@ -10,7 +11,7 @@ from parallel3d.planner.search.question import Answer, Strategy
 TIE = 0.02
 
 
-def tied(strategies: tuple[Strategy, ...]) -> int:
+def tied(strategies: Sequence[Strategy]) -> int:
     """Returns how many of the first strategies are as fast as the fastest of all, as far as can be told."""
     if not strategies:
         return 0
@@ -20,11 +21,15 @@ def tied(strategies: tuple[Strategy, ...]) -> int:
 
 
 def settle_ties(answer: Answer) -> Answer:
-    """Returns an answer, fastest first, with its tied layouts in another order: less memory (in tenths of a device)
+    """Returns an answer, fastest first, with its tied layouts in another order."""
+    return replace(answer, strategies=(*settled(answer.strategies),))
+
+
+def settled(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Returns layouts, fastest first, with those that are tied in another order: less memory (in tenths of a device)
     first, then tp within a node, then the simpler schedule."""
-    equal = tied(answer.strategies)
-    settled = sorted(answer.strategies[:equal], key=_risks)
-    return replace(answer, strategies=(*settled, *answer.strategies[equal:]))
+    equal = tied(strategies)
+    return [*sorted(strategies[:equal], key=_risks), *strategies[equal:]]
 
 
 def _risks(found: Strategy) -> tuple[float, ...]:
