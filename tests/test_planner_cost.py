@@ -17,6 +17,7 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
+from parallel3d.planner.published.programs import programs
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 from parallel3d.planner.time.step import step_cost
@@ -50,6 +51,22 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
     alone = more_s(1)
     assert 1.0 < alone * a100.device.peak("bf16") / products < 2.0
     assert alone / 8 < more_s(8) < alone / 3
+
+
+def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
+    """Narayanan et al. 2021 (arXiv 2104.04473): 162B on 64 A100 is fastest where tp fills a node, and other
+    combinations of tp and pp are up to twice as slow."""
+    shape = replace(named_shape("gpt3-175b", shape_cards()), layers=32, hidden=20480, ffn_hidden=81920, head_dim=160)
+    shape = replace(shape, heads=128, kv_heads=128)
+
+    def step_s(tp: int) -> float:
+        layout = RunLayout(tp=tp, pp=64 // tp, microbatches=32, recompute="full")
+        alone = PlannedRun(shape=shape, cluster=a100, layout=layout, program=programs()["megatron-2021"], seq_len=2048)
+        return step_cost(alone).step_time_s
+
+    seconds = {tp: step_s(tp) for tp in (2, 4, 8, 16, 32)}
+    assert min(seconds, key=seconds.__getitem__) == 8
+    assert 1.15 < seconds[16] / seconds[8] < 1.5 and 1.5 < seconds[32] / seconds[8] < 2.2
 
 
 @pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)

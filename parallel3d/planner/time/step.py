@@ -32,6 +32,9 @@ from parallel3d.timeline.simulate import StageTimes
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
 # A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md, "Networks and scale").
 STRAGGLING = 0.005  # of the step, for each doubling of the nodes
+# The layers' collectives on ranks of several nodes reach this share of the rings' speed that larger transfers have
+# (docs/planner.md, "Networks and scale").
+TP_ACROSS_NODES = 0.5
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 _ROUNDED = 1 - 1e-9  # so that a bound stays one whatever the order of its sums
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
@@ -247,7 +250,8 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     size, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(layout.tp, 1)
     is_split = layout.sequence_parallel
     one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
-    tp = 2 * one * (1 - run.program.tp_hidden) / run.program.tp_speed
+    speed = run.program.tp_speed * (TP_ACROSS_NODES if group.nodes > 1 else 1.0)
+    tp = 2 * one * (1 - run.program.tp_hidden) / speed
     dense_tp, experts = tp, run.shape.experts
     if experts is not None:  # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
         tp *= 1.0 if experts.shared_hidden else 0.5
