@@ -54,8 +54,8 @@ def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) 
 
 
 def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
-    """Narayanan et al. 2021 (arXiv 2104.04473): 162B on 64 A100 is fastest where tp fills a node, and other
-    combinations of tp and pp are up to twice as slow."""
+    """A paper's 162B on 64 A100 is fastest where tp fills a node, and other combinations are up to twice as slow
+    (Narayanan 2021, arXiv 2104.04473)."""
     shape = replace(named_shape("gpt3-175b", shape_cards()), layers=32, hidden=20480, ffn_hidden=81920, head_dim=160)
     shape = replace(shape, heads=128, kv_heads=128)
 

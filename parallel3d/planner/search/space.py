@@ -166,7 +166,8 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     with each strategy of `sharding/` that differs there.
 
     FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER splits over all data
-    ranks, and NO_SHARD splits nothing. Other programs split all over dp_shard, or the optimizer over all."""
+    ranks, and NO_SHARD splits nothing. Other programs split all over dp_shard, or the optimizer over all, unless
+    dp_shard is fixed."""
     fixed, dp = question.fixed, family.dp_shard
     for shards in divisors(dp):
         replicas = dp // shards
@@ -175,7 +176,7 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
         if not question.program.is_parallel3d or dp == 1:
             if not question.program.splits_optimizer_alone or fixed.sharding is not None or dp == 1:
                 yield varied(family, dp_shard=shards, dp_replicate=replicas)
-            elif replicas == 1:
+            elif replicas == 1 or fixed.dp_shard is not None and shards > 1:
                 yield varied(family, dp_shard=shards, dp_replicate=replicas, sharding="SHARD_OPTIMIZER")
             elif fixed.dp_shard == 1:
                 yield varied(family, dp_shard=shards, dp_replicate=replicas)
