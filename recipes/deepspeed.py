@@ -24,6 +24,8 @@ _NO_MEANING = {
     "activation_checkpointing": "a model's own code decides there what is recomputed; parallel.recompute does here",
     "aio": "nothing is kept on disk",
     "autotuning": _ASK_THE_PLANNER,
+    "bf16.check_grad_overflow": "a norm that is not finite is always looked for, and its rank and parameter are named",
+    "bf16.immediate_grad_update": "belongs to DeepSpeed's engine",
     "checkpoint": _OTHER_LAYOUT,
     "comms_logger": "logging.timeline records a step with all that is sent",
     "csv_monitor": "metrics.jsonl is always written",
@@ -32,16 +34,17 @@ _NO_MEANING = {
     "dump_state": "parallel3d-train --print-config prints the recipe",
     "fp16.auto_cast": "what computes in 16 bits follows from train.precision",
     "fp16.consecutive_hysteresis": "the scale falls at each overflow",
-    "gradient_allreduce_op": "the loss is the mean over the counted tokens of the whole batch",
     "gradient_predivide_factor": "gradients are summed in parallel.reduce_dtype, and divided once",
     "graph_harvesting": "belongs to DeepSpeed's engine",
     "log_level": "belongs to DeepSpeed's engine",
     "managed_gradient_accumulation": "microbatches are always summed here",
     "memory_breakdown": "metrics.jsonl has the peak, and parallel3d-plan memory the kinds",
     "monitor_config": "logging.sinks names dashboards",
+    "nebula": "checkpoint.in_background saves beside training",
     "prescale_gradients": "gradients are summed in parallel.reduce_dtype, and divided once",
     "sparse_gradients": "an embedding's gradient is dense here, with the same numbers",
     "tensorboard": "run_dir is where the files go",
+    "timers": "metrics.jsonl has times, and logging.timeline records a step",
     "use_data_before_expert_parallelism": "there are no ranks of experts here",
     "vocabulary_size": "model.vocab says it",
     "wandb": "the library's own variables say it, such as WANDB_ENTITY",
@@ -52,6 +55,7 @@ _NO_MEANING = {
     "zero_optimization.allgather_partitions": "parameters are always gathered in one piece a block",
     "zero_optimization.contiguous_gradients": _FIXED_BY_TORCH,
     "zero_optimization.elastic_checkpoint": _OTHER_LAYOUT,
+    "zero_optimization.enable_sanity_checks": "belongs to DeepSpeed's engine",
     "zero_optimization.grad_hooks": "gradients are always reduced beside the backward",
     "zero_optimization.ignore_unused_parameters": "a parameter without a gradient is an error here",
     "zero_optimization.leaf_module": "blocks are the units that are gathered",
@@ -59,12 +63,17 @@ _NO_MEANING = {
     "zero_optimization.load_from_fp32_weights": "checkpoints hold the float32 weights",
     "zero_optimization.log_trace_cache_warnings": "belongs to DeepSpeed's engine",
     "zero_optimization.memory_efficient_linear": "belongs to DeepSpeed's engine",
+    "zero_optimization.override_module_apply": "belongs to DeepSpeed's engine",
     "zero_optimization.overlap_comm": "gradients are always reduced beside the backward",
+    "zero_optimization.pipeline_loading_checkpoint": _OTHER_LAYOUT,
     "zero_optimization.reduce_bucket_size": _BUCKETS,
     "zero_optimization.reduce_scatter": "gradients are scattered where parallel.zero_stage shards them",
     "zero_optimization.round_robin_gradients": _FIXED_BY_TORCH,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is always in the device's memory",
+    "zero_optimization.stage3_allgather_sequential": _FIXED_BY_TORCH,
     "zero_optimization.stage3_max_live_parameters": _FIXED_BY_TORCH,
     "zero_optimization.stage3_max_reuse_distance": _FIXED_BY_TORCH,
+    "zero_optimization.stage3_model_persistence_threshold": _FIXED_BY_TORCH,
     "zero_optimization.stage3_module_granularity_threshold": _FIXED_BY_TORCH,
     "zero_optimization.stage3_param_persistence_threshold": _FIXED_BY_TORCH,
     "zero_optimization.stage3_prefetch_bucket_size": _FIXED_BY_TORCH,
@@ -83,6 +92,7 @@ _NOT_HERE = {
     "eigenvalue": "belongs to quantization, which is not here",
     "expert_parallel": "the experts of a mixture are not spread over ranks",
     "fp16.fp16_master_weights_and_grads": "the master weights of fp16 are float32",
+    "gradient_allreduce_op": "the loss is the mean over the counted tokens of the whole batch, and no sum",
     "hybrid_engine": "it generates between steps of reinforcement learning",
     "progressive_layer_drop": "no layer is left out",
     "quantize_training": "weights are not quantized",
@@ -92,17 +102,19 @@ _NOT_HERE = {
     "tensor_parallel": "parallel.tp splits the project's own models; docs/layers-in-your-model.md splits others",
     "weight_quantization": "weights are not quantized",
     "zero_optimization.cpu_offload": _NO_OFFLOAD,
-    "zero_optimization.cpu_offload_params": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload_param": _NO_OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOAD,
     "zero_optimization.mics_hierarchical_params_gather": "each group gathers from its own ranks alone",
     "zero_optimization.offload_optimizer": _NO_OFFLOAD,
     "zero_optimization.offload_param": _NO_OFFLOAD,
     "zero_optimization.zenflow": _NO_OFFLOAD,
     "zero_optimization.zero_hpz_partition_size": "no second copy is kept in a node; dp_replicate is the nearest",
+    "zero_optimization.zeropp_loco_param": "gradients are sent as parallel.reduce_dtype says",
     "zero_optimization.zero_quantized_gradients": "gradients are sent as parallel.reduce_dtype says",
     "zero_optimization.zero_quantized_nontrainable_weights": "parameters are gathered in the type that they compute in",
     "zero_optimization.zero_quantized_weights": "parameters are gathered in the type that they compute in",
 }
+_AS_HERE = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}  # of these, what changes nothing
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # DeepSpeed's defaults
 _SGD = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}  # torch's
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -209,12 +221,14 @@ class _Translator:
         """Takes the type that the model computes in, and the scale of fp16's loss."""
         done = self._done
         cast, cast_to = self._pop("torch_autocast.enabled"), self._pop("torch_autocast.dtype")
-        enabled = {name: self._pop(f"{name}.enabled") for name in ("fp16", "bf16")}
+        bf16 = "bfloat16" if any(_is_in(key, "bfloat16") for key in self._config) else "bf16"  # the older name
+        enabled = {name: self._pop(f"{name}.enabled") for name in ("fp16", bf16)}
         for name, value in enabled.items():
+            ours = "fp16" if name == "fp16" else "bf16"
             if value == _AUTO:
-                done.open.append(f"train.precision, {name} or another ({name}.enabled = auto)")
+                done.open.append(f"train.precision, {ours} or another ({name}.enabled = auto)")
             elif value:
-                self._set("train.precision", name, f"{name}.enabled", value)
+                self._set("train.precision", ours, f"{name}.enabled", value)
             elif value is not None:
                 done.idle.append(f"{name}.enabled = false: off")
         if cast:
@@ -298,6 +312,8 @@ class _Translator:
                 done.open.append(f"optimizer.{key} (optimizer.params.{key} = auto)")
             else:
                 self._set(f"optimizer.{key}", default if value is None else value, f"optimizer.params.{key}", value)
+        if done.keys.get("optimizer.state_dtype") == "bf16":
+            done.open.append("optimizer.betas: the second is at most 0.99 with optimizer.state_dtype=bf16")
         done.differs.append("optimizer.weight_decay: it is applied to matrices here, not to norms and biases")
         for key, always in {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}.items():
             value = self._pop(f"optimizer.params.{key}")
@@ -350,8 +366,8 @@ class _Translator:
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         batch, micro, times = (None if v == _AUTO else v for v in (self._config.get(name) for name in names))
         self._take("train_micro_batch_size_per_gpu", "parallel.microbatch_size", _whole)
-        stage = self._pop("zero_optimization.stage", 0)
-        self._set("parallel.zero_stage", stage, "zero_optimization.stage", stage)
+        self._config.setdefault("zero_optimization.stage", 0)
+        self._take("zero_optimization.stage", "parallel.zero_stage", _one)
         self._take("pipeline.stages", "parallel.pp", _whole)
         self._rest("pipeline.", "parallel.stage_boundaries says where a pipeline is cut", idle=True)
         self._take("tensor_parallel.autotp_size", "parallel.tp", _whole)
@@ -360,8 +376,10 @@ class _Translator:
         self._rest("compile.", "torch.compile's defaults are taken", idle=True)
         self._take("elasticity.enabled", "parallel.elastic")
         self._rest("elasticity.", "the global batch stays, whatever the number of workers", idle=True)
-        self._take("zero_optimization.stage3_gather_16bit_weights_on_model_save", "checkpoint.export", _export)
-        self._take("zero_optimization.stage3_gather_fp16_weights_on_model_save", "checkpoint.export", _export)
+        for key in ("gather_16bit", "stage3_gather_16bit", "stage3_gather_fp16"):
+            self._take(f"zero_optimization.{key}_weights_on_model_save", "checkpoint.export", _export)
+        if done.keys.get("checkpoint.export") == "last":
+            done.open.append("checkpoint.every, the steps from save to save (checkpoint.export = last)")
         if batch is None and micro is not None and times is not None:
             done.open.append(
                 f"train.global_batch_size = {micro} x {times} x the data-parallel ranks, in sequences "
@@ -404,7 +422,7 @@ class _Translator:
         """Tells what there is not here: off, and nothing is lost; or on, and it is refused."""
         for key in [key for key in self._config if _find(_NOT_HERE, key) is not None]:
             why, value = _find(_NOT_HERE, key), self._config[key]
-            if self._switch(key) in _OFF or (key == "sequence_parallel_size" and value == 1):
+            if self._switch(key) in _OFF or _AS_HERE.get(key) == value:
                 self._done.idle.append(f"{key} = {shown(value)}: off, as here")
             else:
                 self._done.refused.append(f"{key} = {shown(value)}: {why}")
@@ -471,14 +489,20 @@ def _is_in(key: str, name: str) -> bool:
 
 
 def _find(table: Mapping[str, str], key: str) -> str | None:
-    """Returns the words for a key, or for the innermost section that has words."""
-    found = [name for name in table if _is_in(key, name)]
+    """Returns the words for a key, or for the innermost section that has words. ZeRO's keys may lack their stage3_."""
+    longer = key.replace("zero_optimization.", "zero_optimization.stage3_", 1)
+    found = [name for name in table if _is_in(key, name) or _is_in(longer, name)]
     return table[max(found, key=len)] if found else None
 
 
 def _whole(value: Any) -> Any:
     """Returns a whole number that JSON has as 5e8; anything else is told when the recipe is read."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _one(value: Any) -> Any:
+    """Returns a value, or None for a list, which is what DeepSpeed's autotuner shall try."""
+    return None if isinstance(value, list) else value
 
 
 def _export(value: Any) -> str:

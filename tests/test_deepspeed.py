@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +148,55 @@ def test_without_a_word_on_precision_clipping_or_decay_the_values_are_deepspeeds
     assert found.keys["train.grad_clip"] is None
     assert found.keys["optimizer.betas"] == [0.9, 0.999]
     assert found.keys["optimizer.weight_decay"] == 0.0
+
+
+def test_a_key_is_known_by_its_older_and_its_shorter_name(tmp_path: Path) -> None:
+    zero = {"stage": 3, "prefetch_bucket_size": 10, "gather_16bit_weights_on_model_save": True}
+    config = {"bfloat16": {"enabled": True}, "zero_optimization": zero, "gradient_allreduce_op": "mean"}
+    found = translated(tmp_path, config)
+    assert found.refused == []
+    assert (found.keys["train.precision"], found.keys["checkpoint.export"]) == ("bf16", "last")
+    assert any(line.startswith("checkpoint.every") for line in found.open)
+    found = translated(tmp_path, {**config, "gradient_allreduce_op": "sum"})
+    assert [line.split(" = ")[0] for line in found.refused] == ["gradient_allreduce_op"]
+
+
+def configurations_in(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the DeepSpeed configurations below a folder: JSON files, and those that its pages of Markdown print."""
+    fence = re.compile(r"^ *(?:```\w*|{% highlight json %})\n(.*?)^ *(?:```|{% endhighlight %})", re.M | re.S)
+    for path in sorted(folder.rglob("*.[jm][sd]*")):
+        texts = [path.read_text()] if path.suffix == ".json" else fence.findall(path.read_text())
+        for text in texts if path.suffix in (".json", ".md") else ():
+            with contextlib.suppress(ValueError):
+                config = json.loads(text)
+                if isinstance(config, dict) and config.keys() & {
+                    "zero_optimization",
+                    "train_batch_size",
+                    "fp16",
+                    "bf16",
+                }:
+                    yield str(path), config
+
+
+@pytest.mark.long
+def test_every_key_of_deepspeeds_own_configurations_is_told_of_and_what_is_taken_is_a_recipe(tmp_path: Path) -> None:
+    """Checkouts of DeepSpeed, DeepSpeedExamples or transformers are named in DEEPSPEED_EXAMPLES, with `:` between."""
+    folders = [Path(each) for each in os.environ.get("DEEPSPEED_EXAMPLES", "").split(":") if each]
+    if not folders:
+        pytest.skip("DEEPSPEED_EXAMPLES names no checkout of DeepSpeed")
+    read = [each for folder in folders for each in configurations_in(folder)]
+    assert len(read) > 50
+    given = {"model.name": "gpt3-125m", "train.seq_len": 1024, "train.steps": 10**6, "train.global_batch_size": 1024}
+    given |= {"optimizer.lr": 1e-4, "checkpoint.every": 100}
+    for name, config in read:
+        found = translated(tmp_path, config)
+        said = [*found.taken, *found.differs, *found.idle, *found.refused, *found.open]
+        assert [key for key in leaves(config) if not any(key in line for line in said)] == [], name
+        (tmp_path / "mine.yaml").write_text(found.to_yaml())
+        settings = [f"{key}={value}" for key, value in given.items() if key not in found.keys]
+        if found.keys.get("optimizer.state_dtype") == "bf16":
+            settings.append("optimizer.betas=[0.9,0.95]")
+        load_recipe(tmp_path / "mine.yaml", settings, cards=shape_cards())
 
 
 def test_the_groups_of_mics_are_shards_with_replicas(tmp_path: Path) -> None:
