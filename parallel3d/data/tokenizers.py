@@ -171,7 +171,8 @@ def import_extra(library: str, needed_by: str, or_else: str = "") -> Any:
     except ImportError:
         instead = f", or {or_else}" if or_else else ""
         raise ConfigError(
-            f"{needed_by}: needs the library {library.partition('.')[0]}; try pip install 'parallel3d[data]'{instead}"
+            f"{needed_by}: needs the library {library.partition('.')[0]}; try pip install 'parallel3d[data]', "
+            f"in a clone pip install -e '.[data]'{instead}"
         ) from None
 
 

@@ -243,5 +243,5 @@ def _numbers(line: Line) -> dict[str, float]:
 def cause_of(error: BaseException, name: str) -> str:
     """Returns the error of a sink in one line, with the command that installs a library that is not there."""
     text = next(iter(str(error).splitlines()), "")
-    install = f"; pip install 'parallel3d[{name}]'" if isinstance(error, ImportError) else ""
-    return f"{type(error).__name__}: {text}{install}"
+    install = f"; pip install 'parallel3d[{name}]', in a clone pip install -e '.[{name}]'"
+    return f"{type(error).__name__}: {text}{install if isinstance(error, ImportError) else ''}"
