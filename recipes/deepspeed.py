@@ -114,7 +114,7 @@ _NOT_HERE = {
     "zero_optimization.zero_quantized_nontrainable_weights": "parameters are gathered in the type that they compute in",
     "zero_optimization.zero_quantized_weights": "parameters are gathered in the type that they compute in",
 }
-_AS_HERE = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}  # of these, what changes nothing
+_AS_HERE = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}  # these values change nothing
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # DeepSpeed's defaults
 _SGD = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}  # torch's
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
