@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel3d.planner.hardware.units import MIB
-from parallel3d.planner.memory.published import block_bytes, live_on, rank_parameters, whole_block_bytes
+from parallel3d.planner.memory.published import BlockBytes, live_on, rank_parameters
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
 
@@ -32,7 +32,7 @@ def explain(run: PlannedRun, memory: RankMemory) -> Iterator[tuple[str, float, s
         buffers = _buffers(run, parameters)
         temporary = "the optimizer's step, beyond what the loss has freed"
         if layout.recompute == "full":
-            block = f"a block of {whole_block_bytes(run) / MIB:,.0f} MiB under recompute"
+            block = f"a block of {BlockBytes(run).whole(layout.recompute) / MIB:,.0f} MiB under recompute"
             temporary = f"{block}, beyond what the loss has freed"
     yield "gradients", memory.gradients, gradients
     yield "activations", memory.activations, _activations(run, memory.rank)
@@ -52,7 +52,8 @@ def _over(shards: int) -> str:
 def _activations(run: PlannedRun, rank: int) -> str:
     layout = run.layout
     chunk = "" if layout.virtual_stages == 1 else f" / {layout.virtual_stages} chunks"
-    live = f"{live_on(run, rank)} live x {run.ranks[rank].layers} layers{chunk} x {block_bytes(run) / MIB:,.0f} MiB"
+    block = BlockBytes(run).kept(layout.recompute, layout.recompute_every)
+    live = f"{live_on(run, rank)} live x {run.ranks[rank].layers} layers{chunk} x {block / MIB:,.0f} MiB"
     kept = {"none": "", "selective": ", attention recomputed", "full": ", inputs of the blocks alone"}
     return f"{live} ({layout.microbatch_size} x {run.seq_len} tokens{kept.get(layout.recompute, '')})"
 

@@ -12,44 +12,81 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 
-def published_memory(run: PlannedRun, rank: int) -> RankMemory:
-    layout, program, part = run.layout, run.program, run.ranks[rank]
-    parameters, experts = rank_parameters(run, part), run.stage_experts(part)
+class PublishedRank:
+    """What a rank of a published program holds, whatever is recomputed: a search asks for many kinds of recompute."""
 
-    def split(shards: int) -> float:
-        """Returns the numbers that a rank has where so many ranks share what they have in common."""
-        return parameters / shards + experts / layout.expert_shards(shards)
+    def __init__(self, run: PlannedRun, rank: int, blocks: BlockBytes) -> None:
+        self.run, self.rank, self.part, self.blocks = run, rank, run.ranks[rank], blocks
+        layout, program, part = run.layout, run.program, self.part
+        parameters, experts = rank_parameters(run, part), run.stage_experts(part)
 
-    own = split(layout.optimizer_shards)
-    activations, buffers = _activations(run, rank), _buffers(run, part, parameters)
-    logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
-    one_block = whole_block_bytes(run) if layout.recompute in ("full", "every_n", "op") else 0.0
-    # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
-    temporary = max(one_block - logits, program.step_bytes * own - activations - logits, 0.0)
-    held = RankMemory(
-        rank=rank,
-        parameters=program.weight_bytes * split(layout.parameter_shards),
-        gradients=program.gradient_bytes * split(layout.gradient_shards),
-        optimizer=program.optimizer_bytes * own,
-        activations=activations,
-        logits=logits,
-        buffers=buffers,
-        temporary=temporary,
-        fragmentation=program.fragmentation * (activations + logits + buffers + temporary) + program.cache_bytes,
-        context=program.context_bytes,
-        made_after_backward=program.state_bytes * own,
-    )
-    # What the allocator keeps for nothing it gives back before it runs out.
-    room = max(0.0, run.cluster.device.memory_bytes - held.total)
-    return replace(held, fragmentation=held.fragmentation + min(program.step_cached_bytes * own, room))
+        def split(shards: int) -> float:
+            """Returns the numbers that a rank has where so many ranks share what they have in common."""
+            return parameters / shards + experts / layout.expert_shards(shards)
+
+        self.own, self.live = split(layout.optimizer_shards), live_on(run, rank)
+        self.parameters = program.weight_bytes * split(layout.parameter_shards)
+        self.gradients = program.gradient_bytes * split(layout.gradient_shards)
+        self.optimizer = program.optimizer_bytes * self.own
+        self.buffers = _buffers(run, part, parameters)
+        self.logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
+
+    def memory(self, recompute: str, every: int) -> RankMemory:
+        """Returns the rank's memory with this recompute in the place of the run's own."""
+        program = self.run.program
+        activations, temporary, fragmentation = self._at_work(recompute, every)
+        return RankMemory(
+            rank=self.rank,
+            parameters=self.parameters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            activations=activations,
+            logits=self.logits,
+            buffers=self.buffers,
+            temporary=temporary,
+            fragmentation=fragmentation,
+            context=program.context_bytes,
+            made_after_backward=program.state_bytes * self.own,
+        )
+
+    def total(self, recompute: str, every: int) -> float:
+        """Returns the bytes of `memory` in all, sooner."""
+        return self._total(*self._at_work(recompute, every))
+
+    def _total(self, activations: float, temporary: float, fragmentation: float) -> float:
+        states = self.parameters + self.gradients + self.optimizer
+        allocated = states + activations + self.logits + self.buffers + temporary
+        return allocated + fragmentation + self.run.program.context_bytes
+
+    def _at_work(self, recompute: str, every: int) -> tuple[float, float, float]:
+        """Returns the bytes of activations, of what is temporary and of what is reserved for nothing."""
+        run, program, logits = self.run, self.run.program, self.logits
+        activations = self._activations(recompute, every)
+        one_block = self.blocks.whole(recompute) if recompute in ("full", "every_n", "op") else 0.0
+        # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
+        temporary = max(one_block - logits, program.step_bytes * self.own - activations - logits, 0.0)
+        reserved = program.fragmentation * (activations + logits + self.buffers + temporary) + program.cache_bytes
+        # What the allocator keeps for nothing it gives back before it runs out.
+        room = max(0.0, run.cluster.device.memory_bytes - self._total(activations, temporary, reserved))
+        return activations, temporary, reserved + min(program.step_cached_bytes * self.own, room)
+
+    def _activations(self, recompute: str, every: int) -> float:
+        run, part, live, stages = self.run, self.part, self.live, self.run.layout.virtual_stages
+        each = self.blocks.kept(recompute, every)
+        bytes_ = live * part.layers / stages * each
+        if part.dense:
+            bytes_ += live * part.dense / stages * (self.blocks.kept(recompute, every, dense=True) - each)
+        if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
+            bytes_ += live / stages * (_outside(run) * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
+        if part.head:  # the last norm's input and output
+            bytes_ += 4.0 * _outside(run)
+        return bytes_
 
 
 def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
@@ -84,19 +121,6 @@ def live_on(run: PlannedRun, rank: int) -> int:
     )
 
 
-def _activations(run: PlannedRun, rank: int) -> float:
-    part, stages = run.ranks[rank], run.layout.virtual_stages
-    live = live_on(run, rank)
-    bytes_ = live * part.layers / stages * block_bytes(run)
-    if part.dense:
-        bytes_ += live * part.dense / stages * (block_bytes(run, dense=True) - block_bytes(run))
-    if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
-        bytes_ += live / stages * (_outside(run) * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
-    if part.head:  # the last norm's input and output
-        bytes_ += 4.0 * _outside(run)
-    return bytes_
-
-
 def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     """Counts what FSDP gathers and reduces: the block in use and the next one gathered, one block's gradients before
     and after their reduction, the embedding and head gathered throughout. A pipeline adds an activation and a gradient
@@ -115,25 +139,45 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
 
 
-def block_bytes(run: PlannedRun, *, dense: bool = False) -> float:
-    """Returns what one block keeps of a microbatch, with the layout's recompute; of a mixture one with experts, or a
-    `dense` one."""
-    shape, layout, inputs = run.shape, run.layout, _outside(run) * run.item_bytes
-    recompute: str = layout.recompute
-    if recompute in ("full", "every_n"):
-        share = 1.0 if recompute == "full" else 1 / layout.recompute_every
-        return share * inputs + (1 - share) * whole_block_bytes(run, dense=dense)
-    if recompute == "op":
-        # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511, and its
-        # parallelisms/parallelize_llama.py): the block's input, attention's output, and of wq, wk, wv, wo, w1, w3, w2
-        # every second one's output: k, the projection's output, one of the MLP's inputs.
-        kept = run.tokens * (shape.kv_hidden + shape.hidden) / layout.tp + _inner(run, dense=dense)
-        return 2.0 * inputs + kept * run.item_bytes + 2.0 * shape.heads / layout.tp * run.tokens * run.item_bytes
-    return whole_block_bytes(run, dense=dense)
+class BlockBytes:
+    """What one block keeps of a microbatch, by recompute; of a mixture one with experts, or a `dense` one. Runs that
+    differ in nothing but the schedule and the use of the data ranks have it in common."""
+
+    def __init__(self, run: PlannedRun) -> None:
+        self._run = run
+        self._kept: dict[tuple[str, int, bool], float] = {}
+        self._whole: dict[tuple[bool, bool], float] = {}
+
+    def kept(self, recompute: str, every: int, *, dense: bool = False) -> float:
+        """Returns what the block keeps until its backward."""
+        key = recompute, every, dense
+        if key not in self._kept:
+            self._kept[key] = self._kept_bytes(recompute, every, dense=dense)
+        return self._kept[key]
+
+    def whole(self, recompute: str, *, dense: bool = False) -> float:
+        """Returns what the block keeps where no block is recomputed: also what is alive while one is."""
+        key = recompute == "selective", dense
+        if key not in self._whole:
+            self._whole[key] = _whole_block_bytes(self._run, is_selective=key[0], dense=dense)
+        return self._whole[key]
+
+    def _kept_bytes(self, recompute: str, every: int, *, dense: bool) -> float:
+        run, inputs = self._run, _outside(self._run) * self._run.item_bytes
+        shape, tp = run.shape, run.layout.tp
+        if recompute in ("full", "every_n"):
+            share = 1.0 if recompute == "full" else 1 / every
+            return share * inputs + (1 - share) * self.whole(recompute, dense=dense)
+        if recompute == "op":
+            # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511, and its
+            # parallelisms/parallelize_llama.py): the block's input, attention's output, and of wq, wk, wv, wo, w1, w3,
+            # w2 every second one's output: k, the projection's output, one of the MLP's inputs.
+            kept = run.tokens * (shape.kv_hidden + shape.hidden) / tp + _inner(run, dense=dense)
+            return 2.0 * inputs + kept * run.item_bytes + 2.0 * shape.heads / tp * run.tokens * run.item_bytes
+        return self.whole(recompute, dense=dense)
 
 
-def whole_block_bytes(run: PlannedRun, *, dense: bool = False) -> float:
-    """Returns what one block keeps where no block is recomputed: also what is alive while one is."""
+def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> float:
     shape, layout, program = run.shape, run.layout, run.program
     # Input of each norm, and its output, which is the linear layers' input; RMS norms of a framework's own operators
     # keep float32 copies, where layer norm is one kernel of every framework.
@@ -153,7 +197,7 @@ def whole_block_bytes(run: PlannedRun, *, dense: bool = False) -> float:
         inner += 2.0 * run.routed_rows * shape.hidden
     # A tiled attention keeps a float32 per row; another keeps the scores, unless they are recomputed.
     score = 4.0
-    if program.attention != "flash" and layout.recompute != "selective":
+    if program.attention != "flash" and not is_selective:
         score = (5.0 if program.dropout else 2.0) * run.seq_len
     bytes_ += run.tokens * (2.0 * features + score * shape.heads) / layout.tp + 2.0 * inner
     return bytes_ * run.item_bytes / 2

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import inf
 
 from parallel3d.planner.memory.moments import moments
-from parallel3d.planner.memory.published import published_memory
+from parallel3d.planner.memory.published import BlockBytes, PublishedRank
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -28,31 +28,69 @@ def worst_rank(run: PlannedRun) -> RankMemory:
 def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
     """Returns `worst_rank(run).total` of the few ranks that usually hold most; where one of them holds more than
     `enough`, that rank's."""
+    totals = (_rank_memory(run, rank).total for rank in _candidates(run))
+    return _most(totals, enough)
+
+
+class PublishedBytes:
+    """`quick_worst_bytes` of a published program's run under any recompute; `blocks` are those of all runs that have
+    its microbatches."""
+
+    def __init__(self, run: PlannedRun, blocks: BlockBytes) -> None:
+        self._run, self._blocks, self._usual = run, blocks, _usual_candidates(run)
+        self._ranks: dict[int, PublishedRank] = {}
+
+    def worst(self, recompute: str, every: int, *, enough: float) -> float:
+        """Returns the bytes with this recompute in the place of the run's own."""
+        ranks = dict.fromkeys((*self._usual, *_next_candidates(self._run, every)))
+        return _most((self._total(rank, recompute, every) for rank in ranks), enough)
+
+    def _total(self, rank: int, recompute: str, every: int) -> float:
+        if rank not in self._ranks:
+            self._ranks[rank] = PublishedRank(self._run, rank, self._blocks)
+        found, scale = self._ranks[rank], self._run.cluster.scales.memory
+        if scale == 1:
+            return found.total(recompute, every)
+        return found.memory(recompute, every).with_beside_states(scale).total
+
+
+def _most(totals: Iterable[float], enough: float) -> float:
     most = 0.0
-    for rank in _candidates(run):
-        most = max(most, _rank_memory(run, rank).total)
+    for total in totals:
+        most = max(most, total)
         if most > enough:
             break
     return most
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """The ranks that can be the fullest. Where the planner cuts the stages these are the first, which holds most
-    microbatches; the last, which has the logits; and the first of those with most layers. Where one block of several is
-    recomputed, the next ones may have fewer of those. Where a person has cut the stages, every rank can be."""
-    pp = run.layout.pp
+    """The ranks that can be the fullest: where a person has cut the stages, every rank."""
     if run.layout.stage_boundaries is not None:
-        return range(pp)
+        return range(run.layout.pp)
+    return dict.fromkeys((*_usual_candidates(run), *_next_candidates(run, run.layout.recompute_every)))
+
+
+def _usual_candidates(run: PlannedRun) -> tuple[int, ...]:
+    """The ranks that can be the fullest where the planner cuts the stages: the first, which holds most microbatches;
+    the last, which has the logits; and the first of those with most layers."""
     layers = [part.layers for part in run.ranks]
-    next_ones = range(1, min(pp, max(2, run.layout.recompute_every)))
     # A mixture's first layers have no experts: the first rank with most of those that have may hold more.
     routed = [part.layers - part.dense for part in run.ranks]
-    return dict.fromkeys((0, pp - 1, layers.index(max(layers)), routed.index(max(routed)), *next_ones))
+    return 0, run.layout.pp - 1, layers.index(max(layers)), routed.index(max(routed))
+
+
+def _next_candidates(run: PlannedRun, every: int) -> range:
+    """The ranks behind the first, which may have fewer recomputed blocks where one of several is recomputed."""
+    return range(1, min(run.layout.pp, max(2, every)))
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """A rank's memory, with what was measured of it on the cluster."""
-    counted = parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
+    layout = run.layout
+    if run.runs_parallel3d:
+        counted = parallel3d_memory(run, rank)
+    else:
+        counted = PublishedRank(run, rank, BlockBytes(run)).memory(layout.recompute, layout.recompute_every)
     scale = run.cluster.scales.memory
     return counted if scale == 1 else counted.with_beside_states(scale)
 

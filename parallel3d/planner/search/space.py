@@ -169,7 +169,9 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     ranks, and NO_SHARD splits nothing. Other programs split all over dp_shard, or the optimizer over all, unless
     dp_shard is fixed."""
     fixed, dp = question.fixed, family.dp_shard
-    for shards in divisors(dp):
+    is_open = fixed.sharding is None and fixed.dp_shard is None
+    over_all = is_open and question.program.splits_optimizer_alone and not question.program.is_parallel3d
+    for shards in (dp,) if over_all else divisors(dp):
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
             continue

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
-from parallel3d.planner.memory.ranks import quick_worst_bytes
+from parallel3d.planner.memory.published import BlockBytes
+from parallel3d.planner.memory.ranks import PublishedBytes, quick_worst_bytes
 from parallel3d.planner.model.planned_run import PlannedRun, other_axes, varied
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.search.question import Question
@@ -51,7 +52,10 @@ class _Family:
     held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
     ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
     floors: RunFloors | None = None
-    bytes: dict[ParallelConfig, float] = field(default_factory=dict)  # what layouts of a published program hold
+    ways: tuple[ParallelConfig, ...] = ()  # every use of its data ranks
+    # What layouts of a published program hold, by their use of the data ranks, and with a recompute.
+    published: dict[object, PublishedBytes] = field(default_factory=dict)
+    bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
 class TpPpSearch:
@@ -67,6 +71,7 @@ class TpPpSearch:
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
+        self._blocks: dict[object, BlockBytes] = {}  # a published program's, by microbatch and axes
         self._groups: dict[object, list[_Family]] = {}  # whose microbatches take equally long
         for family in self._families:
             key = family.parallel.microbatch_size, other_axes(family.parallel)
@@ -77,7 +82,7 @@ class TpPpSearch:
         """How many layouts it has, each with every recompute."""
         families = [family.parallel for family in self._families]
         used_alike = {(each.microbatch_size, each.schedule, other_axes(each)): each for each in families}
-        counts = {key: sum(1 for _ in self._ways(each)) for key, each in used_alike.items()}
+        counts = {key: sum(1 for _ in self._uses(each)) for key, each in used_alike.items()}
         keys = ((each.microbatch_size, each.schedule, other_axes(each)) for each in families)
         return len(self._recompute_choices) * sum(counts[key] for key in keys)
 
@@ -137,7 +142,7 @@ class TpPpSearch:
                 continue
             (family,) = families
             if parallel is not None:
-                bytes_ = self._layout_bytes(family, parallel)
+                bytes_ = self._layout_bytes(family, parallel, kind)
                 if bytes_ <= usable:
                     self.fitting += 1
                     ready.append(Candidate(parallel, least_s, bytes_))
@@ -160,11 +165,11 @@ class TpPpSearch:
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
             if floor > most:
                 break
-            for way in self._ways(family.parallel):
+            for way in self._ways(family):
                 if self._floor(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
-                bytes_ = self._bytes(self._question.planned_run(parallel), enough=most)
+                bytes_ = self._bytes(family, parallel, kind, enough=most)
                 if bytes_ < most or bytes_ == enough:
                     found, most = Candidate(parallel, inf, bytes_), bytes_
                     if enough is not None:
@@ -175,22 +180,40 @@ class TpPpSearch:
     def _any_run(self) -> PlannedRun:
         return self._question.planned_run(self._families[0].parallel)
 
-    def _ways(self, family: ParallelConfig) -> Iterator[ParallelConfig]:
-        """Yields every use of a family's data ranks."""
+    def _ways(self, family: _Family) -> tuple[ParallelConfig, ...]:
+        """Returns every use of a family's data ranks."""
+        if not family.ways:
+            family.ways = tuple(self._uses(family.parallel))
+        return family.ways
+
+    def _uses(self, family: ParallelConfig) -> Iterator[ParallelConfig]:
         for way in data_axis_splits(self._question, family):
             yield way
             if (leaner := per_microbatch_variant(self._question, way)) is not None:
                 yield leaner
 
-    def _bytes(self, run: PlannedRun, *, enough: float) -> float:
+    def _bytes(self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice, *, enough: float) -> float:
+        """Returns what a layout with this recompute holds, or more than `enough`."""
         self.checked += 1
-        return quick_worst_bytes(run, enough=enough)
+        if self._question.program.is_parallel3d:
+            return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
+        way = parallel.dp_shard, parallel.sharding
+        if way not in family.published:
+            alike = family.parallel.microbatch_size, other_axes(parallel)
+            run = self._question.planned_run(parallel)
+            blocks = self._blocks.setdefault(alike, BlockBytes(run))
+            family.published[way] = PublishedBytes(run, blocks)
+        return family.published[way].worst(kind.recompute, kind.recompute_every or 1, enough=enough)
 
-    def _layout_bytes(self, family: _Family, parallel: ParallelConfig) -> float:
-        """Returns the bytes of a layout, or more than a device has where it has that."""
-        if parallel in family.bytes:
-            return family.bytes[parallel]
-        return self._bytes(self._question.planned_run(parallel), enough=self._question.usable_bytes)
+    def _layout_bytes(self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice) -> float:
+        """Returns the bytes of a layout with this recompute, or more than a device has where it has that."""
+        usable = self._question.usable_bytes
+        if self._question.program.is_parallel3d:
+            return self._bytes(family, parallel, kind, enough=usable)
+        key = (parallel.dp_shard, parallel.sharding), kind
+        if key not in family.bytes:
+            family.bytes[key] = self._bytes(family, parallel, kind, enough=usable)
+        return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
         run = self._question.planned_run(self._recompute_choices[0].of(group[0].parallel))
@@ -204,8 +227,7 @@ class TpPpSearch:
         """Bytes that a family's layout holds at least with this recompute: of a published program, whose memory is
         known sooner than its time, what it holds."""
         if not self._question.program.is_parallel3d:
-            parallel = kind.of(way)
-            return family.bytes.setdefault(parallel, self._layout_bytes(family, parallel))
+            return self._layout_bytes(family, way, kind)
         data = (way.strategy, way.dp_shard, way.gather, way.reduce)
         is_one = way.dp * way.microbatch_size == self._question.global_batch_size
         work = self._work(family, kind)
@@ -220,7 +242,7 @@ class TpPpSearch:
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         if not self._question.program.is_parallel3d:
-            return min(self._floor(family, way, kind) for way in self._ways(family.parallel))
+            return min(self._floor(family, way, kind) for way in self._ways(family))
         least = self._work(family, kind)
         at_rest = [MemoryFloor(at_rest=each.at_rest) for each in least]
         return floor_bytes(self._any_run, at_rest, least)
