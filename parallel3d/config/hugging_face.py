@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,13 @@ def from_hugging_face(path: Path) -> ModelConfig:
     return model_of(read_config_json(path), path)
 
 
-def model_of(config: dict[str, Any], path: Path) -> ModelConfig:
-    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does."""
+def model_of(config: dict[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
+    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`: families that the caller
+    takes beside these, for an error to name."""
     kind = config.get("model_type", "(not given)")
     if kind not in _KEYS:
         what = _what_is_missing(str(kind), config)
-        raise ConfigError(f"{path}: model_type = {kind}: {what}must be one of {', '.join(_KEYS)}")
+        raise ConfigError(f"{path}: model_type = {kind}: {what}must be one of {', '.join((*_KEYS, *others))}")
     for key in _EXPERTS:
         if config.get(key):
             raise ConfigError(f"{path}: {key} = {shown(config[key])}: a model of {kind} is dense; drop the key")
@@ -261,7 +262,7 @@ def _what_is_missing(kind: str, config: Mapping[str, Any]) -> str:
     if experts is not None:
         each = config.get("num_experts_per_tok")
         some = f", {each} of them for a token," if each is not None else ""
-        return f"a mixture of {experts} experts{some} and models here are dense: "
+        return f"a mixture of {experts} experts{some} and this project trains dense models alone: "
     if kind.startswith("gemma"):
         return "Gemma's scaled embeddings, its norms after each half of a block and its GeGLU are in no model here: "
     if kind.startswith("phi"):

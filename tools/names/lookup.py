@@ -22,14 +22,17 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "engine"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
+_TUNED = re.compile(r"(instruct|base|chat|hf|it|pt)+$")  # the same shape, trained otherwise
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 
 
 def find_name(kind: Kind, text: str) -> str | None:
     """Returns the project's own name for what a person calls so; None where there is none. Hardware may be called by
     what CUDA calls the device, and a model as a hub does, after its owner's name."""
-    plain = _plain(text.rpartition("/")[2] if kind == "model" else text)
-    if plain in (found := _by_plain_name(kind)):
+    found, plain = _by_plain_name(kind), _plain(text.rpartition("/")[2] if kind == "model" else text)
+    if plain not in found and kind == "model":
+        plain = _TUNED.sub("", plain)
+    if plain in found:
         return found[plain]
     if kind == "hardware":
         for name in known_names(kind):
@@ -53,13 +56,15 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
         if other != kind and (found := find_name(other, text)) is not None:
             return ConfigError(f"{place}: unknown, and the name of another thing; try {option} {found}")
     table = _by_plain_name(kind)
-    close = get_close_matches(_plain(text), table, n=40, cutoff=0.5)
+    close = get_close_matches(_plain(text), table, n=100, cutoff=0.55)
     if kind == "model" and (size := _billions(text)) is not None:  # names of a like size come first
         close.sort(key=lambda each: abs(log((_billions(table[each]) or 1e3 * size) / size)))
     near = dict.fromkeys(table[each] for each in close)
     lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}
     known = lists.get(kind) or f"known are {', '.join(sorted(known_names(kind)))}"
-    return ConfigError(f"{place}: unknown; " + (f"did you mean {', '.join([*near][:3])}?" if near else known))
+    told = f"did you mean {', '.join([*near][:3])}?" if near else known
+    others = {"model": "or give its config.json", "engine": "or take unknown, a typical program"}
+    return ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
 
 
 @cache

@@ -221,8 +221,9 @@ def _sizes_page(
     found_sizes = [each for each in sizes.values() if isinstance(each, Strategy)]
     if found_sizes:
         widths = sorted({f"{exp(spread_of(each.run, recorded).throughput):.2f}" for each in found_sizes})
+        told = "tok/s/gpu, days and price" if options.tokens is not None else "tok/s/gpu and step s"
         factors = f"a factor of {widths[0]}" + (len(widths) > 1) * f" to {widths[-1]}"
-        yield from wrapped("range", f"speed, days and price lie within {factors} of what each row says, 8 in 10")
+        yield from wrapped("range", f"{told} lie within {factors} of what each row says, 8 in 10")
     yield from wrapped("how sure", how_sure(recorded, question))
 
 

@@ -23,7 +23,7 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.planner.model.foreign import foreign_notes, foreign_shape, text_part
+from parallel3d.planner.model.foreign import FOREIGN_FAMILIES, foreign_notes, foreign_shape, text_part
 from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import (
     active_parameters,
@@ -117,7 +117,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         return Model(shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes)
     # Phi 3 is a Llama whose matrices are packed in its files.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
-    config = model_of(plain, path)
+    config = model_of(plain, path, others=("phi3", *FOREIGN_FAMILIES))
     return Model(
         shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(plain)),
         said=text,

@@ -29,7 +29,7 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
     a shape cannot say."""
     said = text_part(config)
     kind = str(said.get("model_type"))
-    if kind not in _FAMILIES:
+    if kind not in FOREIGN_FAMILIES:
         return None
     said = {**_DEFAULTS.get(kind, {}), **said}
 
@@ -58,7 +58,7 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
         str(path),
     )
     head_dim = number("head_dim") if said.get("head_dim") else hidden // heads
-    shape: dict[str, Any] = _FAMILIES[kind](said, number)
+    shape: dict[str, Any] = FOREIGN_FAMILIES[kind](said, number)
     if (latent := shape.get("latent")) is not None:
         head_dim = latent.plain + latent.turned
     kv_heads = heads if latent is not None or said.get("num_key_value_heads") is None else number("num_key_value_heads")
@@ -162,7 +162,7 @@ def _gemma(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {  # by `model_type`
+FOREIGN_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {  # by `model_type`
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen3,

@@ -17,7 +17,9 @@ FIGURES: tuple[Figure, ...] = ("throughput", "memory")
 MANY = 128  # devices beyond which networks differ more than this planner knows
 # Of mixtures, set on none of their runs: the errors on those of docs/planner.md, "Mixtures of experts".
 MIXTURES = 0.33
-ANY_CPU = log(10)  # the speed of a CPU that was not calibrated is known to an order of magnitude
+# The speed of a CPU that was not calibrated is known to an order of magnitude, and where a run there has corrected it
+# to a factor of 2, because its ranks share cores that nothing here counts.
+ANY_CPU, ANCHORED_CPU = log(10), log(2)
 LEVEL = 0.8  # the share of predictions whose truth lies within its range
 
 
@@ -63,10 +65,13 @@ def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
     program, cluster, errors = run.program, run.cluster, recorded["spread"]["throughput"]
     is_known = program.is_measured or (program.is_parallel3d and cluster.measured is not None)
     speed = _widest(errors["known" if is_known else "unknown"], groups_of(run))
-    if cluster.device_file not in recorded["runs_by_hardware"] and cluster.measured is None:
-        speed = ANY_CPU if cluster.device.is_cpu else hypot(speed, recorded["spread"]["data_sheet"])
+    is_any_cpu = cluster.device.is_cpu and cluster.measured is None
+    if is_any_cpu:
+        speed = ANY_CPU
+    elif cluster.device_file not in recorded["runs_by_hardware"] and cluster.measured is None:
+        speed = hypot(speed, recorded["spread"]["data_sheet"])
     if program.name in cluster.scales.timed:
-        speed = min(speed, _widest(errors["anchored"], groups_of(run)))
+        speed = min(speed, ANCHORED_CPU if is_any_cpu else _widest(errors["anchored"], groups_of(run)))
     if run.shape.experts is not None:
         speed = max(speed, MIXTURES)
     memory = memory_spread(
