@@ -97,7 +97,7 @@ BAD_INPUTS = [
     (f"--model mixtral.json {ON}", "mixtral.json: hidden_size: required and not given"),
     (f"--model layers.json {ON}", "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after"),
     (f"--model gemma.json {ON}", "gemma.json: hidden_size: required and not given"),
-    (f"--model bert.json {ON}", "bert.json: model_type = bert: must be one of gpt2, llama"),
+    (f"--model bert.json {ON}", "model_type = bert: must be one of gpt2, llama, mistral, qwen2, qwen3, phi3, mixtral"),
     (f"--model missing.json {ON}", "missing.json: hidden_size: required and not given"),
     (f"--model text.json {ON}", 'text.json: hidden_size = "big": must be a whole number'),
     (f"--model half.json {ON}", "half.json: num_hidden_layers = 4.5: must be a whole number"),

@@ -22,16 +22,17 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "engine"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
-_TUNED = re.compile(r"(instruct|base|chat|hf|it|pt)+$")  # the same shape, trained otherwise
+_TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)  # the same shape, trained otherwise
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 
 
 def find_name(kind: Kind, text: str) -> str | None:
     """Returns the project's own name for what a person calls so; None where there is none. Hardware may be called by
     what CUDA calls the device, and a model as a hub does, after its owner's name."""
-    found, plain = _by_plain_name(kind), _plain(text.rpartition("/")[2] if kind == "model" else text)
+    found, own = _by_plain_name(kind), text.rpartition("/")[2] if kind == "model" else text
+    plain = _plain(own)
     if plain not in found and kind == "model":
-        plain = _TUNED.sub("", plain)
+        plain = _plain(_TUNED.sub("", own))
     if plain in found:
         return found[plain]
     if kind == "hardware":

@@ -95,10 +95,8 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
         return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
     config = asked.model.config
     if config is None:
-        lacks = f" ({q.shape.lacks_module})" if q.shape.lacks_module else ""
-        raise ConfigError(
-            f"--emit-recipe: the trainer has no module for {q.shape.name}{lacks}, only for Llamas and GPTs; leave it out"
-        )
+        what = f"{q.shape.name} ({q.shape.lacks_module})" if q.shape.lacks_module else q.shape.name
+        raise ConfigError(f"--emit-recipe: the trainer has no module for {what}, only for Llamas and GPTs; drop it")
     if config.architecture == "gpt":
         config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
     large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
