@@ -21,6 +21,7 @@ from parallel3d.layers.gradients import local_tensor, refuse_function_transforms
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
+    exchange_in_region,
     gather_from_region,
     reduce_from_region,
     reduce_scatter_from_region,
@@ -30,7 +31,6 @@ from parallel3d.layers.split_module import SplitModule, draw_dtensors_whole
 from parallel3d.layers.vocabulary import look_up
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
-from parallel3d.torch_private import functional_collectives
 
 
 class Form(SplitModule):
@@ -70,14 +70,12 @@ class ColumnForm(Form):
     def forward(self, x: Tensor) -> Tensor:
         (weight, bias), n = self.weight_and_bias(), self.axis.size
         if self.rows is not None:
-            assert self.axis.group is not None
             self.rows = self.rows.to(weight.device)
             if bias is not None:
                 bias = copy_to_region(bias, self.axis).index_select(0, self.rows[self.axis.rank])
             columns = weight.t().index_select(1, self.rows.flatten()).unflatten(1, (n, -1))  # [I / n, n, O / n]
-            columns = columns.transpose(0, 1).contiguous()  # for each rank its columns of this rank's rows
-            own = functional_collectives.all_to_all_single_autograd(columns, None, None, self.axis.group)
-            weight = own.flatten(0, 1).t()  # [O / n, I]
+            # Each rank is sent its columns of this rank's rows.
+            weight = exchange_in_region(columns.transpose(0, 1), self.axis).flatten(0, 1).t()  # [O / n, I]
         elif self.shared_heads is not None:
             head = self.axis.rank * self.shared_heads // n
             weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
@@ -174,11 +172,17 @@ class ReplicatedForm(Form):
 class ExpertsForm(ReplicatedForm):
     """Experts of a mixture, of which this rank has some: tokens [T, D], the experts of each [T, k], counted over all
     ranks, and their weights [T, k] -> [T, D]. All-reduces y forward, and dx and the weights' gradient backward. What
-    goes to another rank's expert is given the number that transformers' forward leaves out, and no weight."""
+    goes to another rank's expert is given the number that transformers' forward leaves out, and no weight.
+
+    Llama 4's are given the tokens of one expert after the other, [experts * T, D], and give as many: all-gathers y
+    forward and dx backward."""
 
     count: int  # experts of all ranks
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        if chosen is None or weights is None:
+            y: Tensor = super().forward(scatter_to_region(x, self.axis, 0))
+            return gather_from_region(y, self.axis, 0)
         own = shard_rows(self.count, self.axis.rank, self.axis.size)
         elsewhere = (chosen < own.start) | (chosen >= own.stop)
         chosen = (chosen - own.start).masked_fill(elsewhere, len(own))

@@ -90,6 +90,21 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
     return start_reduce_scatter(x, axis, dim)()
 
 
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Sends x[r] of [n, ...] to rank r, and returns what the ranks have sent here, in their order. Sends (n - 1) / n of
+    x per rank ((n - 1) times x where small)."""
+    if axis.size == 1:
+        return x
+    if is_compiling():
+        return functional.all_to_all_single(x.contiguous(), None, None, _group(axis))
+    x = x.contiguous()
+    if parts := _start_exchange(x, axis):
+        return torch.stack([part[axis.rank] for part in parts()])
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=axis.group)
+    return out
+
+
 def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:
     """Returns the sum of x over the axis, or with `scattered` this rank's part of it along the sequence; `x` may be
     overwritten."""
