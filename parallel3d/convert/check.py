@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,18 +176,30 @@ def _first_number(output: Any) -> Tensor | None:
 @contextmanager
 def _hooked(module: nn.Module, found: Trace) -> Iterator[None]:
     """Has the first output of each module written down for a block, and names the innermost in which it fails."""
-    inside: list[str] = []
     # Within experts a rank has the tokens of its own.
     own_work = [f"{name}." for name, part in module.named_modules() if isinstance(part, ExpertsForm)]
+
+    def keep(name: str, output: Any) -> None:
+        number = _first_number(output)
+        if number is not None and name not in found.outputs and not name.startswith(tuple(own_work)):
+            found.outputs[name] = Figures.of(number)
+
+    with failures_named(module, keep):
+        yield
+
+
+@contextmanager
+def failures_named(module: nn.Module, keep: Callable[[str, Any], None] = lambda name, output: None) -> Iterator[None]:
+    """Gives `keep` each module's name and output for a block. What fails inside a module becomes a RuntimeError that
+    names the innermost."""
+    inside: list[str] = []
 
     def enter(name: str, part: nn.Module, inputs: Any) -> None:
         inside.append(name)
 
     def leave(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         inside.pop()
-        number = _first_number(output)
-        if number is not None and name not in found.outputs and not name.startswith(tuple(own_work)):
-            found.outputs[name] = Figures.of(number)
+        keep(name, output)
 
     hooks = [
         hook

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import get_world_size
+from torch.distributed import DeviceMesh, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.convert import rules
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column, Divide, Enter, Replicate, Row, Rules
+from parallel3d.errors import ConfigError
+from parallel3d.tools.check_layout.compare import compare
+from parallel3d.tools.check_layout.data import TrainingRecord
+from parallel3d.tools.check_layout.model import ModelCheck, record_model
+from tests.distributed.test_convert import KINDS, VOCAB, build
 from tests.distributed.test_convert import PRELOAD as PRELOAD
-from tests.distributed.test_convert import TABLES, build
 
 DRAWN = 40
 
@@ -78,36 +83,44 @@ def without(table: Rules, *names: str) -> Rules:
     return {name: rule for name, rule in table.items() if not name.endswith(names)}
 
 
-WRONG: dict[str, tuple[Callable[[], nn.Module], Rules, str]] = {
-    "norms of heads without a rule": (lambda: build("qwen3"), rules.LLAMA, "q_norm: no rule says what"),
+WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Rules], str]] = {
+    "norms of heads without a rule": (
+        lambda: build("qwen3"),
+        lambda model: without(rules_of(model), "q_norm", "k_norm"),
+        "q_norm: no rule says what",
+    ),
     "norms of heads taken for whole ones": (
         lambda: build("qwen3"),
-        {**rules.QWEN3, "**.layers.*.self_attn.q_norm": Replicate(), "**.layers.*.self_attn.k_norm": Replicate()},
+        lambda model: {**rules_of(model), "**.self_attn.q_norm": Replicate(), "**.self_attn.k_norm": Replicate()},
         "k_norm.weight: its gradient differs",
     ),
-    "q, k and v in one product": (phi3, PHI3, "self_attn"),
+    "q, k and v in one product": (phi3, lambda _: PHI3, "self_attn"),
     "gate and up in one product": (
         phi3,
-        {
+        lambda _: {
             **without(PHI3, "qkv_proj", "o_proj"),
             "**.self_attn.qkv_proj": "replicate",
             "**.self_attn.o_proj": "replicate",
         },
         "mlp",
     ),
-    "heads that are not divided": (opt, without(OPT, "self_attn"), "split module cannot be computed|output differs"),
+    "heads that are not divided": (
+        opt,
+        lambda _: without(OPT, "self_attn"),
+        "split module cannot be computed|output differs",
+    ),
     "a whole block entered": (
         lambda: build("llama"),
-        {**without(rules.LLAMA, "self_attn", "mlp"), "**.layers.*": Enter()},
+        lambda model: {**without(rules_of(model), "self_attn", "mlp"), "**.layers.*": Enter()},
         "gradient differs",
     ),
 }
 
 
-def refuse(build_model: Callable[[], nn.Module], table: Rules, words: str) -> None:
-    tp = init_device_mesh("cpu", (get_world_size(),))
+def refuse(build_model: Callable[[], nn.Module], table: Callable[[nn.Module], Rules], words: str) -> None:
+    tp, model = init_device_mesh("cpu", (get_world_size(),)), build_model()
     with pytest.raises(ValueError, match=words):
-        tensor_parallelize(build_model(), tp, table)
+        tensor_parallelize(model, tp, table(model))
 
 
 def refuse_named(name: str) -> None:
@@ -119,11 +132,11 @@ def test_a_plausible_table_that_is_wrong_is_refused(world: Callable, name: str) 
     world(2).run(refuse_named, name)
 
 
-def spoiled(draw: random.Random) -> tuple[str, Rules, str]:
+def spoiled(draw: random.Random, models: dict[str, nn.Module]) -> tuple[str, Rules, str]:
     """Draws a model and spoils its table in one place. Returns what was done, too."""
-    kind = draw.choice(sorted(TABLES))
-    table = dict(TABLES[kind])
-    name = draw.choice([name for name in table if name != "transformer.wpe"])
+    kind = draw.choice(sorted(models))
+    table = dict(rules_of(models[kind]))
+    name = draw.choice([name for name in table if name != "**.wpe"])
     rule = table[name]
     match rule:
         case Column(gather_output=True):
@@ -150,9 +163,9 @@ def spoiled(draw: random.Random) -> tuple[str, Rules, str]:
 def refuse_drawn(seed: int) -> list[str]:
     """Returns the drawn tables of this process's that were accepted."""
     draw, tp, silent = random.Random(seed), init_device_mesh("cpu", (get_world_size(),)), []
-    models: dict[str, Any] = {kind: build(kind) for kind in TABLES}
+    models = {kind: build(kind) for kind in KINDS}
     for _ in range(DRAWN):
-        kind, table, done = spoiled(draw)
+        kind, table, done = spoiled(draw, models)
         try:
             tensor_parallelize(copy.deepcopy(models[kind]), tp, table)
             silent.append(done)
@@ -163,6 +176,47 @@ def refuse_drawn(seed: int) -> list[str]:
 
 def test_no_table_that_is_spoiled_in_one_place_is_accepted_in_silence(world: Callable) -> None:
     assert world(2).run(refuse_drawn, 0) == [[], []]
+
+
+def build_spoiled(mesh: DeviceMesh | None, drawn: int, kind: int) -> nn.Module:
+    """What parallel3d-check-layout is given for a drawn table; `kind` is the number of its model."""
+    model = build(KINDS[kind])
+    return model if mesh is None else tensor_parallelize(model, mesh, drawn_tables()[drawn][1], check=False)
+
+
+def drawn_tables() -> list[tuple[str, Rules, str]]:
+    draw, models = random.Random(1), {kind: build(kind) for kind in KINDS}
+    return [spoiled(draw, models) for _ in range(DRAWN)]
+
+
+def record_all(alone: bool) -> list[TrainingRecord | str]:
+    """Returns what each drawn table leaves behind in training, or why it is refused."""
+    found: list[TrainingRecord | str] = []
+    for drawn, (kind, _, _) in enumerate(drawn_tables()):
+        options = {"drawn": drawn, "kind": KINDS.index(kind)}
+        parallel = ParallelConfig(tp=get_world_size())
+        target = f"{__name__}:build_spoiled"
+        job = ModelCheck(target=target, parallel=parallel, options=options, vocab=VOCAB, steps=1)
+        try:
+            found.append(record_model(job))
+        except ConfigError as error:
+            assert not alone
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.long
+def test_check_layout_names_a_module_for_each_spoiled_table(world: Callable) -> None:
+    references, layouts = world(1).run(record_all, True)[0], world(2).run(record_all, False)[0]
+    for (_, _, done), reference, layout in zip(drawn_tables(), references, layouts, strict=True):
+        if isinstance(layout, str):
+            named = layout
+        else:
+            first = compare(reference, layout).first
+            assert first is not None, done
+            named = f"{first.what} of {first.name}, {first.parameters}"
+        print(f"{done}: {named}")
+        assert re.search(r"(layers|h)\.\d+\.|embed_tokens|lm_head|wte|norm|ln_f", named), (done, named)
 
 
 def test_a_model_that_tells_no_example_needs_one(world: Callable) -> None:
@@ -185,7 +239,7 @@ def ask_for_an_example() -> None:
 def stay_in_bfloat16() -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     whole = build("llama").to(torch.bfloat16)
-    split = tensor_parallelize(copy.deepcopy(whole), tp, rules.LLAMA)
+    split = tensor_parallelize(copy.deepcopy(whole), tp)
     for (name, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
         assert ours.dtype == torch.bfloat16 and torch.equal(ours.full_tensor(), theirs), name  # type: ignore[attr-defined]
     for (name, ours), theirs in zip(split.named_buffers(), whole.buffers(), strict=True):

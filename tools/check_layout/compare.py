@@ -100,10 +100,11 @@ def _sizes(reference: StepRecord, ours: StepRecord, before: Views, parallel: Par
             part = expected_part(views[0], array.shape, rank, parallel)
             if part is not None:
                 outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
+    gradients = _view_sizes(reference.gradients, ours.gradients, _only(reference.gradients))
     return {
         "output": outputs,
         "loss": {"": {0: _relative(ours.loss, reference.loss)}},
-        "gradient": _view_sizes(reference.gradients, ours.gradients, _only(reference.gradients)),
+        "gradient": dict(reversed(gradients.items())),  # as the backward gives them, nearest to the fault first
         "gradient norm": {"": {0: _relative(ours.grad_norm, reference.grad_norm)}},
         "parameter": _view_sizes(reference.parameters, ours.parameters, updates, rounding=_ROUNDING),
     }

@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.convert.check import failures_named
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
 from parallel3d.tools.check_layout.data import TrainingRecord, Views
 from parallel3d.tools.check_layout.record import collect, jitter, plain_name, put, record_steps, whole
+from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
 BATCH = 8  # sequences a step, or one for each data rank
@@ -59,7 +61,10 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     model = alone
     if mesh is not None:
         torch.manual_seed(_SEED)
-        model = build(mesh)
+        try:
+            model = build(mesh)
+        except ValueError as error:  # such as a table of rules that is refused
+            raise ConfigError(f"--model {job.target}: {error}") from error
         _copy_weights(alone, model)
     weights = collect(_named(model))
     record = TrainingRecord(parallel, initial=weights, start=weights)
@@ -75,7 +80,14 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
         ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=torch.Generator().manual_seed(_SEED + step))
         ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
-        output, labels = model(ids[:, :-1].contiguous()), ids[:, 1:].contiguous()
+        labels = ids[:, 1:].contiguous()
+        try:
+            with failures_named(model):
+                output = model(ids[:, :-1].contiguous())
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--model {job.target}: its forward fails with {layout_name(job.parallel)}, in {error}"
+            ) from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < job.vocab:
             loss = vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
