@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.convert.apply import ModulePlan, plan_modules, split_dims
+from parallel3d.convert.families import FAMILIES
 from parallel3d.convert.forms import ColumnForm, EmbeddingForm, EnterForm, ReplicatedForm, RowForm
-from parallel3d.convert.rules import GPT2, LLAMA, QWEN3, Column, Divide, Enter, Replicate, Row, Rules, Vocab
+from parallel3d.convert.rules import Column, Divide, Enter, Replicate, Row, Rules, Vocab
 
 
 class Conv1D(nn.Module):
@@ -128,5 +129,5 @@ def test_tied_parameters_must_be_split_alike() -> None:
 
 
 def test_the_norms_of_heads_have_partial_gradients() -> None:
-    assert QWEN3["**.layers.*.self_attn.q_norm"] == Replicate(partial_gradient=True)
-    assert set(LLAMA) < set(QWEN3) and "transformer.wpe" in GPT2
+    assert FAMILIES["qwen3"]["**.self_attn.q_norm"] == Replicate(partial_gradient=True)
+    assert set(FAMILIES["llama"]) < set(FAMILIES["qwen3"])

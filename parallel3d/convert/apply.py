@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -64,6 +66,8 @@ from parallel3d.convert.rules import (
 from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import Axis
+
+_log = logging.getLogger("parallel3d")
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def tensor_parallelize(
 ) -> nn.Module:
     """Splits `module` over tp in place, as the table `rules` says, and returns it. `mesh` is the tp axis, or has one of
     that name. Every rank calls it with the same weights, on any device (on the meta device nothing is compared).
-    Without `rules` a model of transformers is split by the table of its family (`families.rules_of`), which is logged.
+    Without `rules` a model of transformers is split by its family's table (`families.rules_of`), which rank 0 logs.
 
     With `check` a tiny `example`, what the forward takes (by name or in order), goes forward and backward through the
     module before and after, and all outputs and gradients must agree; a model of transformers needs no example.
@@ -129,7 +133,11 @@ def tensor_parallelize(
     ValueError, with the module split, where the check finds that it computes something else."""
     tp = mesh if mesh.ndim == 1 else mesh["tp"]
     axis = Axis.of(tp)
-    plans = plan_modules(module, rules_of(module) if rules is None else rules, axis.size)
+    if rules is None:
+        rules = rules_of(module)
+        if dist.get_rank() == 0:
+            _log.info("%s is split by the table of %s", type(module).__name__, module.config.model_type)  # type: ignore[union-attr]
+    plans = plan_modules(module, rules, axis.size)
     dims = split_dims(plans)
     if axis.size == 1:
         return module

@@ -1,26 +1,25 @@
 """The tables of the families of transformers 5, and which model gets which.
 
 A table is for all models of a family, those with a head on top and those without: a pattern that matches nothing in a
-model is left out for it. `tests/distributed/test_families.py` compares each with the unsplit model in float64.
+model is left out for it. Where no table says otherwise, the models count heads from the projections' outputs.
+`tests/distributed/test_families.py` compares each with the unsplit model in float64.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
 
 from torch import nn
 
 from parallel3d.convert.rules import (
-    GPT2_BLOCKS,
-    LLAMA_BLOCKS,
     Column,
     Divide,
     Enter,
     Replicate,
     Row,
     Rules,
+    Scatter,
     SplitExperts,
     Style,
     Vocab,
@@ -28,7 +27,6 @@ from parallel3d.convert.rules import (
     names_matching,
 )
 
-_log = logging.getLogger("parallel3d")
 _Table = dict[str, Style | Word]
 
 HEADS: _Table = {  # what stands on top of a model, whatever its family
@@ -39,9 +37,35 @@ _HEAD_NORMS: _Table = {  # this rank norms its own heads
     "**.self_attn.q_norm": Replicate(partial_gradient=True),
     "**.self_attn.k_norm": Replicate(partial_gradient=True),
 }
-_LLAMA: _Table = {"**.embed_tokens": Vocab(), **LLAMA_BLOCKS, **HEADS}
+_ATTENTION: _Table = {
+    "**.layers.*.self_attn": Enter(),
+    "**.layers.*.self_attn.q_proj": Column(unit="head_dim"),
+    "**.layers.*.self_attn.k_proj": Column(unit="head_dim", shared="num_key_value_groups"),
+    "**.layers.*.self_attn.v_proj": Column(unit="head_dim", shared="num_key_value_groups"),
+    "**.layers.*.self_attn.o_proj": Row(),
+}
+_LLAMA: _Table = {
+    "**.embed_tokens": Vocab(),
+    **_ATTENTION,
+    "**.layers.*.mlp": Enter("x"),
+    "**.layers.*.mlp.gate_proj": Column(),
+    "**.layers.*.mlp.up_proj": Column(),
+    "**.layers.*.mlp.down_proj": Row(),
+    **HEADS,
+}
 _NORMED: _Table = {**_LLAMA, **_HEAD_NORMS}
 _MIXTURE: _Table = {**_LLAMA, "**.layers.*.mlp": Replicate(), "**.layers.*.mlp.experts": SplitExperts()}
+_LLAMA4: _Table = {
+    "**.embed_tokens": Vocab(),
+    **_ATTENTION,
+    # Not Enter() around all: in some layers it is a mixture, whose router reads the same input.
+    **dict.fromkeys(("**.feed_forward.**.gate_proj", "**.feed_forward.**.up_proj"), Column()),
+    "**.feed_forward.**.down_proj": Row(),
+    "**.feed_forward.shared_expert": Enter("x"),
+    "**.feed_forward.experts": SplitExperts(),
+    "**.feed_forward.router": "replicate",
+    **HEADS,
+}
 _PHI3: _Table = {
     "**.embed_tokens": Vocab(),
     "**.self_attn": Divide(("config.num_attention_heads", "num_key_value_heads"), shared=("num_key_value_heads",)),
@@ -55,7 +79,16 @@ _PHI3: _Table = {
     "**.mlp.down_proj": Row(),
     **HEADS,
 }
-_GPT2: _Table = {"**.wte": Vocab(), "**.wpe": "replicate", **GPT2_BLOCKS, **HEADS}
+_GPT2: _Table = {
+    "**.wte": Vocab(),
+    "**.wpe": "replicate",
+    "**.h.*.attn": Divide(("split_size", "num_heads")),
+    "**.h.*.attn.c_attn": Column(unit="head_dim", parts=3),
+    "**.h.*.attn.c_proj": Row(),
+    "**.h.*.mlp.c_fc": Column(),
+    "**.h.*.mlp.c_proj": Row(),
+    **HEADS,
+}
 _GPT_NEOX: _Table = {
     "**.embed_in": Vocab(),
     "**.attention.query_key_value": Column(heads="config.num_attention_heads"),  # q, k and v of each head in turn
@@ -119,6 +152,7 @@ _T5: _Table = {
 FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), _LLAMA),
     **dict.fromkeys(("qwen3", "gemma3_text"), _NORMED),
+    "llama4_text": _LLAMA4,
     "mixtral": _MIXTURE,
     "qwen3_moe": {**_MIXTURE, **_HEAD_NORMS},
     "phi3": _PHI3,
@@ -131,10 +165,44 @@ FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
     "t5": _T5,
 }
 
+_JOINED = Replicate(partial_gradient=True, gather_sequence=True)  # what reads it has the whole sequence
+_LLAMA_SEQUENCE: _Table = {
+    "**.layers.0": Scatter(),
+    **{
+        f"**.layers.*.{place}_layernorm": Replicate(partial_gradient=True)  # a norm of this rank's tokens
+        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    },
+    "**.layers.*.self_attn": Enter(sequence=True),
+    "**.layers.*.mlp": Enter("x", sequence=True),
+    **dict.fromkeys(("**.layers.*.self_attn.o_proj", "**.layers.*.mlp.down_proj"), Row(sequence=True)),
+    "**.norm": _JOINED,
+}
+# What is laid out otherwise where the sequence is split from the first block to the last norm.
+SEQUENCE_FAMILIES: Mapping[str, Rules] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
+    "phi3": {
+        "**.layers.0": Scatter(),
+        **dict.fromkeys(("**.input_layernorm", "**.post_attention_layernorm", "**.norm"), _JOINED),
+        **dict.fromkeys(("**.self_attn.o_proj", "**.mlp.down_proj"), Row(sequence=True)),
+    },
+    "gpt2": {
+        "**.h.0": Scatter(),
+        **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _JOINED),
+        **dict.fromkeys(("**.h.*.attn.c_proj", "**.h.*.mlp.c_proj"), Row(sequence=True)),
+    },
+    "gpt_neox": {
+        "**.layers.0": Scatter(),
+        **dict.fromkeys(("**.input_layernorm", "**.post_attention_layernorm", "**.final_layer_norm"), _JOINED),
+        **dict.fromkeys(("**.attention.dense", "**.mlp.dense_4h_to_h"), Row(sequence=True)),
+    },
+}
 
-def rules_of(module: nn.Module) -> Rules:
-    """Returns the table for a model of transformers, the rules of its family that match something in it, and logs
-    which family that is. Raises ValueError for any other module."""
+
+def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
+    """Returns the table for a model of transformers: the rules of its family that match something in it. With
+    `sequence_parallel` what lies between the halves of the blocks is split along the
+    sequence, which tp must divide. Raises ValueError for a module without such a table, and where a dropout would draw
+    the same mask for the tokens of every rank."""
     config = getattr(module, "config", None)
     family = getattr(config, "model_type", None)
     if not isinstance(family, str) or family not in FAMILIES:
@@ -146,7 +214,15 @@ def rules_of(module: nn.Module) -> Rules:
             f"{f', or that of {nearest[0]}, families.FAMILIES[{nearest[0]!r}]' if nearest else ''}"
         )
     rules = {**FAMILIES[family], **(_falcon_attention(config) if family == "falcon" else {})}
-    _log.info("tensor_parallelize: %s is split by the table of %s", type(module).__name__, family)
+    if sequence_parallel:
+        if family not in SEQUENCE_FAMILIES:
+            known = ", ".join(sorted(SEQUENCE_FAMILIES))
+            raise ValueError(f"sequence_parallel: there is no such table for {family}, only for {known}; leave it out")
+        dropouts = (name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
+        if name := next(dropouts, None):
+            words = "set it to 0 in the config, or leave sequence_parallel out"
+            raise ValueError(f"{name}: this dropout would drop the same of each rank's tokens; {words}")
+        rules |= SEQUENCE_FAMILIES[family]
     names = [name for name, _ in module.named_modules() if name]
     return {pattern: style for pattern, style in rules.items() if names_matching(pattern, names)}
 

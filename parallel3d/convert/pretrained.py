@@ -3,7 +3,7 @@ parameters, split over tp, and then filled, each rank reading its own slices of 
 
     with parameters_on_meta():
         model = LlamaForCausalLM(config)
-    tensor_parallelize(model, tp, LLAMA)
+    tensor_parallelize(model, tp)
     load_safetensors(model, "checkpoints/llama", device="cuda")
 """
 

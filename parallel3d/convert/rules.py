@@ -2,7 +2,7 @@
 
 A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none included:
 `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a word: "column", "row",
-"vocab", "replicate". The tables are for transformers 5; its models count heads from the projections' outputs.
+"vocab", "replicate". `convert.families` has the tables of transformers' families.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Vocab:
 @dataclass(frozen=True)
 class SplitExperts:
     """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward that is given the
-    tokens, the experts of each and their weights. Each rank has some of the experts; what they give is summed."""
+    tokens, the experts of each and their weights, or, as Llama 4's, the tokens of one expert after the other. Each rank
+    has some of the experts; what they give is summed, or joined."""
 
     count: str = "num_experts"  # the attribute that counts them
 
@@ -103,51 +104,3 @@ def names_matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 WORDS: dict[Word, Style] = {"column": Column(), "row": Row(), "vocab": Vocab(), "replicate": Replicate()}
-
-LLAMA_BLOCKS: dict[str, Style | Word] = {
-    "**.layers.*.self_attn": Enter(),
-    "**.layers.*.self_attn.q_proj": Column(unit="head_dim"),
-    "**.layers.*.self_attn.k_proj": Column(unit="head_dim", shared="num_key_value_groups"),
-    "**.layers.*.self_attn.v_proj": Column(unit="head_dim", shared="num_key_value_groups"),
-    "**.layers.*.self_attn.o_proj": Row(),
-    "**.layers.*.mlp": Enter("x"),
-    "**.layers.*.mlp.gate_proj": Column(),
-    "**.layers.*.mlp.up_proj": Column(),
-    "**.layers.*.mlp.down_proj": Row(),
-}
-LLAMA: dict[str, Style | Word] = {"model.embed_tokens": Vocab(), **LLAMA_BLOCKS, "lm_head": Column(gather_output=True)}
-MISTRAL = LLAMA
-QWEN2 = LLAMA  # with biases of q, k and v, which go with their weights
-QWEN3: dict[str, Style | Word] = {
-    **LLAMA,
-    "**.layers.*.self_attn.q_norm": Replicate(partial_gradient=True),  # this rank norms its own heads
-    "**.layers.*.self_attn.k_norm": Replicate(partial_gradient=True),
-}
-_OF_TOKENS = Replicate(partial_gradient=True)
-_SEQUENCE: dict[str, Style | Word] = {
-    "**.layers.0": Scatter(),
-    "**.layers.*.input_layernorm": _OF_TOKENS,
-    "**.layers.*.post_attention_layernorm": _OF_TOKENS,
-    "**.layers.*.self_attn": Enter(sequence=True),
-    "**.layers.*.self_attn.o_proj": Row(sequence=True),
-    "**.layers.*.mlp": Enter("x", sequence=True),
-    "**.layers.*.mlp.down_proj": Row(sequence=True),
-    "model.norm": Replicate(partial_gradient=True, gather_sequence=True),
-}
-# The same with sequence parallelism, from the first block to the last norm; tp must divide the sequence.
-LLAMA_SEQUENCE: dict[str, Style | Word] = {**LLAMA, **_SEQUENCE}
-MISTRAL_SEQUENCE = QWEN2_SEQUENCE = LLAMA_SEQUENCE
-QWEN3_SEQUENCE: dict[str, Style | Word] = {**QWEN3, **_SEQUENCE}
-GPT2_BLOCKS: dict[str, Style | Word] = {
-    "**.h.*.attn": Divide(("split_size", "num_heads")),
-    "**.h.*.attn.c_attn": Column(unit="head_dim", parts=3),
-    "**.h.*.attn.c_proj": Row(),
-    "**.h.*.mlp.c_fc": Column(),
-    "**.h.*.mlp.c_proj": Row(),
-}
-GPT2: dict[str, Style | Word] = {
-    "transformer.wte": Vocab(),
-    "transformer.wpe": Replicate(),
-    **GPT2_BLOCKS,
-    "lm_head": Column(gather_output=True),
-}

@@ -28,26 +28,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.convert import rules
 from parallel3d.convert.apply import tensor_parallelize
-from parallel3d.convert.rules import Column, Rules
+from parallel3d.convert.families import rules_of
+from parallel3d.convert.rules import Column
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 ROOT = Path(__file__).parents[2]
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
-TABLES: dict[str, Rules] = {
-    "llama": rules.LLAMA,
-    "qwen2": rules.QWEN2,
-    "qwen3": rules.QWEN3,
-    "mistral": rules.MISTRAL,
-    "gpt2": rules.GPT2,
-}
-SEQUENCE_TABLES: dict[str, Rules] = {
-    "llama": rules.LLAMA_SEQUENCE,
-    "qwen2": rules.QWEN2_SEQUENCE,
-    "qwen3": rules.QWEN3_SEQUENCE,
-    "mistral": rules.MISTRAL_SEQUENCE,
-}
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -87,11 +75,11 @@ def whole(x: Tensor | None) -> Tensor:
 
 
 def compare_with_itself(
-    kind: str, kv_heads: int, tied: bool, dtype: torch.dtype, tables: dict[str, Rules] = TABLES
+    kind: str, kv_heads: int, tied: bool, dtype: torch.dtype, sequence_parallel: bool = False
 ) -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone = build(kind, kv_heads=kv_heads, tied=tied, dtype=dtype)
-    split = tensor_parallelize(copy.deepcopy(alone), tp, tables[kind])
+    split = tensor_parallelize(copy.deepcopy(alone), tp, rules_of(alone, sequence_parallel=sequence_parallel))
     ids = torch.randint(0, VOCAB, (B, S))
     reference, ours = alone(ids, labels=ids), split(ids, labels=ids)
     reference.loss.backward()
@@ -121,14 +109,14 @@ def load_whole_tensors(kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    tensor_parallelize(model, tp, TABLES[kind])
+    tensor_parallelize(model, tp)
     assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
     for name, value in model.state_dict().items():
         assert torch.equal(whole(value), wanted[name]), name
 
 
 def save_split(kind: str, folder: str) -> None:
-    model = tensor_parallelize(build(kind), init_device_mesh("cpu", (get_world_size(),)), TABLES[kind])
+    model = tensor_parallelize(build(kind), init_device_mesh("cpu", (get_world_size(),)))
     dcp.save(model.state_dict(), checkpoint_id=folder)
 
 
@@ -139,7 +127,7 @@ def load_split(kind: str, folder: str) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     plain = {name: torch.zeros_like(value) for name, value in wanted.state_dict().items()}
-    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)), TABLES[kind])
+    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)))
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     dcp.load(plain, checkpoint_id=folder)
@@ -151,7 +139,7 @@ def train_with_fully_shard() -> None:
     """Trains dp_shard 2 x tp 2 on one batch cut in two by a step of AdamW, and one process on the whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     alone = build("qwen2", kv_heads=2)
-    model = tensor_parallelize(build("qwen2", kv_heads=2), mesh, rules.QWEN2)
+    model = tensor_parallelize(build("qwen2", kv_heads=2), mesh)
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
@@ -168,11 +156,11 @@ def train_with_fully_shard() -> None:
 def keep_logits_split() -> None:
     """A rule of the table replaced: the head gives this rank's part of the vocabulary."""
     tp = init_device_mesh("cpu", (get_world_size(),))
-    table = {**rules.LLAMA, "lm_head": Column()}
-    with pytest.raises(ValueError, match=r"lm_head: 101 output features cannot be split over tp = 2; try tp = 1"):
-        tensor_parallelize(build("llama"), tp, table)
-    table["model.embed_tokens"] = "replicate"
     model = build("llama")
+    table = {**rules_of(model), "**.lm_head": Column()}
+    with pytest.raises(ValueError, match=r"lm_head: 101 output features cannot be split over tp = 2; try tp = 1"):
+        tensor_parallelize(model, tp, table)
+    table["**.embed_tokens"] = "replicate"
     model.resize_token_embeddings(104)  # type: ignore[operator]
     assert tensor_parallelize(model, tp, table)(torch.zeros(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 52)
     assert isinstance(model.lm_head.weight, DTensor) and model.lm_head.weight.placements == (Shard(0),)  # type: ignore[union-attr]
@@ -182,7 +170,7 @@ def use_it_as_transformers_does(kind: str, folder: str) -> None:
     """Generation with its cache, eager attention, activation checkpointing, and a saved model that opens again."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone: Any = build(kind)
-    split: Any = tensor_parallelize(build(kind), tp, TABLES[kind])
+    split: Any = tensor_parallelize(build(kind), tp)
     ids = torch.randint(5, VOCAB, (B, 6))
     written = [each.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for each in (alone, split)]
     assert torch.equal(*written)
@@ -212,7 +200,7 @@ def refuse_a_patchwork() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_transformers_is_the_same_over_tp(world: Callable, size: int, kind: str, dtype: torch.dtype) -> None:
     world(size).run(compare_with_itself, kind, 4, kind in ("gpt2", "qwen2"), dtype)
 
@@ -227,7 +215,7 @@ def test_fewer_key_value_heads_than_tp_are_shared(world: Callable, kind: str) ->
     [(2, "llama", 4), (2, "qwen2", 4), (2, "mistral", 4), (4, "qwen3", 2), (4, "qwen2", 2)],
 )
 def test_sequence_parallelism_changes_nothing(world: Callable, size: int, kind: str, kv_heads: int) -> None:
-    world(size).run(compare_with_itself, kind, kv_heads, kind == "qwen2", torch.float64, SEQUENCE_TABLES)
+    world(size).run(compare_with_itself, kind, kv_heads, kind == "qwen2", torch.float64, True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

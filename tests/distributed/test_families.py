@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.convert.apply import plan_modules, tensor_parallelize
-from parallel3d.convert.families import FAMILIES, rules_of
+from parallel3d.convert.families import FAMILIES, SEQUENCE_FAMILIES, rules_of
 from parallel3d.convert.rules import Column, Divide, Rules
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
@@ -42,17 +43,21 @@ class Model:
     tolerance: float = 1e-12
 
 
-FLOAT32_INSIDE = 1e-6  # norms of heads that compute in float32 whatever the model's type
-MODELS: dict[str, Model] = {
+FLOAT32_INSIDE = 1e-6  # norms of heads, or rotations, that compute in float32 whatever the model's type
+_LLAMA4 = {**_DECODER, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 8,
+           "no_rope_layers": [1, 0], "num_experts_per_tok": 1}  # fmt: skip
+MODELS: dict[str, Model] = {  # by the row of docs/layers-in-your-model.md, of which the first word is the family
     "llama": Model("LlamaForCausalLM"),
     "llama, a model without a head": Model("LlamaModel"),
     "llama, classes of sequences": Model("LlamaForSequenceClassification", {**_DECODER, "num_labels": 3}),
+    "llama4_text, mixtures": Model("Llama4ForCausalLM", {**_LLAMA4, "moe_layers": [1]}, FLOAT32_INSIDE),
+    "llama4_text, dense": Model("Llama4ForCausalLM", {**_LLAMA4, "moe_layers": []}, FLOAT32_INSIDE),
     "mistral": Model("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
     "qwen2, tied": Model("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Model("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
     "gemma": Model("GemmaForCausalLM", {**_DECODER, "head_dim": 8}),
     "gemma2": Model("Gemma2ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}),
-    "gemma3": Model("Gemma3ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}, FLOAT32_INSIDE),
+    "gemma3_text": Model("Gemma3ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}, FLOAT32_INSIDE),
     "phi3": Model("Phi3ForCausalLM"),
     "phi3, fewer heads of keys": Model("Phi3ForCausalLM", {**_DECODER, "num_key_value_heads": 2}),
     "mixtral": Model("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4}),
@@ -98,6 +103,10 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 
+def family(name: str) -> str:
+    return name.partition(",")[0]
+
+
 def build(name: str, dtype: torch.dtype) -> nn.Module:
     """Returns a model of random weights, biases and norms too."""
     import transformers as hf
@@ -117,12 +126,12 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def differences(name: str, dtype: torch.dtype) -> tuple[float, float]:
+def differences(name: str, dtype: torch.dtype, sequence_parallel: bool = False) -> tuple[float, float]:
     """Returns the largest difference of an output and of a gradient, in shares of each tensor's largest number, where
     that is not noise around 0 (a key's bias)."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone = build(name, dtype)
-    split = tensor_parallelize(copy.deepcopy(alone), tp)
+    split = tensor_parallelize(copy.deepcopy(alone), tp, rules_of(alone, sequence_parallel=sequence_parallel))
     torch.manual_seed(1)
     inputs: dict[str, Tensor] = {"input_ids": torch.randint(4, VOCAB, (B, S))}
     if name.startswith("t5"):
@@ -155,15 +164,69 @@ def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str)
         assert output < MODELS[name].tolerance and gradient < MODELS[name].tolerance, (output, gradient)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if family(name) in SEQUENCE_FAMILIES])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_it_is_the_whole_one_with_sequence_parallelism_too(world: Callable, size: int, name: str) -> None:
+    # Gemma's norms take their scale in float32, and each rank's tokens give a part of its gradient.
+    tolerance = FLOAT32_INSIDE if name.startswith("gemma") else MODELS[name].tolerance
+    for output, gradient in world(size).run(differences, name, torch.float64, True):
+        assert output < MODELS[name].tolerance and gradient < tolerance, (output, gradient)
+
+
+@pytest.mark.long
+def test_the_table_of_the_page_has_these_rows(world: Callable) -> None:
+    """Prints the table of docs/layers-in-your-model.md with `-s`."""
+    page = (Path(__file__).parents[2] / "docs/layers-in-your-model.md").read_text()
+    for name in MODELS:
+        runs = [(2, torch.float64, False), (4, torch.float64, False), (4, torch.float64, True)]
+        runs += [(4, torch.float32, False), (4, torch.bfloat16, False)]
+        cells = []
+        for size, dtype, sequence_parallel in runs:
+            if sequence_parallel and family(name) not in SEQUENCE_FAMILIES:
+                cells.append("-")
+                continue
+            found = world(size).run(differences, name, dtype, sequence_parallel)
+            cells.append(" / ".join(f"{max(each):.0e}" for each in zip(*found, strict=True)))
+        print("|", " | ".join([name, *cells]), "|")
+    assert [name for name in MODELS if f"\n| {name} | " not in page] == []
+
+
 def test_every_table_is_compared() -> None:
     import transformers as hf
 
-    assert {getattr(hf, model.of).config_class.model_type for model in MODELS.values()} == set(FAMILIES)
+    assert {family(name) for name in MODELS} == set(FAMILIES)
+    for name, model in MODELS.items():
+        assert getattr(hf, model.of).config_class.model_type == family(name)
 
 
 def test_a_model_without_a_table_is_told_which_there_are() -> None:
     with pytest.raises(ValueError, match=r"no table for Linear, only for bert, falcon, .*; give one as rules"):
         rules_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no such table for bert, only for gemma, "):
+        rules_of(build("bert", torch.float32), sequence_parallel=True)
+    model = build("gpt2", torch.float32)
+    model.transformer.drop.p = 0.1  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"transformer\.drop: this dropout would drop the same of each rank's tokens"):
+        rules_of(model, sequence_parallel=True)
+
+
+def split_and_listen() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("parallel3d")
+    log.addHandler(handler)
+    level, _ = log.level, log.setLevel(logging.INFO)
+    try:
+        tensor_parallelize(build("gpt2", torch.float32), init_device_mesh("cpu", (get_world_size(),)))
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+    return said
+
+
+def test_rank_0_says_which_table_was_picked(world: Callable) -> None:
+    assert world(2).run(split_and_listen) == [["GPT2LMHeadModel is split by the table of gpt2"], []]
 
 
 class Fused(nn.Module):

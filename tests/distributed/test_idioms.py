@@ -21,7 +21,6 @@ from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parallel3d.convert import rules
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.linear import ColumnParallelLinear
@@ -69,8 +68,7 @@ def build(kind: str, tp: DeviceMesh | None, *, tied: bool = False) -> Any:
             num_key_value_heads=2, max_position_embeddings=S, tie_word_embeddings=tied, pad_token_id=3,
         )  # fmt: skip
         model = hf.LlamaForCausalLM(config)
-    table = rules.GPT2 if kind == "gpt2" else rules.LLAMA
-    return model if tp is None else tensor_parallelize(model, tp, table, check=False)
+    return model if tp is None else tensor_parallelize(model, tp, check=False)
 
 
 def mesh() -> DeviceMesh:

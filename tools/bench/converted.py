@@ -19,7 +19,6 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.convert import rules
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import named_specs, set_fused_gradients
@@ -79,8 +78,7 @@ def measure(size: StepSize, family: Family, beside_dtensor: bool, rounds: int, s
         peer = forward_of(by_dtensor(foreign(size, family), tp), family, size.seq_len)
     else:
         peer = own_layers(size, family, tp, weights)
-    table = rules.LLAMA if family == "llama" else rules.GPT2
-    ours = forward_of(tensor_parallelize(whole, tp, table, check=False), family, size.seq_len)
+    ours = forward_of(tensor_parallelize(whole, tp, check=False), family, size.seq_len)
     x, grad = torch.randn((2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0))
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
