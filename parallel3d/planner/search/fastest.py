@@ -35,7 +35,10 @@ def search(question: Question, *, top: int = 10) -> Answer:
     ranks hold. Where the question fixes both tp and pp, those are what differs.
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
-    searches = _searches(question)
+    return _answer(question, _searches(question), top)
+
+
+def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
     found, best = _fastest(question, searches, top, everywhere=True)
     rejected, left_out = [], []
     for each in searches:
@@ -74,7 +77,11 @@ def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
     """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError as `search` does."""
-    found = [priced for each in _searches(question) if (priced := each.leanest())]
+    return _leanest(question, _searches(question), top)
+
+
+def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
+    found = [priced for each in searches if (priced := each.leanest())]
     found.sort(key=lambda priced: priced.bytes)
     return [Strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
 
@@ -100,9 +107,10 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
     its halves compete, down to the first that is less efficient than its double: with fewer devices the bubble and the
     traffic of data parallelism shrink, until memory forces what is slower."""
-    answer = search(question, top=top)
+    searches = _searches(question)
+    answer = _answer(question, searches, top)
     if objective == "memory" and answer.strategies:
-        return replace(answer, strategies=tuple(leanest(question, top=top)))
+        return replace(answer, strategies=tuple(_leanest(question, searches, top)))
     if objective != "cost":
         return answer
     found = list(answer.strategies[:_FROM_THE_WHOLE])

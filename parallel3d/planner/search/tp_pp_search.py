@@ -217,7 +217,9 @@ class TpPpSearch:
 
     def _least_work_s(self, group: list[_Family]) -> float:
         run = self._question.planned_run(self._recompute_choices[0].of(group[0].parallel))
-        return least_work_s(run, known=group[0].known)
+        layouts = [family.parallel for family in group]
+        turns = (each.virtual_stages if schedule_traits(each.schedule).ramp_bubble else inf for each in layouts)
+        return least_work_s(run, known=group[0].known, turns=max(turns))
 
     def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
         run = self._question.planned_run(kind.of(family.parallel))

@@ -157,15 +157,17 @@ def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
     return _pipeline(run, None, exact=False, known=known).seconds + STEP_OVERHEAD_S
 
 
-def least_work_s(run: PlannedRun, *, known: CostCache) -> float:
-    """Seconds that no pipeline of these microbatches goes below, whatever its schedule and its stages: an even share of
-    all work for each rank. It is known much sooner than `least_step_s`, and never more."""
+def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
+    """Seconds that no pipeline of these microbatches goes below, whatever its stages: an even share of all work for
+    each rank, and the bubble of ranks that have at most so many `turns` (`pipeline.closed_form_s`; none where they are
+    infinite). It is known much sooner than `least_step_s`, and never more."""
     if _calibrated_host(run) is not None:
         return 0.0
-    micro, shape = _known_microbatch(run, known), run.shape
+    micro, shape, pp = _known_microbatch(run, known), run.shape, run.layout.pp
     work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(micro.dense_s)
-    each = (work + sum(micro.head_s) + sum(micro.embedding_s)) / run.layout.pp
-    return _ROUNDED * run.layout.microbatches * each + STEP_OVERHEAD_S
+    work += sum(micro.head_s) + sum(micro.embedding_s)
+    rounds = run.layout.microbatches + (pp - 1) / turns
+    return _ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
 
 
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
