@@ -12,12 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
-from parallel3d.layers.gradients import local_tensor, refuse_function_transforms
+from parallel3d.layers.gradients import (
+    accumulate_or_return,
+    accumulate_or_return_product,
+    local_tensor,
+    refuse_function_transforms,
+)
+from parallel3d.layers.parameter import added_in_place
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -43,7 +51,14 @@ class Form(SplitModule):
         """This rank's part of a parameter of this module, for autograd; None where it has none."""
         refuse_function_transforms()
         parameter = self._parameters.get(name)
-        return None if parameter is None else local_tensor(parameter)
+        if parameter is None:
+            return None
+        return added_in_place(parameter) if self.adds_to(parameter) else local_tensor(parameter)
+
+    def adds_to(self, parameter: Tensor) -> bool:
+        """Returns whether the backward of this forward adds a parameter's gradient in place."""
+        can_add = parameter.is_leaf and parameter.requires_grad and torch.is_grad_enabled()
+        return self.fused_gradients and can_add and not is_compiling()
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)  # Conv1D's own leaves out what is split
@@ -53,6 +68,40 @@ class Form(SplitModule):
         weight = self.local("weight")
         assert weight is not None
         return weight.t() if is_conv1d(self) else weight, self.local("bias")
+
+    def product(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
+        """Returns x times this rank's part of the weight, and adds its part of the bias."""
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        if self.adds_to(parameter) and not torch.is_autocast_enabled(x.device.type):
+            refuse_function_transforms()
+            own_bias = self._parameters.get("bias") if with_bias else None
+            y: Tensor = AddingProduct.apply(x, parameter, own_bias, is_conv1d(self))
+            return y
+        weight, bias = self.weight_and_bias()
+        return F.linear(x, weight, bias if with_bias else None)
+
+
+class AddingProduct(Function):
+    """A linear layer of this rank's parts, x [..., I] -> [..., O], whose backward adds the weight's gradient in place
+    by the product itself: [Note: fused gradients] in `layers.gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.is_transposed = weight, bias, is_transposed
+        local = local_tensor(weight)
+        return F.linear(x, local.t() if is_transposed else local, None if bias is None else local_tensor(bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), local = ctx.saved_tensors, local_tensor(ctx.weight)
+        factors = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if ctx.bias is not None and ctx.bias.requires_grad:
+            accumulate_or_return(ctx.bias, factors[0].sum(0), fused=True)
+        accumulate_or_return_product(ctx.weight, *(reversed(factors) if ctx.is_transposed else factors), fused=True)
+        grad_x = grad @ (local.t() if ctx.is_transposed else local) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
 
 
 class ColumnForm(Form):
@@ -68,6 +117,16 @@ class ColumnForm(Form):
     entered: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
+        x, n = x if self.entered else copy_to_region(x, self.axis), self.axis.size
+        is_plain = self.rows is None and self.shared_heads is None
+        y = self.product(x) if is_plain else F.linear(x, *self._own_heads())
+        if not self.gather_output:
+            return y
+        each = largest_shard(self.features, n)  # the last ranks may have fewer
+        return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
+
+    def _own_heads(self) -> tuple[Tensor, Tensor | None]:
+        """Returns this rank's rows of a packed weight, or the head that it shares, and those of the bias."""
         (weight, bias), n = self.weight_and_bias(), self.axis.size
         if self.rows is not None:
             self.rows = self.rows.to(weight.device)
@@ -76,15 +135,12 @@ class ColumnForm(Form):
             columns = weight.t().index_select(1, self.rows.flatten()).unflatten(1, (n, -1))  # [I / n, n, O / n]
             # Each rank is sent its columns of this rank's rows.
             weight = exchange_in_region(columns.transpose(0, 1), self.axis).flatten(0, 1).t()  # [O / n, I]
-        elif self.shared_heads is not None:
+        else:
+            assert self.shared_heads is not None
             head = self.axis.rank * self.shared_heads // n
             weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
             bias = None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
-        y = F.linear(x if self.entered else copy_to_region(x, self.axis), weight, bias)
-        if not self.gather_output:
-            return y
-        each = largest_shard(self.features, n)  # the last ranks may have fewer
-        return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
+        return weight, bias
 
 
 class RowForm(Form):
@@ -95,8 +151,7 @@ class RowForm(Form):
     sequence: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight_and_bias()
-        y = F.linear(x, weight)
+        y, bias = self.product(x, with_bias=False), self.local("bias")
         if not self.sequence:
             y = reduce_from_region(y, self.axis)
             return y if bias is None else y + bias

@@ -192,9 +192,10 @@ class ParallelModule(SplitModule):
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
-    """Sets for all layers below `module` whether their backwards add up gradients: [Note: fused gradients]."""
+    """Sets for all layers and converted modules below `module` whether their backwards add up gradients: [Note: fused
+    gradients]."""
     for part in module.modules():
-        if isinstance(part, ParallelModule):
+        if isinstance(part, SplitModule):
             part.fused_gradients = on
 
 
@@ -209,6 +210,11 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{prefix}.{name}" if prefix else name, spec
+
+
+def added_in_place(parameter: Tensor) -> Any:
+    """Returns this rank's part of a parameter for autograd, to whose gradient the backward adds in place."""
+    return _Replicated.apply(parameter, None, True)
 
 
 class _Replicated(Function):

@@ -27,6 +27,8 @@ class SplitModule(nn.Module):
     """A module that holds this rank's part of its parameters. It loads a state dict of whole tensors, copies itself
     within its process group, and prints what is split; it refuses to be pickled, because its group stays here."""
 
+    fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column
+from parallel3d.layers.parameter import set_fused_gradients
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 ROOT = Path(__file__).parents[2]
@@ -188,6 +189,40 @@ def use_it_as_transformers_does(kind: str, folder: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True))
 
 
+def add_in_place(kind: str) -> None:
+    """Two microbatches' gradients, added in place, are those that autograd adds up."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    models = [tensor_parallelize(build(kind, kv_heads=2, dtype=torch.float64), tp) for _ in range(2)]
+    set_fused_gradients(models[1], True)
+    for ids in torch.randint(0, VOCAB, (2, B, S)):
+        for model in models:
+            model(ids, labels=ids).loss.backward()
+    for (name, theirs), ours in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor) and isinstance(theirs.grad, DTensor)
+        assert ours.grad.placements == theirs.grad.placements, name
+        torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
+
+
+def compile_a_block(kind: str) -> None:
+    """A converted block is one graph, and gives what it gives without, fused gradients asked for or not."""
+    model: Any = tensor_parallelize(build(kind, kv_heads=2), init_device_mesh("cpu", (get_world_size(),)))
+    x, more = torch.randn(B, S, 32, generator=torch.Generator().manual_seed(0)), {}
+    if kind == "gpt2":
+        block = model.transformer.h[0]
+    else:
+        block = model.model.layers[0]
+        more["position_embeddings"] = model.model.rotary_emb(x, torch.arange(S).unsqueeze(0))
+    set_fused_gradients(block, True)
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf, **more)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad, [whole(parameter.grad) for parameter in block.parameters()]))
+        model.zero_grad()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 def refuse_a_patchwork() -> None:
     """Each rank has drawn its own weights."""
     torch.manual_seed(torch.distributed.get_rank())
@@ -236,6 +271,16 @@ def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: s
 
 def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
     world(4).run(train_with_fully_shard)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2, "qwen2"), (2, "gpt2"), (4, "qwen2")])
+def test_gradients_that_are_added_in_place_are_those_of_autograd(world: Callable, size: int, kind: str) -> None:
+    world(size).run(add_in_place, kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3", "gpt2"))])
+def test_a_converted_block_compiles_to_one_graph(world: Callable, kind: str) -> None:
+    world(2).run(compile_a_block, kind)
 
 
 def test_the_head_may_keep_its_logits_split(world: Callable) -> None:

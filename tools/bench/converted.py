@@ -78,7 +78,9 @@ def measure(size: StepSize, family: Family, beside_dtensor: bool, rounds: int, s
         peer = forward_of(by_dtensor(foreign(size, family), tp), family, size.seq_len)
     else:
         peer = own_layers(size, family, tp, weights)
-    ours = forward_of(tensor_parallelize(whole, tp, check=False), family, size.seq_len)
+    tensor_parallelize(whole, tp, check=False)
+    set_fused_gradients(whole, not beside_dtensor)  # as the layers' are; DTensor's go through autograd
+    ours = forward_of(whole, family, size.seq_len)
     x, grad = torch.randn((2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0))
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
