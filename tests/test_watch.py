@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.watch import pulse
 from parallel3d.watch.pulse import Beat, Pulse, beat_file, beating_into
 from parallel3d.watch.verdict import Judge, process_state
 
@@ -223,3 +225,17 @@ def test_the_state_of_a_process_is_linuxs_letter() -> None:
     process.kill()
     process.wait()
     assert process_state(process.pid) == ""
+
+
+def test_no_garbage_is_collected_while_a_thread_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Python 3.11 a collection in the midst of it may spoil the frame that is being made."""
+    may_collect: list[bool] = []
+    monkeypatch.setattr(pulse, "look_at", lambda frame: (may_collect.append(gc.isenabled()), ("other", False, ""))[1])
+    Pulse().beat()
+    assert may_collect == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        Pulse().beat()
+        assert may_collect == [False, False] and not gc.isenabled()
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ stack, so that a run pays for two looks a second and for nothing else. No torch 
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -87,13 +88,14 @@ class Pulse:
     def beat(self, known_phase: str | None = None) -> Beat:
         """Returns what the main thread is doing now; `known_phase` says it better where it is given."""
         ends = list(self._ends)
-        frames = sys._current_frames()
-        phase, waits, stack = look_at(frames.get(self._main or 0))
-        if phase == "data":  # a batch comes from a thread of the loader's, which knows where it is stuck
-            own = threading.get_ident()
-            others = (frame for thread, frame in frames.items() if thread not in (self._main, own))
-            loaders = [told for kind, _, told in map(look_at, others) if kind == "data"]
-            stack = "; the loader ".join([stack, *loaders])
+        with _garbage_stays():
+            frames = sys._current_frames()
+            phase, waits, stack = look_at(frames.get(self._main or 0))
+            if phase == "data":  # a batch comes from a thread of the loader's, which knows where it is stuck
+                own = threading.get_ident()
+                others = (frame for thread, frame in frames.items() if thread not in (self._main, own))
+                loaders = [told for kind, _, told in map(look_at, others) if kind == "data"]
+                stack = "; the loader ".join([stack, *loaders])
         self._count += 1
         return Beat(
             count=self._count,
@@ -105,6 +107,22 @@ class Pulse:
             waits=waits,
             stack=stack,
         )
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Keeps Python from collecting garbage for a block that looks at the frames of other threads.
+
+    Up to Python 3.11 a frame object is made when it is asked for, and making it may collect. What is freed then may let
+    go of the interpreter, as a tensor does: the other thread returns from the frame in mid-making, and the object is
+    one over memory that is used anew, of which a tensor has come back in the place of a frame."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def look_at(frame: FrameType | None) -> tuple[str, bool, str]:

@@ -90,7 +90,7 @@ FAULTS = {
         "        super().__init__(config, placement, *rest, selective=selective)\n"
         "        self.scale = Gain(config.hidden, placement)\n",
         SEQUENCE,
-        r"gradient of layers\.0\.scale\.weight.*\n(.*\n)*.*each tp rank has a summand of it",
+        r"gradient of layers\.3\.scale\.weight.*\n(.*\n)*.*each tp rank has a summand of it",
     ),
     "a product that is not summed": (
         "from palm import *\n"

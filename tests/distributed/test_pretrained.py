@@ -19,7 +19,7 @@ from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.pretrained import load_safetensors, parameters_on_meta
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import local_tensor
-from tests.distributed.test_convert import TABLES, VOCAB, B, S, build, whole
+from tests.distributed.test_convert import VOCAB, B, S, build, whole
 
 
 def save(kind: str, folder: Path, **options: Any) -> nn.Module:
@@ -37,7 +37,7 @@ def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
     with parameters_on_meta():
         model = type(reference)(reference.config)  # type: ignore[arg-type]
     assert all(parameter.is_meta for parameter in model.parameters())
-    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)), TABLES[kind])
+    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)))
     read: list[int] = []
     own_slice = pretrained._own_slice
 
