@@ -52,7 +52,7 @@ _TRAIN = """\
 #!/usr/bin/env bash
 case "${AS_PRINTED-}$*" in
 quickstart* | "range-test quickstart"*)
-    set -- "$@" model.hidden=48 model.ffn_hidden=64 train.seq_len=32 train.eval_sequences=8 train.global_batch_size=8
+    set -- "$@" model.hidden=48 model.ffn_hidden=64 train.seq_len=32 train.eval_sequences=16 train.global_batch_size=16
     case "$*" in *train.steps=* | range-test* | *--print-config*) ;; *) set -- "$@" train.steps=24 ;; esac ;;
 esac
 exec python -m parallel3d.recipes.pretrain "$@"
