@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,19 @@ def test_no_garbage_is_collected_while_a_thread_is_looked_at(monkeypatch: pytest
         assert may_collect == [False, False] and not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_look_that_fails_costs_no_beat_and_nobody_is_named_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at(frame: object) -> None:
+        raise AttributeError("'Tensor' object has no attribute 'f_code'")
+
+    monkeypatch.setattr(pulse, "look_at", look_at)
+    own = Pulse()
+    for step in range(4):
+        own.step_done(step)
+    unseen = own.beat()
+    assert (unseen.count, unseen.step, unseen.waits) == (1, 3, False)
+    assert "no attribute 'f_code'" in unseen.stack
+    judge = Judge(["a", "a"], "a")
+    for second in range(60):
+        assert judge.look({0: replace(unseen, count=second), 1: beat(second)}, {}, float(second)) is None

@@ -88,14 +88,10 @@ class Pulse:
     def beat(self, known_phase: str | None = None) -> Beat:
         """Returns what the main thread is doing now; `known_phase` says it better where it is given."""
         ends = list(self._ends)
-        with _garbage_stays():
-            frames = sys._current_frames()
-            phase, waits, stack = look_at(frames.get(self._main or 0))
-            if phase == "data":  # a batch comes from a thread of the loader's, which knows where it is stuck
-                own = threading.get_ident()
-                others = (frame for thread, frame in frames.items() if thread not in (self._main, own))
-                loaders = [told for kind, _, told in map(look_at, others) if kind == "data"]
-                stack = "; the loader ".join([stack, *loaders])
+        try:
+            phase, waits, stack = self._look()
+        except Exception as unseen:  # whatever a wrong look finds, a watch without beats would end a healthy run
+            phase, waits, stack = "other", False, f"not to be seen: {unseen!r}"
         self._count += 1
         return Beat(
             count=self._count,
@@ -107,6 +103,18 @@ class Pulse:
             waits=waits,
             stack=stack,
         )
+
+    def _look(self) -> tuple[str, bool, str]:
+        """Returns `look_at` for the main thread; where it waits for a batch, with what the loader's threads are at."""
+        with _garbage_stays():
+            frames = sys._current_frames()
+            phase, waits, stack = look_at(frames.get(self._main or 0))
+            if phase == "data":  # a batch comes from a thread of the loader's, which knows where it is stuck
+                own = threading.get_ident()
+                others = (frame for thread, frame in frames.items() if thread not in (self._main, own))
+                loaders = [told for kind, _, told in map(look_at, others) if kind == "data"]
+                stack = "; the loader ".join([stack, *loaders])
+        return phase, waits, stack
 
 
 @contextmanager
