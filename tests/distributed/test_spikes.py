@@ -170,7 +170,8 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
         everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
         assert_follows(list(straight.curve.values()), everywhere)
     assert straight.said[0].startswith(f"warning: step {SPIKED}: a spike: ")
-    assert straight.said[1:] == [
+    # On a machine with other work a save in the background may be waited for, which is said too.
+    assert [line for line in straight.said[1:] if "waits until" not in line] == [
         "goes back, and leaves out the sequences 112 to 119",
         f"goes on from step 12 of {tmp_path / 'straight/checkpoints/step_00000012'}",
     ]
