@@ -6,9 +6,11 @@ forward unless it is split: that then works on local tensors and local heads. Ac
 whole on every rank, and so is a norm's gradient; or, where the table says so, split along the sequence.
 
 [Note: packed weights] q, k and v packed along the output features cannot be split along them: a shard would be q and
-half of k, and at another tp something else. Such a weight [O, I], O the features of all the products, is kept split
-along its *input* features, which any tp reads back, and each forward exchanges it for this rank's rows of each product:
-an all-to-all of the shard, O * I / n numbers, and another of the gradient. Its small bias is whole on every rank.
+half of k, and at another tp something else. Nor can each rank keep its rows of each product: no checkpoint, optimizer
+state or `full_tensor` of torch knows a part that is several pieces. Such a weight [O, I], O the features of all the
+products, is kept split along its *input* features, which any tp reads back, and each forward exchanges it for this
+rank's rows of each product: an all-to-all of the shard, O * I / n numbers, and another of the gradient, with which that
+of its small bias goes, which is whole on every rank.
 
 [Note: shared heads] Where tp is a multiple of the key-value heads, neighbouring ranks compute the same head, from a
 weight that every rank keeps whole; each gives the gradient of its own queries, and the sum over tp joins them.
@@ -24,7 +26,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -267,12 +268,10 @@ def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
         if part.size_of_weight(in_dim) % part.tp:
             raise part.uneven(part.size_of_weight(in_dim), "input features")
         sizes = _sizes_of_parts(part, style.parts, units)
-        rows = [_rows_of_parts(part, sizes, counted, rank) for rank in range(part.tp)]
+        blocks = [_blocks_of_parts(part, sizes, counted, rank) for rank in range(part.tp)]
         few = min(sizes) if min(sizes) % part.tp else None  # heads that several ranks compute
         counts = _shrunk(part, style.shared, few) if style.shared and few else {}
-        return ModulePlan(
-            part, ColumnForm, {**settings, "rows": torch.tensor(rows)}, {**whole, "weight": in_dim}, counts
-        )
+        return ModulePlan(part, ColumnForm, {**settings, "blocks": blocks}, {**whole, "weight": in_dim}, counts)
     if style.shared and part.tp > units and part.tp % units == 0:
         counts = _shrunk(part, style.shared, units)
         return ModulePlan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
@@ -294,17 +293,17 @@ def _sizes_of_parts(part: Part, parts: int | tuple[int | str, ...], units: int) 
     return sizes
 
 
-def _rows_of_parts(part: Part, sizes: list[int], unit: int, rank: int) -> list[int]:
+def _blocks_of_parts(part: Part, sizes: list[int], unit: int, rank: int) -> list[range]:
     """Returns the output features that a rank computes: its units of each product, or the one that it shares."""
-    rows: list[int] = []
+    blocks: list[range] = []
     start = 0
     for size in sizes:
         if size % part.tp and part.tp % size:
             raise part.uneven(size, f"units in one of the parts {sizes}")
         first = start + size * rank // part.tp
-        rows += range(first * unit, (first + max(size // part.tp, 1)) * unit)
+        blocks.append(range(first * unit, (first + max(size // part.tp, 1)) * unit))
         start += size
-    return rows
+    return blocks
 
 
 def _shrunk(part: Part, attribute: str, units: int) -> dict[tuple[nn.Module, str], int]:

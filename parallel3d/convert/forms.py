@@ -6,8 +6,9 @@ each class says what it sends. A weight is [O, I], or [I, O] in transformers' Co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,27 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from parallel3d.layers.collectives import SEQUENCE_DIM
+from parallel3d.layers.collectives import (
+    SEQUENCE_DIM,
+    Wait,
+    all_reduce,
+    all_to_all,
+    gather,
+    start_all_reduce,
+    start_all_to_all,
+    sum_partial,
+)
 from parallel3d.layers.gradients import (
     accumulate_or_return,
     accumulate_or_return_product,
     local_tensor,
     refuse_function_transforms,
 )
+from parallel3d.layers.linear import cast_input
 from parallel3d.layers.parameter import added_in_place
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
-    exchange_in_region,
     gather_from_region,
     reduce_from_region,
     reduce_scatter_from_region,
@@ -40,11 +50,23 @@ from parallel3d.layers.vocabulary import look_up
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
 
+Blocks = Sequence[Sequence[range]]  # the output features that each rank computes
+
+
+class Pack(NamedTuple):
+    """What `PackedProduct` is told of a packed weight."""
+
+    axis: Axis
+    blocks: Blocks
+    is_transposed: bool  # whether the weight is [I, O]
+    is_entered: bool  # whether the parent sums dx
+
 
 class Form(SplitModule):
     """Base of the forms, whose parameters are DTensors at rest."""
 
     axis: Axis
+    is_transposed: bool  # whether the weight is [I, O]
     prefix = "TensorParallel"  # the class that has the form is named so
 
     def local(self, name: str) -> Tensor | None:
@@ -67,80 +89,156 @@ class Form(SplitModule):
         """Returns this rank's part of the weight, [O, I] in Conv1D too, and of the bias."""
         weight = self.local("weight")
         assert weight is not None
-        return weight.t() if is_conv1d(self) else weight, self.local("bias")
+        return weight.t() if self.is_transposed else weight, self.local("bias")
 
-    def product(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
-        """Returns x times this rank's part of the weight, and adds its part of the bias."""
+    def adds_product(self, x: Tensor) -> bool:
+        """Returns whether `AddingProduct` computes this layer."""
         parameter = self._parameters["weight"]
         assert parameter is not None
-        if self.adds_to(parameter) and not torch.is_autocast_enabled(x.device.type):
-            refuse_function_transforms()
-            own_bias = self._parameters.get("bias") if with_bias else None
-            y: Tensor = AddingProduct.apply(x, parameter, own_bias, is_conv1d(self))
-            return y
-        weight, bias = self.weight_and_bias()
-        return F.linear(x, weight, bias if with_bias else None)
+        return self.adds_to(parameter) and not torch.is_autocast_enabled(x.device.type)
+
+    def adding_product(self, x: Tensor) -> Tensor:
+        """Returns the output of this layer, with what it sends, by one function of autograd."""
+        refuse_function_transforms()
+        y: Tensor = AddingProduct.apply(x, self._parameters["weight"], self._parameters.get("bias"), self)
+        return y
 
 
 class AddingProduct(Function):
-    """A linear layer of this rank's parts, x [..., I] -> [..., O], whose backward adds the weight's gradient in place
-    by the product itself: [Note: fused gradients] in `layers.gradients`."""
+    """A linear layer of this rank's parts, column-parallel or row-parallel, whose backward adds the weight's gradient
+    in place by the product itself: [Note: fused gradients] in `layers.gradients`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ColumnForm | RowForm) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.is_transposed = weight, bias, is_transposed
-        local = local_tensor(weight)
-        return F.linear(x, local.t() if is_transposed else local, None if bias is None else local_tensor(bias))
+        ctx.weight, ctx.bias, ctx.form = weight, bias, form
+        local, own_bias = local_tensor(weight), None if bias is None else local_tensor(bias)
+        local = local.t() if form.is_transposed else local
+        if isinstance(form, ColumnForm):
+            return F.linear(x, local, own_bias)
+        y = sum_partial(F.linear(x, local), form.axis, scattered=form.sequence)
+        return y if own_bias is None else y + own_bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), local = ctx.saved_tensors, local_tensor(ctx.weight)
-        factors = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        (x,), form, local = ctx.saved_tensors, ctx.form, local_tensor(ctx.weight)
+        is_scattered = isinstance(form, RowForm) and form.sequence
         if ctx.bias is not None and ctx.bias.requires_grad:
-            accumulate_or_return(ctx.bias, factors[0].sum(0), fused=True)
-        accumulate_or_return_product(ctx.weight, *(reversed(factors) if ctx.is_transposed else factors), fused=True)
-        grad_x = grad @ (local.t() if ctx.is_transposed else local) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None
+            summed = grad.reshape(-1, grad.shape[-1]).sum(0)  # is_scattered: of this rank's tokens
+            accumulate_or_return(ctx.bias, all_reduce(summed, form.axis) if is_scattered else summed, fused=True)
+        grad = gather(grad, form.axis) if is_scattered else grad
+        grad_x = grad @ (local.t() if form.is_transposed else local) if ctx.needs_input_grad[0] else None
+        travelling: Wait | None = None
+        if grad_x is not None and isinstance(form, ColumnForm) and not form.entered:
+            travelling = start_all_reduce(grad_x, form.axis)  # while the weight's gradient is computed
+        factors = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        accumulate_or_return_product(ctx.weight, *(reversed(factors) if form.is_transposed else factors), fused=True)
+        return grad_x if travelling is None else travelling(), None, None, None
 
 
 class ColumnForm(Form):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
 
     Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
-    does. With `rows` and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
+    does. With `blocks` and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
 
     features: int  # output features of all ranks
-    rows: Tensor | None = None  # [n, O / n], the output features that each rank computes, of a packed weight
+    blocks: Blocks = ()  # of a packed weight
     shared_heads: int | None = None  # where tp is a multiple of so many heads
     gather_output: bool = False
     entered: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x, n = x if self.entered else copy_to_region(x, self.axis), self.axis.size
-        is_plain = self.rows is None and self.shared_heads is None
-        y = self.product(x) if is_plain else F.linear(x, *self._own_heads())
+        if self.blocks:
+            y = self._packed_product(x)
+        elif self.shared_heads is None and self.adds_product(x):
+            y = self.adding_product(x)
+        else:
+            y = F.linear(x if self.entered else copy_to_region(x, self.axis), *self._own_head())
         if not self.gather_output:
             return y
-        each = largest_shard(self.features, n)  # the last ranks may have fewer
+        each = largest_shard(self.features, self.axis.size)  # the last ranks may have fewer
         return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
 
-    def _own_heads(self) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's rows of a packed weight, or the head that it shares, and those of the bias."""
-        (weight, bias), n = self.weight_and_bias(), self.axis.size
-        if self.rows is not None:
-            self.rows = self.rows.to(weight.device)
-            if bias is not None:
-                bias = copy_to_region(bias, self.axis).index_select(0, self.rows[self.axis.rank])
-            columns = weight.t().index_select(1, self.rows.flatten()).unflatten(1, (n, -1))  # [I / n, n, O / n]
-            # Each rank is sent its columns of this rank's rows.
-            weight = exchange_in_region(columns.transpose(0, 1), self.axis).flatten(0, 1).t()  # [O / n, I]
-        else:
-            assert self.shared_heads is not None
-            head = self.axis.rank * self.shared_heads // n
-            weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
-            bias = None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
-        return weight, bias
+    def _packed_product(self, x: Tensor) -> Tensor:
+        refuse_function_transforms()
+        both = [self._parameters.get(name) for name in ("weight", "bias")]
+        given = [each if each is None or self.adds_to(each) else local_tensor(each) for each in both]
+        pack = Pack(self.axis, self.blocks, self.is_transposed, self.entered)
+        y: Tensor = PackedProduct.apply(cast_input(x), *given, pack)
+        return y
+
+    def _own_head(self) -> tuple[Tensor, Tensor | None]:
+        """Returns this rank's part of the weight and the bias, or that of the head that it shares."""
+        weight, bias = self.weight_and_bias()
+        if self.shared_heads is None:
+            return weight, bias
+        head = self.axis.rank * self.shared_heads // self.axis.size
+        weight = copy_to_region(weight, self.axis).chunk(self.shared_heads)[head]
+        return weight, None if bias is None else copy_to_region(bias, self.axis).chunk(self.shared_heads)[head]
+
+
+class PackedProduct(Function):
+    """[Note: packed weights] of `convert.apply`: x [..., I], the weight's shard [I / n, O], which is [O, I / n] in
+    nn.Linear, and the bias [O] -> this rank's [..., O / n].
+
+    All-to-all of the weight's shard forward. Backward another of the gradients, the bias's as one row more for each
+    rank; and dx is all-reduced, unless the parent's EnterForm does. A parameter that is given as a DTensor has its
+    gradient added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
+        axis, blocks = pack.axis, pack.blocks
+        local = local_tensor(weight) if pack.is_transposed else local_tensor(weight).t()
+        columns = torch.cat([local[:, block.start : block.stop] for ranges in blocks for block in ranges], 1)
+        sent = columns.unflatten(1, (axis.size, -1)).transpose(0, 1)  # [n, I / n, O / n]
+        own = all_to_all(sent, axis).flatten(0, 1).t()  # [O / n, I]
+        ctx.save_for_backward(x, own)
+        ctx.weight, ctx.bias, ctx.pack = weight, bias, pack
+        if bias is None:
+            return F.linear(x, own)
+        whole = local_tensor(bias)
+        return F.linear(x, own, torch.cat([whole[block.start : block.stop] for block in blocks[axis.rank]]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, own), pack, axis = ctx.saved_tensors, ctx.pack, ctx.pack.axis
+        flat, grad_x = grad.reshape(-1, grad.shape[-1]), None
+        arriving_x: Wait | None = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ own.to(grad.dtype)
+            arriving_x = None if pack.is_entered else start_all_reduce(grad_x, axis)
+        if not any(ctx.needs_input_grad[1:]):
+            return grad_x if arriving_x is None else arriving_x(), None, None, None
+        parts = (x.reshape(-1, x.shape[-1]).t() @ flat).chunk(axis.size)  # each [I / n, O / n]
+        rows = len(parts[0])
+        if ctx.bias is not None:
+            of_bias = flat.sum(0, keepdim=True)
+            parts = tuple(each for part in parts for each in (part, of_bias))
+        arriving = start_all_to_all(torch.cat(parts).unflatten(0, (axis.size, -1)), axis)
+        grad_x = grad_x if arriving_x is None else arriving_x()  # the first under way has to end first
+        joined = _in_order(arriving(), pack.blocks)  # [I / n, O], and the bias's row
+        of_weight = joined[:rows] if pack.is_transposed else joined[:rows].t().contiguous()
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            grad_x,
+            _given(ctx.weight, of_weight) if needs_weight else None,
+            _given(ctx.bias, joined[rows]) if needs_bias else None,
+            None,
+        )
+
+
+def _given(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    return accumulate_or_return(parameter, gradient, fused=isinstance(parameter, DTensor))
+
+
+def _in_order(received: Tensor, blocks: Blocks) -> Tensor:
+    """Joins [n, ..., O / n], of every rank its output features, to [..., O]. What several ranks have is summed."""
+    found: dict[int, Tensor] = {}
+    for part, ranges in zip(received.unbind(), blocks, strict=True):
+        for block, piece in zip(ranges, part.split([len(block) for block in ranges], -1), strict=True):
+            found[block.start] = found[block.start] + piece if block.start in found else piece
+    return torch.cat([found[start] for start in sorted(found)], -1)
 
 
 class RowForm(Form):
@@ -151,7 +249,10 @@ class RowForm(Form):
     sequence: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y, bias = self.product(x, with_bias=False), self.local("bias")
+        if self.adds_product(x):
+            return self.adding_product(x)
+        weight, bias = self.weight_and_bias()
+        y = F.linear(x, weight)
         if not self.sequence:
             y = reduce_from_region(y, self.axis)
             return y if bias is None else y + bias
@@ -299,7 +400,7 @@ def reform(module: nn.Module, form: type[Form], axis: Axis, **settings: object) 
     members = {name: property(partial(ReplicatedForm.read, name=name)) for name in read}
     is_below = form is EmbeddingForm and own.forward is not nn.Embedding.forward
     bases = (own, form) if is_below else (form, own)
-    module.__class__ = type(f"{form.prefix}{own.__name__}", bases, members)
+    module.__class__ = type(f"{form.prefix}{own.__name__}", bases, {"is_transposed": is_conv1d(module), **members})
     for name, value in {"axis": axis, **settings}.items():
         setattr(module, name, value)
 

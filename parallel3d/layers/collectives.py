@@ -75,6 +75,21 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
     return lambda: after(work, out, stacked)
 
 
+def start_all_to_all(x: Tensor, axis: Axis) -> Wait:
+    """Starts to send x[r] of [n, ...] to rank r, for what the ranks have sent here, in their order. Sends (n - 1) / n
+    of x per rank ((n - 1) times x where small)."""
+    if axis.size == 1:
+        return lambda: x
+    if is_compiling():
+        return lambda: functional.all_to_all_single(x.contiguous(), None, None, _group(axis))
+    x = x.contiguous()
+    if parts := _start_exchange(x, axis):
+        return lambda: torch.stack([part[axis.rank] for part in parts()])
+    out = torch.empty_like(x)
+    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+    return lambda: after(work, out, x)
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of x over the axis; `x` may be overwritten."""
     return start_all_reduce(x, axis)()
@@ -91,18 +106,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Sends x[r] of [n, ...] to rank r, and returns what the ranks have sent here, in their order. Sends (n - 1) / n of
-    x per rank ((n - 1) times x where small)."""
-    if axis.size == 1:
-        return x
-    if is_compiling():
-        return functional.all_to_all_single(x.contiguous(), None, None, _group(axis))
-    x = x.contiguous()
-    if parts := _start_exchange(x, axis):
-        return torch.stack([part[axis.rank] for part in parts()])
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=axis.group)
-    return out
+    """Returns what the ranks have sent here, as `start_all_to_all` does."""
+    return start_all_to_all(x, axis)()
 
 
 def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Regions change how a tensor lies over the tp axis: seven functions, each with the collective that is its conjugate in
+"""Regions change how a tensor lies over the tp axis: six functions, each with the collective that is its conjugate in
 the backward. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g) and sequence parallelism
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2: its g and its conjugate).
 
@@ -11,7 +11,6 @@ Shapes: d is the size of the dim named by `dim`, n = tp. *whole*: the same on ev
     gather_from_region             parts [d / n] -> [d], all-gathered  whole gradient [d] -> own part [d / n]
     all_gather_to_region           parts [d / n] -> [d], all-gathered  partial [d] -> own part of the sum
     reduce_scatter_from_region     partial [d] -> own part of the sum  parts [d / n] -> [d], all-gathered
-    exchange_in_region             [n] -> [n], all-to-all              [n] -> [n], all-to-all
 
 Own part of the sum: by reduce-scatter. `gather_from_region` is for what every rank then computes alike,
 `all_gather_to_region` for what each uses in another way (a column-parallel layer); taking one for the other gives
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, all_to_all, gather, reduce_scatter
+from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, gather, reduce_scatter
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
@@ -70,11 +69,6 @@ def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Te
     return _apply(x, tp, dim, forward=reduce_scatter, backward=gather, divides=True)
 
 
-def exchange_in_region(x: Tensor, tp: Tp) -> Tensor:
-    """Sends x[r] of [n, ...] to rank r, an all-to-all, and the gradient back."""
-    return _apply(x, tp, 0, forward=_exchanged, backward=_exchanged)
-
-
 def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False) -> Tensor:
     axis = tp if isinstance(tp, Axis) else Axis.of(tp)
     if axis.size == 1:
@@ -102,10 +96,6 @@ def _alias(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return all_reduce(x.clone(), axis)  # cloned: others may hold x, too
-
-
-def _exchanged(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return all_to_all(x, axis)
 
 
 def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:

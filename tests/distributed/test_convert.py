@@ -203,6 +203,27 @@ def add_in_place(kind: str) -> None:
         torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
 
+def freeze_all_but(words: str) -> None:
+    """Only the parameters with such names learn, and their gradients are those of the whole model."""
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    models = [build("gpt2", dtype=torch.float64) for _ in range(3)]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(words in name)
+    for split in models[1:]:
+        tensor_parallelize(split, tp)
+    set_fused_gradients(models[2], True)
+    ids = torch.randint(0, VOCAB, (B, S))
+    for model in models:
+        model(ids, labels=ids).loss.backward()
+    for name, parameter in models[0].named_parameters():
+        for split in models[1:]:
+            ours = split.get_parameter(name).grad
+            assert (ours is None) == (words not in name), name
+            if ours is not None:
+                torch.testing.assert_close(whole(ours), parameter.grad, rtol=1e-10, atol=1e-12)
+
+
 def compile_a_block(kind: str) -> None:
     """A converted block is one graph, and gives what it gives without, fused gradients asked for or not."""
     model: Any = tensor_parallelize(build(kind, kv_heads=2), init_device_mesh("cpu", (get_world_size(),)))
@@ -276,6 +297,11 @@ def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
 @pytest.mark.parametrize(("size", "kind"), [(2, "qwen2"), (2, "gpt2"), (4, "qwen2")])
 def test_gradients_that_are_added_in_place_are_those_of_autograd(world: Callable, size: int, kind: str) -> None:
     world(size).run(add_in_place, kind)
+
+
+@pytest.mark.parametrize("words", ["bias", "ln_", "c_attn.weight"])
+def test_parts_of_a_packed_layer_may_be_frozen(world: Callable, words: str) -> None:
+    world(2).run(freeze_all_but, words)
 
 
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3", "gpt2"))])

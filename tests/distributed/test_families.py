@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d.convert.apply import plan_modules, tensor_parallelize
 from parallel3d.convert.families import FAMILIES, SEQUENCE_FAMILIES, rules_of
 from parallel3d.convert.rules import Column, Divide, Rules
+from parallel3d.layers.parameter import set_fused_gradients
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
@@ -257,15 +258,18 @@ FUSED: Rules = {
 
 
 def train_fused(folder: str) -> None:
-    """A step of the split module is the whole one's, and what it saves is whole: names, shapes and numbers."""
+    """A step on two gradients, added in place, of the split module is the whole one's, and what it saves is whole:
+    names, shapes and numbers."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     torch.manual_seed(0)
     alone = nn.Sequential(Fused()).double()
     example = (torch.randn(2, 5, 8, dtype=torch.float64),)
     split = tensor_parallelize(copy.deepcopy(alone), tp, FUSED, example=example)
+    set_fused_gradients(split, True)
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     for model in (alone, split):
-        model(x).square().sum().backward()
+        for each in x.split(1):
+            model(each).square().sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     for (name, parameter), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(parameter), theirs, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")

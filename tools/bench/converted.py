@@ -1,17 +1,20 @@
 """Blocks of transformers' Llama and GPT-2, made tensor-parallel by their tables, beside the same blocks of this
 library's layers; and Llama's beside DTensor's plan of the same block of transformers. All start from the same weights;
-outputs and input gradients must agree before anything is timed."""
+outputs and input gradients must agree before anything is timed. The converted blocks and the layers add gradients in
+place (`set_fused_gradients`), which DTensor's plan has no setting for."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,8 +29,8 @@ from parallel3d.mesh import Axis
 from parallel3d.models.gpt import GPT
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, time_in_turn
-from parallel3d.tools.bench.report import Round
+from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of, rows_against_peer
 from parallel3d.tools.bench.step import StepSize
 
 Family = Literal["llama", "gpt2"]
@@ -55,32 +58,67 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
         return {}
     cases: dict[str, Case] = {}
     for size in sizes:
-        both: list[tuple[Family, bool]] = [("llama", False), ("llama", True), ("gpt2", False)]
-        for family, beside_dtensor in both:
-            peer = "DTensor's plan" if beside_dtensor else "the layers"
-            cases[f"converted {family} block of {size.name}: tp 2, beside {peer}"] = TimedCase(
-                measure=measure,
-                arguments=(size, family, beside_dtensor),
-                world_size=2,
-                rounds=size.rounds,
-                steps=size.steps,
-                cpu_bar=dtensor_bars.get(size.name) if beside_dtensor else LAYERS_BAR,
-            )
+        families: tuple[Family, ...] = ("llama", "gpt2")
+        for family in families:
+            name = f"converted {family} block of {size.name}: tp 2, beside the layers"
+            cases[name] = partial(bench_beside_layers, name, size, family)
+        name = f"converted llama block of {size.name}: tp 2, gradients in place, beside DTensor's plan"
+        cases[name] = TimedCase(
+            measure=measure_beside_dtensor,
+            arguments=(size,),
+            world_size=2,
+            rounds=size.rounds,
+            steps=size.steps,
+            cpu_bar=dtensor_bars.get(size.name),
+        )
     return cases
 
 
-def measure(size: StepSize, family: Family, beside_dtensor: bool, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn on one sequence."""
+def bench_beside_layers(name: str, size: StepSize, family: Family, options: Options) -> list[ResultRow]:
+    """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own block on one
+    process: transformers' forward is not that of the layers, and splitting a block leaves it as slow as it was."""
+    rounds, steps = options.rounds or size.rounds, options.steps or size.steps
+    split, alone = run_ranks(measure_beside_layers, size, family, rounds, steps, world_size=2)
+    on_one_process = [(one.ours.cpu_s, one.peer.cpu_s) for one in alone]
+    costs = [
+        (tp.ours.cpu_s / ours, tp.peer.cpu_s / peer) for tp, (ours, peer) in zip(split, on_one_process, strict=True)
+    ]
+    return [
+        *rows_against_peer(name, split, LAYERS_BAR),
+        row_of(f"{name}: both on one process", "cpu_s_per_step", on_one_process),
+        row_of(f"{name}: tp 2 / one process", "cpu_s / cpu_s", costs, LAYERS_BAR),
+    ]
+
+
+def measure_beside_layers(size: StepSize, family: Family, rounds: int, steps: int) -> tuple[list[Round], list[Round]]:
+    """Runs on every rank, and times a converted block and that of the layers in turn, at tp 2, and both unsplit on
+    rank 0 alone, whose other ranks wait."""
     tp = init_device_mesh("cpu", (2,))
-    whole = foreign(size, family)
+    whole, converted = foreign(size, family), foreign(size, family)
     weights = weights_of(whole, family)
-    if beside_dtensor:
-        peer = forward_of(by_dtensor(foreign(size, family), tp), family, size.seq_len)
-    else:
-        peer = own_layers(size, family, tp, weights)
-    tensor_parallelize(whole, tp, check=False)
-    set_fused_gradients(whole, not beside_dtensor)  # as the layers' are; DTensor's go through autograd
-    ours = forward_of(whole, family, size.seq_len)
+    tensor_parallelize(converted, tp, check=False)
+    set_fused_gradients(converted, True)
+    ours, peer = forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights)
+    alone, peer_alone = forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights)
+    split = timed_blocks(size, ours, peer, rounds, steps)
+    return split, timed_blocks(size, alone, peer_alone, rounds, steps, rank_0_alone=True)
+
+
+def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Round]:
+    """Runs on every rank, and times a converted Llama block and the one that DTensor lays out, whose gradients go
+    through autograd, in turn."""
+    tp = init_device_mesh("cpu", (2,))
+    peer, converted = by_dtensor(foreign(size, "llama"), tp), foreign(size, "llama")
+    tensor_parallelize(converted, tp, check=False)
+    set_fused_gradients(converted, True)
+    ours, theirs = (forward_of(each, "llama", size.seq_len) for each in (converted, peer))
+    return timed_blocks(size, ours, theirs, rounds, steps)
+
+
+def timed_blocks(
+    size: StepSize, ours: Forward, peer: Forward, rounds: int, steps: int, *, rank_0_alone: bool = False
+) -> list[Round]:
+    """Checks two blocks against each other, then times them in turn on one sequence."""
     x, grad = torch.randn((2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0))
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
@@ -92,6 +130,8 @@ def measure(size: StepSize, family: Family, beside_dtensor: bool, rounds: int, s
         return y.detach(), leaf.grad
 
     check_agreement(zip(("output", "input gradient"), step(ours), step(peer), strict=True))
+    if rank_0_alone and dist.get_rank() > 0:
+        return time_in_turn(lambda _: None, lambda _: None, rounds=rounds, steps=steps)
     return time_in_turn(lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps)
 
 
@@ -145,7 +185,7 @@ def weights_of(model: nn.Module, family: Family) -> dict[str, Tensor]:
     return weights
 
 
-def own_layers(size: StepSize, family: Family, tp: DeviceMesh, weights: dict[str, Tensor]) -> nn.Module:
+def own_layers(size: StepSize, family: Family, tp: DeviceMesh | None, weights: dict[str, Tensor]) -> nn.Module:
     """Returns the same block of this library's layers."""
     config: ModelConfig = size.model
     if family == "gpt2":
