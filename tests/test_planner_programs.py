@@ -151,11 +151,12 @@ def test_a_program_is_that_of_its_runs_year(source: str, name: str) -> None:
         ("Megatron-DeepSpeed", 2024, "megatron-deepspeed-2023"),
         ("zero-bubble-pipeline-parallelism (Megatron-LM fork)", 2023, "zero-bubble"),
         ("DeepSpeed ZeRO-3", 2021, "deepspeed-zero3"),
-        ("XTuner (DeepSpeed ZeRO-3)", 2024, "unknown"),
-        ("DeepSpeed ZeRO-3", 2024, "unknown"),
-        ("picotron", 2024, "unknown"),
-        ("nanotron-like", 2024, "unknown"),
-        ("", 2024, "unknown"),
+        ("XTuner (DeepSpeed ZeRO-3)", 2024, "unknown-2024"),
+        ("DeepSpeed ZeRO-3", 2024, "unknown-2024"),
+        ("picotron", 2024, "unknown-2024"),
+        ("nanotron-like", 2024, "unknown-2024"),
+        ("", 2024, "unknown-2024"),
+        ("", 2023, "unknown"),
         ("", 2021, "unknown-2022"),
     ],
 )
@@ -182,8 +183,11 @@ def test_an_unknown_program_is_a_typical_one() -> None:
     assert compiled.elementwise < eager.elementwise and eager.tp_hidden == 0
     assert (eager.weight_bytes, eager.optimizer_bytes) == (2, 12)
     assert (sharded.weight_bytes, sharded.optimizer_bytes) == (4, 8)
+    assert eager.default_sequence_parallel and compiled.default_sequence_parallel
     guess = RunTraits(year=2022, dated=False)  # the year is a guess by the device
-    assert program_of("ours", guess) == eager and program_of("unknown", guess) == eager
+    before = replace(eager, name="unknown", default_sequence_parallel=False)
+    assert program_of("ours", guess) == program_of("unknown", guess) == before
+    assert program_of("ours", replace(guess, year=2024)) == eager
     assert program_of("unknown", RunTraits(year=2022)).attention == "softmax"
 
 
@@ -194,7 +198,7 @@ def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
     assert known.tp_hidden == 0.6 and left_out.name == "unknown-fused" and left_out.tp_hidden == 0
     assert left_out.default_sequence_parallel and left_out.default_schedule == "interleaved_1f1b"
     assert program_of("NeMo", traits, left_out=("hagemann",)) == known
-    assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown"  # by its parent's runs
+    assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown-2024"  # by its parent's runs
 
 
 def test_devices_lose_what_was_set_on_their_runs() -> None:
@@ -242,6 +246,38 @@ def test_states_are_those_that_a_run_says_it_keeps() -> None:
     assert resident(precision="pure bf16", optimizer="AdamW (fused)") == 8
     assert resident(precision="bf16-true", optimizer="8-bit AdamW") == 6
     assert resident(precision="bf16", optimizer="PagedAdamW8bit") == 12
+    assert resident(precision="bf16, fp32 gradient accumulation", optimizer="AdamW") == 20  # a sum beside bf16 ones
+
+
+def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
+    tree: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 1}}
+
+    def program(year: int, notes: str = "", **options: bool) -> tuple[str, bool]:
+        fields = Fields({**tree, "year": year, "notes": notes, "options": options})
+        found = run_of_case(fields, Knowledge(FOLDERS, engine="unknown")).program
+        return found.attention, found.dropout
+
+    assert program(2021) == ("softmax", True) and program(2024) == ("flash", False)
+    assert program(2024, softmax_attention=True, dropout=True) == ("softmax", True)
+    assert program(2021, softmax_attention=False) == ("flash", True)
+    assert program(2021, notes="dropout 0.0") == ("softmax", False)
+    assert program(2024, notes="no flash attention, dropout 0.1") == ("softmax", True)
+
+
+def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits() -> None:
+    tree: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}, "hardware": {"gpus": 8}}
+
+    def recomputed(sequences: int, **train: str) -> tuple[str, int]:
+        fields = Fields({**tree, "train": {"micro_batch": sequences, **train}, "parallel": {"zero_stage": 3}})
+        layout = run_of_case(fields, Knowledge(FOLDERS)).layout
+        filled = "train.activation_recompute (every_n, because less does not fit)" in fields.filled
+        assert filled == (layout.recompute == "every_n")
+        return layout.recompute, layout.recompute_every
+
+    found = [recomputed(sequences) for sequences in range(4, 90)]
+    ways = [("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2)]
+    assert [*dict.fromkeys(found)] == ways and found[-1] == ("none", 2)  # where even all is not enough
+    assert recomputed(40, activation_recompute="none")[0] == "none"
 
 
 def test_every_case_says_its_program_by_a_name_of_the_table() -> None:

@@ -39,7 +39,7 @@ def test_a_place_or_the_reason_why_there_is_none(cases: dict[str, PublishedCase]
     assert (found.place, found.first, found.why) == (1, "1 x 1", "")
     assert found.slower == pytest.approx(0.0, abs=1e-3)
     found = verdict(nemo := cases["dgxc2502-gpt3-175b-128-bf16"], nemo.run.program)
-    assert found.place is None and found.is_memory and found.why == "fills 88% of a device, 85% are safe"
+    assert found.place is None and found.is_memory and found.why == "fills 88% of a device, 86% are safe"
     assert found.slower is not None and -0.05 < found.slower < 0  # it would be faster, were it sure to fit
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.spread import spread_of
+from parallel3d.planner.model.spread import Spread, spread_of
 from parallel3d.planner.published.anchor import anchored_cases
-from parallel3d.planner.published.cases import CaseFile, read_cases
+from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
 from parallel3d.planner.published.knowledge import LeaveOut
 from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.published.score import Errors, Score, score
@@ -46,7 +46,10 @@ def answer(options: argparse.Namespace) -> Reply:
         told = {case.id for case in rest.cases}
         of_rest = replace(file, cases=tuple(case for case in file.cases if case.id in told))
         columns = {"fitted": of_rest, "source left out": rest, "and anchored by a run": anchored}
-    scores = {name: with_ranges(each) for name, each in columns.items()}
+    scores = {
+        name: with_ranges(each, leave_out=None if name == "fitted" else options.leave_out)
+        for name, each in columns.items()
+    }
     if options.record is not None:
         figures = accuracy_of(file, *(read(leave_out=kind) for kind in ("source", "device")))
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
@@ -62,13 +65,19 @@ def answer(options: argparse.Namespace) -> Reply:
 
 def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
     """Returns the score of a file of cases on the shipped hardware."""
-    return with_ranges(read_cases(cases, [HARDWARE], leave_out=leave_out))
+    return with_ranges(read_cases(cases, [HARDWARE], leave_out=leave_out), leave_out=leave_out)
 
 
-def with_ranges(file: CaseFile) -> Score:
-    """Returns the score of cases whose predictions have the ranges that the recorded spread gives."""
+def with_ranges(file: CaseFile, *, leave_out: LeaveOut | None = None) -> Score:
+    """Returns the score of cases whose predictions have the ranges that the recorded spread gives, or where sources are
+    left out that of all other sources."""
     recorded = recorded_accuracy()
-    return score(file, spread_of_case=lambda case: spread_of(case.run, recorded))
+    others = recorded["spread_without"] if leave_out == "source" else {}
+
+    def spread_of_case(case: PublishedCase) -> Spread:
+        return spread_of(case.run, recorded | {"spread": others.get(case.source, recorded["spread"])})
+
+    return score(file, spread_of_case=spread_of_case)
 
 
 def recorded_accuracy() -> dict[str, Any]:
@@ -84,6 +93,7 @@ def accuracy_of(file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFil
     rest, anchored_file = anchored_cases(blind_file)
     anchored = score(anchored_file)
     counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
+    spread = partial(recorded_spread, file, fitted, blind, device_blind, anchored)
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
@@ -94,7 +104,8 @@ def accuracy_of(file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFil
         fitted=_figures(fitted),
         not_anchored=_figures(score(rest)),
         anchored=_figures(anchored),
-        spread=recorded_spread(file, fitted, blind, device_blind, anchored),
+        spread=spread(),
+        spread_without={name: spread(without=name) for name in fitted.by_source},
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 

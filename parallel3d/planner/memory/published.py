@@ -70,8 +70,11 @@ class PublishedRank:
         activations = self._activations(recompute, every)
         one_block = self.blocks.whole(recompute) if recompute in ("full", "every_n", "op") else 0.0
         # A block under recompute and the logits are not alive at once, nor is the optimizer's step beside either.
-        temporary = max(one_block - logits, program.step_bytes * self.own - activations - logits, 0.0)
-        reserved = program.fragmentation * (activations + logits + self.buffers + temporary) + program.cache_bytes
+        # Beside the latter there are no buffers either: they are free, in pieces that the allocator keeps.
+        step = program.step_bytes * self.own - activations - logits
+        temporary, at_most = (max(one_block - logits, each, 0.0) for each in (step - self.buffers, step))
+        reserved = program.fragmentation * (activations + logits + self.buffers + at_most) + program.cache_bytes
+        reserved += at_most - temporary
         # What the allocator keeps for nothing it gives back before it runs out.
         room = max(0.0, run.cluster.device.memory_bytes - self._total(activations, temporary, reserved))
         return activations, temporary, reserved + min(program.step_cached_bytes * self.own, room)

@@ -18,6 +18,11 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
     return [_rank_memory(run, rank) for rank in range(run.layout.pp)]
 
 
+def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
+    """Returns what the fullest of a run's ranks cannot do without: the program's allocator frees the rest."""
+    return max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
+
+
 def worst_rank(run: PlannedRun) -> RankMemory:
     """The memory of the pipeline rank that needs most."""
     is_known = run.runs_parallel3d and not schedule_traits(run.layout.schedule).splits_backward

@@ -9,6 +9,7 @@ from typing import Any, cast
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import with_links
 from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
@@ -20,6 +21,7 @@ from parallel3d.schedules.registry import ScheduleName
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
 _NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
+_RECOMPUTES: tuple[tuple[Recompute, int], ...] = (("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2))
 _OLD_DEVICES = ("v100", "a100", "a800")
 _CORE_YEAR = 2024  # Megatron-LM's default is Megatron-Core; runs that name it, or a newer device, are not older
 _ARXIV = r"arxiv:?\s*(\d\d)(\d\d)\.\d{4,5}"
@@ -53,7 +55,7 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
         node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
         gpus_per_node=per_node,
     )
-    return PlannedRun(
+    run = PlannedRun(
         shape=shape,
         cluster=cluster,
         layout=layout,
@@ -61,6 +63,20 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
         seq_len=fields.number("model", "seq_len", 2048),
         precision=precision,
     )
+    return _recomputing(fields, run)
+
+
+def _recomputing(fields: Fields, run: PlannedRun) -> PlannedRun:
+    """Returns a run that recomputes as few blocks as fit, where neither it nor its program says what is recomputed."""
+    if run.layout.recompute != "none" or "train.activation_recompute (default)" not in fields.filled:
+        return run
+    for recompute, every in _RECOMPUTES:
+        tried = replace(run, layout=replace(run.layout, recompute=recompute, recompute_every=every))
+        if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
+            if recompute != "none":
+                fields.note("train", "activation_recompute", f"{recompute}, because less does not fit")
+            return tried
+    return run
 
 
 def _year(f: Fields, gpu: str) -> tuple[int, bool]:
@@ -94,12 +110,12 @@ def _program(f: Fields, gpu: str, precision: str, knowledge: Knowledge) -> Train
         program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
     if f.option("launch_blocking"):
         program = replace(program, blocking=True)
-    if f.option("softmax_attention"):
-        program = replace(program, attention="softmax")
+    if (writes_scores := f.said("softmax_attention")) is not None:
+        program = replace(program, attention="softmax" if writes_scores else "flash")
+    if (dropout := f.said("dropout")) is not None:
+        program = replace(program, dropout=dropout)
     if f.option("async_tp"):  # as NeMo's userbuffers
         program = replace(program, tp_hidden=max(program.tp_hidden, programs()["nemo"].tp_hidden))
-    if (dropout := re.search(r"dropout (\d*\.\d+)", f.text("notes"))) is not None:
-        program = replace(program, dropout=float(dropout[1]) > 0)
     if f.option("framework_norms"):
         program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
     return _states(f, in_precision(program, precision))
@@ -114,6 +130,8 @@ def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
         states = states if states == 2.0 else states / 2
         pure: dict[str, Any] = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
         return replace(program, **pure, optimizer_bytes=states)
+    if meaning("float32_sum", f"{f.stated('train', 'precision')}; {f.text('notes')}") and program.weight_bytes == 2.0:
+        program = replace(program, gradient_bytes=max(6.0, program.gradient_bytes))
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)
 

@@ -47,9 +47,14 @@ class Fields:
         """Returns a text of the case itself, such as its framework or its notes."""
         return str(self.tree.get(key) or "")
 
+    def said(self, name: str) -> bool | None:
+        """Whether a run had an option, which its case states, or else its notes speak of; None where neither does."""
+        value = self.section("options").get(name, meaning(name, self.text("notes")))
+        return None if value is None else bool(value)
+
     def option(self, name: str) -> bool:
-        """Whether a run had an option: what its case states, and else what its notes speak of."""
-        return bool(self.section("options").get(name, meaning(name, self.text("notes"))))
+        """Whether a run had an option that its case or its notes name."""
+        return bool(self.said(name))
 
     def get(self, section: str, key: str, default: Any) -> Any:
         value = self.stated(section, key)

@@ -19,7 +19,7 @@ from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 TYPICAL = "unknown"  # the program that stands for one without an entry
 # What a program does where a run does not say stands in its code and is no figure of a run.
 _CONVENTIONS = ("default_schedule", "default_recompute", "default_sequence_parallel")
-_RECENT = 2024  # the year of a typical program whose run has no date
+_UNDATED = 2023  # the year of a typical program whose run has no date, where its device is not newer
 # "NeMo 24.07 / Megatron-Core" and "llm-foundry (FSDP1)" are NeMo and llm-foundry: the name ends at the first of these.
 _NAME_ENDS = re.compile(r"[(\[/+,;:]|\bwith\b|\bon\b")
 _VERSION = re.compile(r"[\s-]+v?\d+(?:\.\d+)*$")
@@ -107,7 +107,7 @@ def program_of(framework: str, traits: RunTraits, *, left_out: Iterable[str] = (
     name = name_of(framework)
     if name == PARALLEL3D.name:
         return PARALLEL3D
-    recent = traits if traits.dated else replace(traits, year=_RECENT)
+    recent = traits if traits.dated else replace(traits, year=max(traits.year, _UNDATED))
     found = _entry(name, recent if name.startswith(TYPICAL) else traits)
     if found is not None and found.seen.isdisjoint(left_out):
         return found.of_run(traits)

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import MemoryKind, RankMemory
-from parallel3d.planner.memory.ranks import memory_by_rank
+from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.model.spread import FIGURES, Figure, Spread
 from parallel3d.planner.published.cases import CaseFile, MeasuredRank, Measurement, PublishedCase
@@ -176,11 +176,10 @@ def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
     run, kind = case.run, case.measured.memory_kind
     ranks = memory_by_rank(run)
-    needed = max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
-        fits=needed <= run.cluster.device.memory_bytes,
+        fits=needed_bytes(run, ranks) <= run.cluster.device.memory_bytes,
         memory_gib=measured_bytes(ranks, case.memory_rank if kind else "worst", kind or "device") / GIB,
         step_time_s=step_cost(run).step_time_s,
     )

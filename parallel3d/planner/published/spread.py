@@ -8,23 +8,24 @@ from collections.abc import Iterable, Mapping
 from math import log1p, sqrt
 from typing import Any
 
-from parallel3d.planner.model.spread import FIGURES, LEVEL, Figure, groups_of
+from parallel3d.planner.model.spread import FIGURES, LEVEL, USUAL, Figure, groups_of
 from parallel3d.planner.published.cases import CaseFile
 from parallel3d.planner.published.score import Score, ScoredCase
 
-_GROUPS = ("many", "sharded_many", "float8")
+_GROUPS = (USUAL, "many", "sharded_many", "float8")
 _PRIOR_SOURCES = 4  # the spread of all counts as that of so many sources of a kind: few say little
 _APART = ("", "float8")
 
 
 def recorded_spread(
-    file: CaseFile, fitted: Score, blind: Score, device_blind: Score, anchored: Score
+    file: CaseFile, fitted: Score, blind: Score, device_blind: Score, anchored: Score, *, without: str = ""
 ) -> dict[str, Any]:
     """Returns the spread by figure, for programs that are known and not, what is left of the latter where a run of the
     same cluster has anchored it, and that which a device adds whose efficiency was not set on runs. A run of a known
     program from a source that is not here lies between those that its figures were set on and those of sources left
-    out, and so does its spread."""
-    groups = {case.id: set(groups_of(case.run)) for case in file.cases if "duplicate" not in case.tags}
+    out, and so does its spread. `without`: the source whose runs do not count, because they are to be predicted."""
+    counted = [case for case in file.cases if "duplicate" not in case.tags and case.source != without]
+    groups = {case.id: {*groups_of(case.run)} or {USUAL} for case in counted}
     tree: dict[str, Any] = {"level": LEVEL}
     for figure in FIGURES:
         unknown, within = _by_group(blind, figure, groups), _by_group(fitted, figure, groups)
@@ -33,10 +34,11 @@ def recorded_spread(
         tree[figure] = {kind: _rounded(widths) for kind, widths in found.items()}
     same = {case.id: case.predicted.step_time_s for case in fitted.cases}
     changed = [case for case in device_blind.cases if case.predicted.step_time_s != same.get(case.id)]
-    of_changed = {case.id for case in changed if not case.apart}
-    without = _width([case for case in changed if case.id in of_changed], "throughput")
-    with_it = _width([case for case in fitted.cases if case.id in of_changed], "throughput")
-    tree["data_sheet"] = round(sqrt(max(0.0, without**2 - with_it**2)), 3)
+    of_changed = {case.id for case in changed if case.id in groups and not case.apart}
+    unmeasured, measured = (
+        _width([case for case in of.cases if case.id in of_changed], "throughput") for of in (device_blind, fitted)
+    )
+    tree["data_sheet"] = round(sqrt(max(0.0, unmeasured**2 - measured**2)), 3)
     return tree
 
 
