@@ -71,6 +71,7 @@ BAD_INPUTS = [
     (f"{ASKED} --engine megatron-core --fix cp=3", "cp = 3: each rank has two of twice as many parts"),
     (f"--model mixtral-8x7b --engine nemo --fix ep=3 {ON}", "ep = 3: must divide mixtral-8x7b's 8 experts; try"),
     (f"--model mixtral-8x7b {ON}", "2 of them for a token, and this project"),
+    (f"{ASKED} --engine-options dropout", "parallel3d is what its recipe says; leave it out, or name an --engine"),
     (f"--model mixtral-8x7b --engine unknown {ON}", "and unknown trains none that is known; try"),
     (f"{ASKED} --fix dp=8", "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard"),
     (f"{ASKED} --fix recompute=full every=4", "recompute_every = 4: is for parallel.recompute = every_n"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import TrainingProgram
@@ -18,7 +19,7 @@ from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.knowledge import Knowledge, LeaveOut
-from parallel3d.planner.published.programs import RunTraits, entries, name_of, program_of, programs
+from parallel3d.planner.published.programs import RunTraits, asked_program, entries, name_of, program_of, programs
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 
@@ -262,6 +263,20 @@ def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
     assert program(2021, softmax_attention=False) == ("flash", True)
     assert program(2021, notes="dropout 0.0") == ("softmax", False)
     assert program(2024, notes="no flash attention, dropout 0.1") == ("softmax", True)
+
+
+def test_a_person_says_of_a_program_what_a_case_says_of_its_run() -> None:
+    told = asked_program("unknown", ["softmax_attention,dropout", "float32_sum"], "bf16")
+    assert (told.attention, told.dropout, told.gradient_bytes) == ("softmax", True, 6)
+    assert told.name == "unknown (softmax attention, dropout, float32 sum)" and not told.is_measured
+    old = asked_program("megatron-2021", ["softmax_attention=false", "dropout=false"], "bf16")
+    assert (old.attention, old.dropout) == ("flash", False)
+    assert asked_program("unknown", [], "bf16") == programs()["unknown"]
+    pure = asked_program("unknown", ["pure_bf16"], "bf16")
+    assert (pure.weight_bytes, pure.gradient_bytes, pure.optimizer_bytes) == (2, 2, 4)
+    for said, why in (("drop_out", "did you mean dropout"), ("flash", "known are"), ("dropout=0.1", "true or false")):
+        with pytest.raises(ConfigError, match=why):
+            asked_program("unknown", [said], "bf16")
 
 
 def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits() -> None:

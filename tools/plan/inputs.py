@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
 from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
-from parallel3d.planner.published.programs import in_precision, named_program, programs
+from parallel3d.planner.published.programs import asked_program, programs
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.tools.names.layout import read_layout
@@ -144,7 +144,9 @@ def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, c
     name = options.engine if is_own else find_name("engine", options.engine)
     if name is None:
         raise unknown_name("engine", options.engine)
-    program = COMPILED_PARALLEL3D if is_own and compiled else in_precision(named_program(name), precision)
+    if is_own and options.engine_options:
+        raise ConfigError("--engine-options: parallel3d is what its recipe says; leave it out, or name an --engine")
+    program = COMPILED_PARALLEL3D if is_own and compiled else asked_program(name, options.engine_options, precision)
     said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
     if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
         raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")

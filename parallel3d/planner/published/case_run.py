@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import with_links
@@ -15,7 +15,13 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields, meaning, network_gb_per_s
 from parallel3d.planner.published.knowledge import Knowledge
-from parallel3d.planner.published.programs import RunTraits, in_precision, programs
+from parallel3d.planner.published.programs import (
+    RunTraits,
+    in_precision,
+    with_float32_sum,
+    with_options,
+    with_states,
+)
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
@@ -106,34 +112,16 @@ def _program(f: Fields, gpu: str, precision: str, knowledge: Knowledge) -> Train
         sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
     )
     program = knowledge.program(f.text("framework"), traits)
-    if f.option("deterministic"):
-        program = replace(program, attention_speed=0.6 * program.attention_speed, fused_weight_gradient=False)
-    if f.option("launch_blocking"):
-        program = replace(program, blocking=True)
-    if (writes_scores := f.said("softmax_attention")) is not None:
-        program = replace(program, attention="softmax" if writes_scores else "flash")
-    if (dropout := f.said("dropout")) is not None:
-        program = replace(program, dropout=dropout)
-    if f.option("async_tp"):  # as NeMo's userbuffers
-        program = replace(program, tp_hidden=max(program.tp_hidden, programs()["nemo"].tp_hidden))
-    if f.option("framework_norms"):
-        program = replace(program, norm_passes=8.0, norm_extra_bytes=8.0)
-    return _states(f, in_precision(program, precision))
+    return _states(f, in_precision(with_options(program, f.said), precision))
 
 
 def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
     """Returns the program with the states that a run says it keeps: in pure bf16, of another optimizer than AdamW."""
+    precision = str(f.stated("train", "precision") or "")
+    if f.said("float32_sum") or meaning("float32_sum", precision):
+        program = with_float32_sum(program)
     states = meaning("optimizer_bytes", str(f.stated("train", "optimizer") or ""))
-    states = program.state_bytes if states is None else states
-    if meaning("pure_bf16", str(f.stated("train", "precision") or "")):
-        # Bytes of states are float32's, except those of 8 bits.
-        states = states if states == 2.0 else states / 2
-        pure: dict[str, Any] = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
-        return replace(program, **pure, optimizer_bytes=states)
-    if meaning("float32_sum", f"{f.stated('train', 'precision')}; {f.text('notes')}") and program.weight_bytes == 2.0:
-        program = replace(program, gradient_bytes=max(6.0, program.gradient_bytes))
-    masters = program.optimizer_bytes - program.state_bytes
-    return replace(program, state_bytes=states, optimizer_bytes=masters + states)
+    return with_states(program, states, pure_bf16=bool(f.said("pure_bf16") or meaning("pure_bf16", precision)))
 
 
 def _shape(f: Fields) -> ModelShape:

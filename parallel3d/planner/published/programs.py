@@ -4,7 +4,7 @@ stands for one of them where the runs that its figures were set on are left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -17,6 +17,17 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 
 TYPICAL = "unknown"  # the program that stands for one without an entry
+# What a run may say of its program: a case in `options` or in words, a person by --engine-options.
+OPTIONS = (
+    "softmax_attention",
+    "dropout",
+    "float32_sum",
+    "pure_bf16",
+    "async_tp",
+    "framework_norms",
+    "deterministic",
+    "launch_blocking",
+)
 # What a program does where a run does not say stands in its code and is no figure of a run.
 _CONVENTIONS = ("default_schedule", "default_recompute", "default_sequence_parallel")
 _UNDATED = 2023  # the year of a typical program whose run has no date, where its device is not newer
@@ -127,3 +138,62 @@ def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
     in_fp16 = {"gradient_bytes": program.fp16_gradient_bytes, "reduce_bytes": program.fp16_reduce_bytes}
     changes: dict[str, Any] = {key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None}
     return replace(program, **changes) if precision == "fp16" else program
+
+
+def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -> TrainingProgram:
+    """Returns the program as a run had it: by what is said of each of these options, true, false or nothing."""
+    changes: dict[str, Any] = {}
+    if said("deterministic"):
+        changes |= {"attention_speed": 0.6 * program.attention_speed, "fused_weight_gradient": False}
+    if said("launch_blocking"):
+        changes["blocking"] = True
+    if (writes_scores := said("softmax_attention")) is not None:
+        changes["attention"] = "softmax" if writes_scores else "flash"
+    if (dropout := said("dropout")) is not None:
+        changes["dropout"] = dropout
+    if said("async_tp"):  # as NeMo's userbuffers
+        changes["tp_hidden"] = max(program.tp_hidden, programs()["nemo"].tp_hidden)
+    if said("framework_norms"):
+        changes |= {"norm_passes": 8.0, "norm_extra_bytes": 8.0}
+    return replace(program, **changes)
+
+
+def with_float32_sum(program: TrainingProgram) -> TrainingProgram:
+    """Returns the program with a float32 sum of its 16-bit gradients beside them."""
+    return replace(program, gradient_bytes=max(6.0 if program.weight_bytes == 2.0 else 0.0, program.gradient_bytes))
+
+
+def with_states(program: TrainingProgram, states: float | None, *, pure_bf16: bool) -> TrainingProgram:
+    """Returns the program with so many bytes of the optimizer's states for a parameter (None: its own), or with these,
+    weights and gradients in bf16 and no float32 copy of them."""
+    states = program.state_bytes if states is None else states
+    if pure_bf16:
+        states = states if states == 2.0 else states / 2  # bytes of states are float32's, except those of 8 bits
+        pure: dict[str, Any] = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
+        return replace(program, **pure, optimizer_bytes=states)
+    masters = program.optimizer_bytes - program.state_bytes
+    return replace(program, state_bytes=states, optimizer_bytes=masters + states)
+
+
+def asked_program(name: str, options: Iterable[str], precision: str) -> TrainingProgram:
+    """Returns a program of the table with what a person knows of it, `softmax_attention` or `dropout=false`. Its name
+    says so. Raises ConfigError with the options that there are."""
+    program, said = in_precision(named_program(name), precision), dict[str, bool]()
+    for text in (part.strip() for words in options for part in words.split(",")):
+        key, _, value = text.partition("=")
+        if key not in OPTIONS:
+            near = get_close_matches(key, OPTIONS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(OPTIONS)}"
+            raise ConfigError(f"--engine-options {text}: unknown; {advice}")
+        if value not in ("", "true", "false"):
+            raise ConfigError(f"--engine-options {text}: must be true or false; try {key}=true")
+        said[key] = value != "false"
+    if not said:
+        return program
+    program = with_options(program, said.get)
+    if said.get("float32_sum"):
+        program = with_float32_sum(program)
+    if said.get("pure_bf16"):
+        program = with_states(program, None, pure_bf16=True)
+    told = ", ".join(key if value else f"no {key}" for key, value in said.items()).replace("_", " ")
+    return replace(program, name=f"{name} ({told})")
