@@ -301,15 +301,16 @@ class ReplicatedForm(Form):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A child's parameters may be read here, too, as those of nn.MultiheadAttention's own output product are.
-        forms = [self, *(child for child in self.children() if isinstance(child, ReplicatedForm))]
+        forms = [self, *(child for child in self._modules.values() if isinstance(child, ReplicatedForm))]
         before = [each._computing for each in forms]  # recompute may run a forward within a forward
+        set_flag = object.__setattr__  # nn.Module's own asks first whether it is a parameter, which takes longer
         try:
             for each in forms:
-                each._computing = True
+                set_flag(each, "_computing", True)
             y = super().forward(*args, **kwargs)
         finally:
             for each, was in zip(forms, before, strict=True):
-                each._computing = was
+                set_flag(each, "_computing", was)
         return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
 
     def read(self, name: str) -> Tensor | None:
