@@ -251,6 +251,16 @@ def test_a_converted_block_and_its_peers_agree(world: Callable, family: str) -> 
             assert all(timing.cpu_s > 0.0 for each in rounds for timing in (each.ours, each.peer))
 
 
+def test_what_tp_costs_is_told_from_how_slow_a_block_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounds(ours: float, peer: float) -> list[Round]:
+        return [Round(ours=Timing(wall_s=1.0, cpu_s=ours), peer=Timing(wall_s=1.0, cpu_s=peer))]
+
+    monkeypatch.setattr(converted, "run_ranks", lambda *_, **__: (rounds(6.0, 4.0), rounds(3.0, 2.5)))
+    cpu, _, alone, cost = converted.bench_beside_layers("block", layers_bench.SIZES[0], "gpt2", Options())
+    assert (cpu.ratio, cpu.bar, alone.ratio, alone.bar) == (1.5, 1.05, 1.2, None)
+    assert (cost.ours, cost.peer, cost.ratio, cost.bar) == (2.0, 1.6, 1.25, 1.05)
+
+
 def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

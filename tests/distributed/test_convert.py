@@ -136,12 +136,12 @@ def load_split(kind: str, folder: str) -> None:
         assert torch.equal(whole(state[name]), value) and torch.equal(plain[name], value), name
 
 
-def train_with_fully_shard() -> None:
+def train_with_fully_shard(kind: str) -> None:
     """Trains dp_shard 2 x tp 2 on one batch cut in two by a step of AdamW, and one process on the whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    alone = build("qwen2", kv_heads=2)
-    model = tensor_parallelize(build("qwen2", kv_heads=2), mesh)
-    for block in model.model.layers:  # type: ignore[union-attr]
+    alone = build(kind, kv_heads=2)
+    model: Any = tensor_parallelize(build(kind, kv_heads=2), mesh)
+    for block in model.transformer.h if kind == "gpt2" else model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     ids = torch.randint(0, VOCAB, (4, S))
@@ -290,8 +290,9 @@ def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: s
     world(2).run(use_it_as_transformers_does, kind, str(tmp_path))
 
 
-def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
-    world(4).run(train_with_fully_shard)
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_fully_shard_and_clipping_compose_with_it(world: Callable, kind: str) -> None:
+    world(4).run(train_with_fully_shard, kind)
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "qwen2"), (2, "gpt2"), (4, "qwen2")])
