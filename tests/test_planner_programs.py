@@ -265,6 +265,17 @@ def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
     assert program(2024, notes="no flash attention, dropout 0.1") == ("softmax", True)
 
 
+def test_programs_wrote_the_scores_of_gpt_3s_blocks_until_2023_unless_a_run_says_otherwise() -> None:
+    def program(year: int, notes: str = "", **model: str) -> str:
+        shape = {"layers": 16, "hidden": 4096, "ffn_kind": "gelu", "positional": "learned"} | model
+        tree = {"framework": "ours", "model": shape, "hardware": {"gpus": 1}, "year": year, "notes": notes}
+        return run_of_case(Fields(tree), Knowledge(FOLDERS)).program.name
+
+    assert program(2023) == program(2023, "no flash attention") == "unknown-2023"
+    assert program(2024) == "unknown-2024" and program(2021) == "unknown-2023"
+    assert {program(2023, "FlashAttention-2"), program(2023, positional="rope")} == {"unknown"}
+
+
 def test_a_person_says_of_a_program_what_a_case_says_of_its_run() -> None:
     told = asked_program("unknown", ["softmax_attention,dropout", "float32_sum"], "bf16")
     assert (told.attention, told.dropout, told.gradient_bytes) == ("softmax", True, 6)

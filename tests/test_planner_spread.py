@@ -19,7 +19,7 @@ from parallel3d.planner.model.spread import Spread, safe_share, spread_of
 from parallel3d.planner.published.anchor import anchored_cases
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.programs import programs
-from parallel3d.planner.published.score import Score
+from parallel3d.planner.published.score import Score, score
 from parallel3d.planner.search.fastest import rank
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.ties import TIE, settle_ties, tied
@@ -89,6 +89,13 @@ def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> 
         assert around["step_time_s"]["low"] < said["step_time_s"] < around["step_time_s"]["high"]
         wide, narrow = (each["ranges"]["memory_gib"] for each in (case, known))
         assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"] and wide["level"] == 0.8
+
+
+def test_zero_bubbles_runs_need_no_options_to_keep_their_scores(tmp_path: Path) -> None:
+    rows = [case for case in json.loads(CASES.read_text()) if case["source_key"] == "zero_bubble"]
+    (tmp_path / "bare.json").write_text(json.dumps([{**case, "options": {}} for case in rows]))
+    bare = score(read_cases(tmp_path / "bare.json", [HARDWARE], engine="unknown"))
+    assert bare.memory.cases == 45 and (bare.memory.median or 99) < 5
 
 
 def test_score_can_price_every_run_as_one_program(tmp_path: Path, capsys: Said) -> None:

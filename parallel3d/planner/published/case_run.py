@@ -28,6 +28,7 @@ _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
 _NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2))
+_POSITIONS_OPEN = "model.positional (default)"
 _OLD_DEVICES = ("v100", "a100", "a800")
 _CORE_YEAR = 2024  # Megatron-LM's default is Megatron-Core; runs that name it, or a newer device, are not older
 _ARXIV = r"arxiv:?\s*(\d\d)(\d\d)\.\d{4,5}"
@@ -46,8 +47,8 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
     cluster = knowledge.cluster(gpu)
     words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {gpu}"
     precision = meaning("precision", words) or "bf16"
-    program = _program(fields, gpu, precision, knowledge)
     shape = _shape(fields)
+    program = _program(fields, gpu, precision, shape, knowledge)
     layout = _layout(fields, shape, program)
     each, left = divmod(shape.layers + 2, layout.stages)
     if fields.option("light_ends") and not left and layout.stages > 1:  # embedding and head stand for a layer each
@@ -101,15 +102,17 @@ def _year(f: Fields, gpu: str) -> tuple[int, bool]:
     return max(least, *(found or [_CORE_YEAR - 2])), bool(found)
 
 
-def _program(f: Fields, gpu: str, precision: str, knowledge: Knowledge) -> TrainingProgram:
+def _program(f: Fields, gpu: str, precision: str, shape: ModelShape, knowledge: Knowledge) -> TrainingProgram:
     """The program that a case's framework is, with what its options change of it."""
     is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
     year, dated = _year(f, gpu)
+    is_gpt = (shape.feed_forward, shape.positions) == ("gelu", "learned") and _POSITIONS_OPEN not in f.filled
     traits = RunTraits(
         year=year,
         dated=dated,
         compiled=bool(f.stated("train", "compile")),
         sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
+        gpt=is_gpt and f.said("softmax_attention") is not False,
     )
     program = knowledge.program(f.text("framework"), traits)
     return _states(f, in_precision(with_options(program, f.said), precision))

@@ -38,13 +38,15 @@ _VERSION = re.compile(r"[\s-]+v?\d+(?:\.\d+)*$")
 
 @dataclass(frozen=True, kw_only=True)
 class RunTraits:
-    """What a case says of its program beside the name. `sharded`: parameters are, without a pipeline. The year is a
-    guess by the device where it is not `dated`."""
+    """What a case says of its program beside the name. `sharded`: parameters are, without a pipeline. `gpt`: it trains
+    GPT-3's blocks, with learned positions and GELU, and speaks of no tiled attention. The year is a guess by the
+    device where it is not `dated`."""
 
     year: int
     dated: bool = True
     compiled: bool = False
     sharded: bool = False
+    gpt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,14 @@ class ProgramEntry:
     names: tuple[str, ...]
     years: range
     compiled: bool
+    gpt: bool
     sharded: Mapping[str, Any]
     seen: frozenset[str]
     family: str
 
     def suits(self, name: str, traits: RunTraits) -> bool:
-        return name in self.names and traits.year in self.years and (traits.compiled or not self.compiled)
+        is_so = (traits.compiled or not self.compiled) and (traits.gpt or not self.gpt)
+        return is_so and name in self.names and traits.year in self.years
 
     def of_run(self, traits: RunTraits) -> TrainingProgram:
         return replace(self.program, **self.sharded) if traits.sharded else self.program
@@ -78,6 +82,7 @@ def entries() -> dict[str, ProgramEntry]:
             names=tuple(fields.pop("names", ())),
             years=years,
             compiled=fields.pop("compiled", False),
+            gpt=fields.pop("gpt", False),
             sharded=fields.pop("sharded", {} if parent is None else parent.sharded),
             seen=frozenset(fields.pop("seen", ())) | (frozenset() if parent is None else parent.seen),
             family=fields.pop("family", TYPICAL if parent is None else parent.family),
