@@ -39,10 +39,10 @@ def search(question: Question, *, top: int = 10) -> Answer:
 
 
 def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
-    found, best = _fastest(question, searches, top, everywhere=True)
+    found, best = _fastest(question, searches, top)
     rejected, left_out = [], []
     for each in searches:
-        if each not in best and (least := each.leanest()) is not None:
+        if each not in best and each.beyond_s is None and (least := each.leanest()) is not None:
             memory, short = Strategy(question, least.parallel).memory, least.bytes - question.usable_bytes
             largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
             needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
@@ -60,6 +60,9 @@ def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
         elif way in best and (tp, pp) not in told:
             slower = best[way].step_time_s / least_s - 1
             left_out.append(NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best"))
+        elif way.beyond_s is not None:
+            slower = way.beyond_s / least_s - 1
+            left_out.append(NotShown(tp=tp, pp=pp, reason=f"slower: at least {slower:.0%} more time, if it fits"))
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
@@ -71,8 +74,8 @@ def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
 
 
 def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
-    """Returns the strategies of `search` alone, sooner. Raises ConfigError as `search` does."""
-    return _fastest(question, _searches(question), top, everywhere=False)[0]
+    """Returns the strategies of `search` alone. Raises ConfigError as `search` does."""
+    return _fastest(question, _searches(question), top)[0]
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
@@ -194,15 +197,14 @@ def _other_sizes(question: Question) -> str:
 
 
 def _fastest(
-    question: Question, searches: list[TpPpSearch], top: int, *, everywhere: bool
+    question: Question, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Strategy], dict[TpPpSearch, Candidate]]:
-    """Returns the best, priced exactly, and the best by the closed form of each tp x pp. Where it is not asked for
-    `everywhere`, a tp x pp that cannot have one of the best is left out."""
+    """Returns the best, priced exactly, and the best by the closed form of each tp x pp that can have one of them."""
     best: dict[TpPpSearch, Candidate] = {}
     orders: dict[TpPpSearch, Iterator[Candidate]] = {}
     for each in sorted(searches, key=lambda each: each.least_s):
         times = sorted(priced.step_time_s for priced in best.values())
-        is_enough = not everywhere and len(times) >= top + _SPARE_WAYS
+        is_enough = len(times) >= top + _SPARE_WAYS
         orders[each] = each.fastest(within_s=times[top + _SPARE_WAYS - 1] if is_enough else inf)
         priced = next(orders[each], None)
         if priced is not None:
@@ -211,12 +213,10 @@ def _fastest(
     ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[: top + _SPARE_WAYS]
     more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
     finalists = [priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))]
+    exact = [(Strategy(question, priced.parallel), priced.bytes) for priced in finalists]
     # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp ranks.
-    ranked = sorted(
-        (Strategy(question, priced.parallel) for priced in finalists),
-        key=lambda found: (float(f"{found.cost.step_time_s:.3g}"), found.memory.total, found.parallel.tp),
-    )
+    exact.sort(key=lambda found: (float(f"{found[0].cost.step_time_s:.3g}"), found[1], found[0].parallel.tp))
     first: dict[object, Strategy] = {}
-    for one in ranked:
+    for one, _ in exact:
         first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)
     return list(first.values())[:top], best

@@ -59,7 +59,8 @@ class _Family:
 
 
 class TpPpSearch:
-    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` what fits."""
+    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` what fits, and
+    `beyond_s` is set where a search for the fastest was ended: the least seconds of a step that was not looked at."""
 
     def __init__(
         self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: BlockTimeCache | None = None
@@ -67,6 +68,7 @@ class TpPpSearch:
         """`blocks` has the block times of other searches of the same model on the same cluster."""
         shared: BlockTimeCache = {} if blocks is None else blocks
         self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
+        self.beyond_s: float | None = None
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
@@ -132,6 +134,7 @@ class TpPpSearch:
         while heap:
             least_s, _, families, parallel, kind = heappop(heap)
             if least_s > within_s:
+                self.beyond_s = least_s
                 break
             if ready and least_s > ready[0].step_time_s:
                 yield from sorted(ready, key=lambda priced: priced.bytes)
