@@ -84,9 +84,12 @@ def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
 
 
 def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
-    found = [priced for each in searches if (priced := each.leanest())]
-    found.sort(key=lambda priced: priced.bytes)
-    return [Strategy(question, each.parallel) for each in found[:top] if each.bytes <= question.usable_bytes]
+    found: list[Candidate] = []
+    for each in sorted(searches, key=lambda each: -each.tp * each.pp):  # those that are split most are often lean
+        within = found[top - 1].bytes if len(found) >= top else question.usable_bytes
+        if (priced := each.leanest(within=within)) is not None:
+            found = sorted([*found, priced], key=lambda priced: priced.bytes)
+    return [Strategy(question, each.parallel) for each in found[:top]]
 
 
 def one_that_fits(question: Question) -> Strategy | None:
@@ -100,7 +103,9 @@ def one_that_fits(question: Question) -> Strategy | None:
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
     for few in (True, False):
         for (tp, pp), own in by_size.items():
-            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(enough=question.usable_bytes)
+            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(
+                within=question.usable_bytes, is_any=True
+            )
             if found is not None:
                 return Strategy(question, found.parallel)
     return None

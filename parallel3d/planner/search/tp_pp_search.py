@@ -157,25 +157,25 @@ class TpPpSearch:
                     push(family, way, kind)
         yield from sorted(ready, key=lambda priced: priced.bytes)
 
-    def leanest(self, *, enough: float | None = None) -> Candidate | None:
-        """Returns the layout that needs least, whether it fits or not; with `enough` the first found that needs no more
-        than so many bytes, and None where every layout needs more."""
+    def leanest(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
+        """Returns the layout that needs least, or `is_any` the first found, of those that need no more than `within`
+        bytes; None where there is none."""
         # Recompute of a single block keeps more than it saves; full recompute of several is the leanest.
         choices = self._recompute_choices[-1 if self._question.shape.layers > self.pp else 0 :]
         floors = [(self._family_floor(family, kind), family, kind) for family in self._families for kind in choices]
         found: Candidate | None = None
-        most = inf if enough is None else enough
+        most = within
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
             if floor > most:
                 break
-            for way in self._ways(family):
+            for way in sorted(self._ways(family), key=lambda way: self._floor(family, way, kind)):
                 if self._floor(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
                 bytes_ = self._bytes(family, parallel, kind, enough=most)
-                if bytes_ < most or bytes_ == enough:
+                if bytes_ < most or (found is None and bytes_ == most):
                     found, most = Candidate(parallel, inf, bytes_), bytes_
-                    if enough is not None:
+                    if is_any:
                         return found
         return found
 
