@@ -168,7 +168,10 @@ class TpPpSearch:
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
             if floor > most:
                 break
-            for way in sorted(self._ways(family), key=lambda way: self._floor(family, way, kind)):
+            ways = self._ways(family)
+            if not is_any:  # from the leanest on, so that the others are ruled out by their floors
+                ways = tuple(sorted(ways, key=lambda way: self._floor(family, way, kind)))
+            for way in ways:
                 if self._floor(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
