@@ -85,7 +85,7 @@ def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
 
 def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
     found: list[Candidate] = []
-    for each in sorted(searches, key=lambda each: -each.tp * each.pp):  # those that are split most are often lean
+    for each in sorted(searches, key=lambda each: -each.tp * each.pp):  # the layouts that are split most are often lean
         within = found[top - 1].bytes if len(found) >= top else question.usable_bytes
         if (priced := each.leanest(within=within)) is not None:
             found = sorted([*found, priced], key=lambda priced: priced.bytes)
