@@ -40,6 +40,7 @@ from parallel3d.convert.forms import (
     EnterForm,
     ExpertsForm,
     Form,
+    PackedPart,
     ReplicatedForm,
     RowForm,
     SavingForm,
@@ -268,10 +269,13 @@ def _plan_column(part: Part, style: Column, entered: bool) -> ModulePlan:
         if part.size_of_weight(in_dim) % part.tp:
             raise part.uneven(part.size_of_weight(in_dim), "input features")
         sizes = _sizes_of_parts(part, style.parts, units)
-        blocks = [_blocks_of_parts(part, sizes, counted, rank) for rank in range(part.tp)]
+        uneven = [size for size in sizes if size % part.tp and part.tp % size]
+        if uneven:
+            raise part.uneven(uneven[0], f"units in one of the parts {sizes}")
+        packed = [PackedPart(size * counted, min(size, part.tp)) for size in sizes]
         few = min(sizes) if min(sizes) % part.tp else None  # heads that several ranks compute
         counts = _shrunk(part, style.shared, few) if style.shared and few else {}
-        return ModulePlan(part, ColumnForm, {**settings, "blocks": blocks}, {**whole, "weight": in_dim}, counts)
+        return ModulePlan(part, ColumnForm, {**settings, "packed": packed}, {**whole, "weight": in_dim}, counts)
     if style.shared and part.tp > units and part.tp % units == 0:
         counts = _shrunk(part, style.shared, units)
         return ModulePlan(part, ColumnForm, {**settings, "shared_heads": units}, whole, counts)
@@ -291,19 +295,6 @@ def _sizes_of_parts(part: Part, parts: int | tuple[int | str, ...], units: int) 
         added = " + ".join(map(str, sizes))
         raise ValueError(f"{part.name}: its parts have {added} = {sum(sizes)} units, and its output features {units}")
     return sizes
-
-
-def _blocks_of_parts(part: Part, sizes: list[int], unit: int, rank: int) -> list[range]:
-    """Returns the output features that a rank computes: its units of each product, or the one that it shares."""
-    blocks: list[range] = []
-    start = 0
-    for size in sizes:
-        if size % part.tp and part.tp % size:
-            raise part.uneven(size, f"units in one of the parts {sizes}")
-        first = start + size * rank // part.tp
-        blocks.append(range(first * unit, (first + max(size // part.tp, 1)) * unit))
-        start += size
-    return blocks
 
 
 def _shrunk(part: Part, attribute: str, units: int) -> dict[tuple[nn.Module, str], int]:

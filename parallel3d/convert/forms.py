@@ -50,14 +50,19 @@ from parallel3d.layers.vocabulary import look_up
 from parallel3d.mesh import Axis
 from parallel3d.row_split import largest_shard, shard_rows
 
-Blocks = Sequence[Sequence[range]]  # the output features that each rank computes
+
+class PackedPart(NamedTuple):
+    """One of the products of a packed weight."""
+
+    features: int  # its output features
+    shares: int  # in how many equal shares ranks compute it: tp, or fewer where neighbours compute the same one
 
 
 class Pack(NamedTuple):
     """What `PackedProduct` is told of a packed weight."""
 
     axis: Axis
-    blocks: Blocks
+    parts: Sequence[PackedPart]
     is_transposed: bool  # whether the weight is [I, O]
     is_entered: bool  # whether the parent sums dx
 
@@ -140,16 +145,16 @@ class ColumnForm(Form):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] where it gathers them.
 
     Sends nothing forward (all-gathers y where it gathers) and all-reduces dx backward, unless its parent's EnterForm
-    does. With `blocks` and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
+    does. With `packed` and `shared_heads`: [Note: packed weights] and [Note: shared heads] of `convert.apply`."""
 
     features: int  # output features of all ranks
-    blocks: Blocks = ()  # of a packed weight
+    packed: Sequence[PackedPart] = ()  # where the weight has several products
     shared_heads: int | None = None  # where tp is a multiple of so many heads
     gather_output: bool = False
     entered: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.blocks:
+        if self.packed:
             y = self._packed_product(x)
         elif self.shared_heads is None and self.adds_product(x):
             y = self.adding_product(x)
@@ -164,7 +169,7 @@ class ColumnForm(Form):
         refuse_function_transforms()
         both = [self._parameters.get(name) for name in ("weight", "bias")]
         given = [each if each is None or self.adds_to(each) else local_tensor(each) for each in both]
-        pack = Pack(self.axis, self.blocks, self.is_transposed, self.entered)
+        pack = Pack(self.axis, self.packed, self.is_transposed, self.entered)
         y: Tensor = PackedProduct.apply(cast_input(x), *given, pack)
         return y
 
@@ -188,17 +193,12 @@ class PackedProduct(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
-        axis, blocks = pack.axis, pack.blocks
         local = local_tensor(weight) if pack.is_transposed else local_tensor(weight).t()
-        columns = torch.cat([local[:, block.start : block.stop] for ranges in blocks for block in ranges], 1)
-        sent = columns.unflatten(1, (axis.size, -1)).transpose(0, 1)  # [n, I / n, O / n]
-        own = all_to_all(sent, axis).flatten(0, 1).t()  # [O / n, I]
+        sent = _by_rank(local, pack).transpose(0, 1)  # [n, I / n, O / n]
+        own = all_to_all(sent, pack.axis).flatten(0, 1).t()  # [O / n, I]
         ctx.save_for_backward(x, own)
         ctx.weight, ctx.bias, ctx.pack = weight, bias, pack
-        if bias is None:
-            return F.linear(x, own)
-        whole = local_tensor(bias)
-        return F.linear(x, own, torch.cat([whole[block.start : block.stop] for block in blocks[axis.rank]]))
+        return F.linear(x, own, None if bias is None else _by_rank(local_tensor(bias), pack)[pack.axis.rank])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,14 +210,14 @@ class PackedProduct(Function):
             arriving_x = None if pack.is_entered else start_all_reduce(grad_x, axis)
         if not any(ctx.needs_input_grad[1:]):
             return grad_x if arriving_x is None else arriving_x(), None, None, None
-        parts = (x.reshape(-1, x.shape[-1]).t() @ flat).chunk(axis.size)  # each [I / n, O / n]
-        rows = len(parts[0])
+        shards = (x.reshape(-1, x.shape[-1]).t() @ flat).chunk(axis.size)  # each [I / n, O / n]
+        rows = len(shards[0])
         if ctx.bias is not None:
             of_bias = flat.sum(0, keepdim=True)
-            parts = tuple(each for part in parts for each in (part, of_bias))
-        arriving = start_all_to_all(torch.cat(parts).unflatten(0, (axis.size, -1)), axis)
+            shards = tuple(each for shard in shards for each in (shard, of_bias))
+        arriving = start_all_to_all(torch.cat(shards).unflatten(0, (axis.size, -1)), axis)
         grad_x = grad_x if arriving_x is None else arriving_x()  # the first under way has to end first
-        joined = _in_order(arriving(), pack.blocks)  # [I / n, O], and the bias's row
+        joined = _joined(arriving().transpose(0, 1), pack)  # [I / n, O], and the bias's row
         of_weight = joined[:rows] if pack.is_transposed else joined[:rows].t().contiguous()
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
@@ -232,13 +232,23 @@ def _given(parameter: Tensor, gradient: Tensor) -> Tensor | None:
     return accumulate_or_return(parameter, gradient, fused=isinstance(parameter, DTensor))
 
 
-def _in_order(received: Tensor, blocks: Blocks) -> Tensor:
-    """Joins [n, ..., O / n], of every rank its output features, to [..., O]. What several ranks have is summed."""
-    found: dict[int, Tensor] = {}
-    for part, ranges in zip(received.unbind(), blocks, strict=True):
-        for block, piece in zip(ranges, part.split([len(block) for block in ranges], -1), strict=True):
-            found[block.start] = found[block.start] + piece if block.start in found else piece
-    return torch.cat([found[start] for start in sorted(found)], -1)
+def _by_rank(whole: Tensor, pack: Pack) -> Tensor:
+    """Takes [..., O] apart into [..., n, O / n], the output features that each rank computes."""
+    pieces = []
+    for piece, (_, shares) in zip(whole.split([part.features for part in pack.parts], -1), pack.parts, strict=True):
+        piece = piece.unflatten(-1, (shares, -1))
+        pieces.append(piece if shares == pack.axis.size else piece.repeat_interleave(pack.axis.size // shares, -2))
+    return torch.cat(pieces, -1)
+
+
+def _joined(by_rank: Tensor, pack: Pack) -> Tensor:
+    """Joins [..., n, O / n] to [..., O], the conjugate of `_by_rank`: what several ranks have computed is summed."""
+    pieces = []
+    widths = [features // shares for features, shares in pack.parts]
+    for piece, (_, shares) in zip(by_rank.split(widths, -1), pack.parts, strict=True):
+        piece = piece if shares == pack.axis.size else piece.unflatten(-2, (shares, -1)).sum(-2)
+        pieces.append(piece.flatten(-2))
+    return torch.cat(pieces, -1)
 
 
 class RowForm(Form):
