@@ -29,7 +29,7 @@ from parallel3d.mesh import Axis
 from parallel3d.models.gpt import GPT
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.harness import Case, Step, TimedCase, check_agreement, run_ranks, time_in_turn
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of, rows_against_peer
 from parallel3d.tools.bench.step import StepSize
 
@@ -91,17 +91,22 @@ def bench_beside_layers(name: str, size: StepSize, family: Family, options: Opti
 
 
 def measure_beside_layers(size: StepSize, family: Family, rounds: int, steps: int) -> tuple[list[Round], list[Round]]:
-    """Runs on every rank, and times a converted block and that of the layers in turn, at tp 2, and both unsplit on
-    rank 0 alone, whose other ranks wait."""
+    """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at tp 2, and both
+    unsplit on rank 0 alone, for which the other waits."""
     tp = init_device_mesh("cpu", (2,))
     whole, converted = foreign(size, family), foreign(size, family)
     weights = weights_of(whole, family)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
-    ours, peer = forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights)
-    alone, peer_alone = forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights)
-    split = timed_blocks(size, ours, peer, rounds, steps)
-    return split, timed_blocks(size, alone, peer_alone, rounds, steps, rank_0_alone=True)
+    at_tp = steps_of(size, forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights))
+    alone = steps_of(size, forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights))
+    if dist.get_rank() > 0:
+        alone = (lambda _: None, lambda _: None)
+    found: tuple[list[Round], list[Round]] = ([], [])
+    for _ in range(rounds):
+        for contestants, timed in zip((at_tp, alone), found, strict=True):
+            timed.extend(time_in_turn(*contestants, rounds=1, steps=steps))
+    return found
 
 
 def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Round]:
@@ -112,13 +117,11 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
     ours, theirs = (forward_of(each, "llama", size.seq_len) for each in (converted, peer))
-    return timed_blocks(size, ours, theirs, rounds, steps)
+    return time_in_turn(*steps_of(size, ours, theirs), rounds=rounds, steps=steps)
 
 
-def timed_blocks(
-    size: StepSize, ours: Forward, peer: Forward, rounds: int, steps: int, *, rank_0_alone: bool = False
-) -> list[Round]:
-    """Checks two blocks against each other, then times them in turn on one sequence."""
+def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
+    """Returns a step of each block on one sequence, after both have been checked against each other."""
     x, grad = torch.randn((2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0))
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
@@ -130,9 +133,7 @@ def timed_blocks(
         return y.detach(), leaf.grad
 
     check_agreement(zip(("output", "input gradient"), step(ours), step(peer), strict=True))
-    if rank_0_alone and dist.get_rank() > 0:
-        return time_in_turn(lambda _: None, lambda _: None, rounds=rounds, steps=steps)
-    return time_in_turn(lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps)
+    return lambda _: step(ours), lambda _: step(peer)
 
 
 def foreign(size: StepSize, family: Family) -> nn.Module:
