@@ -58,7 +58,7 @@ def test_a_run_that_sends_little_tells_of_arithmetic_alone() -> None:
 
 def test_runs_that_send_more_and_less_tell_the_two_apart() -> None:
     truth = Scales(arithmetic=1.2, network=1.6, memory=1.3)
-    found = scales_of([in_truth(layout, truth) for layout in (ALONE, TALKING)] * 3)
+    found = scales_of([in_truth(layout, truth) for layout in (ALONE, TALKING)] * 12)
     assert found.arithmetic == pytest.approx(truth.arithmetic, rel=0.03)
     assert found.network == pytest.approx(truth.network, rel=0.06)
     assert found.memory == pytest.approx(truth.memory, rel=0.05)

@@ -87,7 +87,8 @@ def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
 
 
 def _widest(errors: Mapping[str, float], groups: Iterable[str]) -> float:
-    return max(errors[group] for group in (USUAL if USUAL in errors else "all", *groups) if group in errors)
+    widths = [errors[group] for group in groups if group in errors]
+    return max(widths) if widths else errors.get(USUAL, errors["all"])
 
 
 def memory_spread(

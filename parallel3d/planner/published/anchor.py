@@ -26,7 +26,7 @@ from parallel3d.planner.time.step import step_cost
 
 # How unsure the logarithm of each scale is before any run (docs/planner.md, "Anchored by a run"), and how far a run is
 # from what its cluster's scales say of it.
-_UNSURE = {"arithmetic": 0.15, "network": 0.5, "memory": 0.3}
+_UNSURE = {"arithmetic": 0.15, "network": 0.5, "memory": 0.15}
 _OF_A_RUN = 0.1
 _ROUNDS = 4
 _STEP = 0.02  # the difference that a slope is taken over
