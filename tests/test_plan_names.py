@@ -15,6 +15,8 @@ from parallel3d.tools.names.lookup import Kind, find_name, known_names
     ("said", "kind", "name"),
     [
         ("p5.48xlarge", "hardware", "aws-p5"),
+        ("p3dn.24xlarge", "hardware", "aws-p3dn"),
+        ("g6.48xlarge", "hardware", "aws-g6"),
         ("NVIDIA H100 80GB HBM3", "hardware", "h100-80gb"),
         ("A100-SXM4-80GB", "hardware", "a100-80gb"),
         ("llama3-405b", "model", "llama3.1-405b"),

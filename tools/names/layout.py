@@ -62,7 +62,9 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
         name = _ALIASES.get(key, key)
         if name in _ELSEWHERE:
             raise ConfigError(f"{option} {text}: {_ELSEWHERE[name]}")
-        if not equals or name not in _FIXABLE:
+        if not equals and name in _FIXABLE:
+            raise ConfigError(f"{option} {text}: has no value; try {name}={_WORDS[name][0] if name in _WORDS else 8}")
+        if name not in _FIXABLE:
             near = get_close_matches(name, [*_FIXABLE, *_ALIASES], n=1)
             advice = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else f"keys are {', '.join(_FIXABLE)}"
             raise ConfigError(f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}")

@@ -25,9 +25,11 @@ from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.anchor import MeasuredRun, scales_of
 from parallel3d.planner.report.json import memory_tree, scales_tree
+from parallel3d.planner.report.page import how_sure
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.plan.hardware import asked_cluster
+from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
@@ -183,6 +185,7 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     yield from wrapped("scales", f"{scales_text(found.scales)}; {_most_off(found.scales)}")
     if run.on_cpu:
         yield from wrapped("memory", "what a CPU's process holds is Python's and torch's too, and not compared")
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), run))
 
 
 def _most_off(scales: Scales) -> str:

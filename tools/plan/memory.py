@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
@@ -14,13 +14,25 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.spread import LEVEL, spread_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
-from parallel3d.planner.report.page import limits
-from parallel3d.planner.report.text import MEMORY_KINDS, WIDTH, anchored_lines, bar, gib, layout_text, si, telling_ranks
+from parallel3d.planner.report.page import how_sure, limits
+from parallel3d.planner.report.text import (
+    MEMORY_KINDS,
+    WIDTH,
+    anchored_lines,
+    bar,
+    gib,
+    layout_text,
+    si,
+    telling_ranks,
+    wrapped,
+)
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.names.layout import read_parallel
 from parallel3d.tools.plan.inputs import read_question
+from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
@@ -91,10 +103,14 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     else:
         yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
         yield from textwrap.wrap("; ".join(limits(found)), WIDTH)
+    around = spread_of(found.run, recorded_accuracy()).around("memory", found.memory.total / GIB)
+    yield from wrapped("range", f"{gib(around.low * GIB)} to {gib(around.high * GIB)} GiB; {10 * LEVEL:.0f} in 10")
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
 
 
 def _tree(found: Strategy) -> dict[str, Any]:
     question, run, worst = found.question, found.run, found.memory
+    spread = spread_of(run, recorded_accuracy())
     return rounded({
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
@@ -107,6 +123,8 @@ def _tree(found: Strategy) -> dict[str, Any]:
         "fits": worst.total <= question.usable_bytes,
         "worst_rank": worst.rank,
         "memory_gib": memory_tree(worst),
+        "ranges": {"memory_gib": asdict(spread.around("memory", worst.total / GIB))},
+        "chance_to_fit": spread.chance_to_fit(worst.total, question.cluster.device.memory_bytes),
         "ranks": [
             {
                 "rank": memory.rank,

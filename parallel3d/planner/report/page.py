@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import active_parameters, computed_share, total_parameters
-from parallel3d.planner.model.planned_run import other_axes
+from parallel3d.planner.model.planned_run import PlannedRun, other_axes
 from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
 from parallel3d.planner.report.text import (
     TIME_KINDS,
@@ -178,16 +178,16 @@ def _engine_notes(question: Question) -> Iterator[str]:
         yield "all experts are taken to get equally many tokens: uneven ones take longer, and more memory on some ranks"
 
 
-def how_sure(known: Mapping[str, Any], question: Question) -> str:
+def how_sure(known: Mapping[str, Any], about: Question | PlannedRun) -> str:
     """The recorded errors, those on sources that nothing was set on first."""
     blind, fitted = known["blind"], known["fitted"]
-    runs = known["runs_by_hardware"].get(question.cluster.device_file, 0)
-    scales = question.cluster.scales
-    if question.program.name in (*scales.timed, *scales.weighed):
+    runs = known["runs_by_hardware"].get(about.cluster.device_file, 0)
+    scales = about.cluster.scales
+    if about.program.name in (*scales.timed, *scales.weighed):
         return _how_sure_anchored(known)
     here = f"{runs} of these runs are on this device" if runs else "none of these runs is on this device: trust it less"
-    own = "parallel3d itself was never measured on a GPU; " if question.program.is_parallel3d else ""
-    if question.shape.experts is not None:
+    own = "parallel3d itself was never measured on a GPU; " if about.program.is_parallel3d else ""
+    if about.shape.experts is not None:
         own = (
             "mixtures were never fitted to a run: 25 published ones came out 13% off (median, most too fast); of dense "
         )
