@@ -17,6 +17,7 @@ from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import hardware as plan_hardware
 from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import limits as plan_limits
+from parallel3d.tools.plan import memory as plan_memory
 from parallel3d.tools.plan import recommend as plan_recommend
 
 GOLDEN = Path(__file__).parent / "golden" / "questions"
@@ -24,8 +25,8 @@ FIGURES = {
     "throughput_median": 8.2,
     "throughput_p90": 20.0,
     "throughput_bias": 2.0,
-    "memory_median": 5.7,
-    "memory_p90": 25.0,
+    "memory_median": 4.8,
+    "memory_p90": 20.0,
     "memory_bias": 0.0,
     "fit_accuracy": 93.0,
 }
@@ -118,7 +119,7 @@ SLOW = (
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for user in (plan_recommend, plan_inputs, plan_hardware, plan_limits):
+    for user in (plan_recommend, plan_inputs, plan_hardware, plan_limits, plan_memory):
         monkeypatch.setattr(user, "recorded_accuracy", lambda: ACCURACY)
     monkeypatch.chdir(tmp_path)
     Path("gemma.json").write_text(json.dumps(GEMMA))
