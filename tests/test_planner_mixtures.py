@@ -179,6 +179,15 @@ def test_the_first_dense_layers_are_of_the_stages_that_have_them(h100: Cluster) 
     assert sum(asked.stage_experts(part) for part in asked.ranks) * 64 == 58 * 256 * 3 * 7168 * 2048
 
 
+def test_layers_without_experts_are_no_part_of_what_is_gathered_with_them(h100: Cluster) -> None:
+    """A block at a time is gathered, the largest: the first layers, which are smaller, change nothing in it."""
+    asked = run(h100, "deepseek-v3", "torchtitan", dp_shard=1024, parameter_shards=1024)
+    assert asked.shape.experts is not None and asked.shape.experts.dense_layers == 3
+    all_alike = replace(asked.shape, experts=replace(asked.shape.experts, dense_layers=0))
+    held, alike = (worst_rank(each) for each in (asked, replace(asked, shape=all_alike)))
+    assert held.buffers == alike.buffers > 0
+
+
 @pytest.mark.parametrize("seq_len", [8192, 131072])
 def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: int) -> None:
     asked = Question(

@@ -129,14 +129,17 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     and after their reduction, the embedding and head gathered throughout. A pipeline adds an activation and a gradient
     that are being received."""
     layout, program, layer = run.layout, run.program, run.block_parameters
+    blocks = StageSlice(layers=part.layers, embedding=False, head=False, dense=part.dense)
+    in_blocks = run.stage_parameters(blocks)
     if layout.expert_shards(layout.parameter_shards) > 1:  # else no rank has another's experts at any time
         layer += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
         parameters += run.stage_experts(part)
+        in_blocks += run.stage_experts(blocks)
     each, bytes_ = program.gather_bytes + program.reduce_bytes, 0.0
     if layout.parameter_shards > 1 or program.always_sharded:
         if run.gathers_each_microbatch:
             block = min(layer, program.gathered_parameters / 2)
-            bytes_ = (2 * block + parameters - part.layers * layer) * each
+            bytes_ = (2 * block + parameters - in_blocks) * each
         else:  # gathered once a step, and the gradients whole until the last backward
             bytes_ = parameters * each
     return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
