@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
-from parallel3d.schedules.build import build_schedule, live_microbatches, live_with_all_gradients
+from parallel3d.schedules.build import build_schedule, first_forwards, live_microbatches, live_with_all_gradients
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
@@ -62,6 +62,16 @@ def test_live_microbatches_are_those_of_the_schedule(name: ScheduleName, virtual
         for rank in range(pp)
     ]
     assert told == list(schedule.peak_live_microbatches)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("zb_h1", 1), ("interleaved_zb", 2), ("zb_v", 2), ("dualpipe_v", 2)])
+def test_a_rank_begins_with_as_many_forwards_however_long_a_step_is(name: ScheduleName, virtual: int) -> None:
+    for pp, rounds in ((2, 1), (4, 2), (4, 9)):
+        schedule = build_schedule(name, pp=pp, microbatches=pp * rounds, virtual_stages=virtual)
+        for rank, actions in enumerate(schedule.ranks):
+            begins = next(at for at, action in enumerate(actions) if action.kind is not Kind.FORWARD)
+            told = first_forwards(name, pp=pp, rank=rank, microbatches=pp * rounds, virtual_stages=virtual)
+            assert told == begins
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
+from parallel3d.planner.memory.floor import RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question
@@ -43,14 +43,13 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
         for parallel in every(asked, family):
             run = asked.planned_run(parallel)
             recompute = parallel.recompute, parallel.recompute_every
-            least, split = RunFloors(run).of(*recompute), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            floors, split = RunFloors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
             all_split = RunFloors(
                 asked.planned_run(replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
-            ).of(*recompute)
+            ).work(*recompute)
             total = worst_rank(run).total
-            assert floor_bytes(run, least, least) <= total, parallel
-            at_rest = [MemoryFloor(at_rest=each.at_rest) for each in all_split]
-            assert floor_bytes(run, at_rest, all_split) <= total, parallel
+            assert floor_bytes(run, floors.states, floors.work(*recompute)) <= total, parallel
+            assert floor_bytes(run, all_split, all_split) <= total, parallel
             assert least_step_s(run, known=CostCache()) <= step_cost(run, exact=False).step_time_s, parallel
             seen += 1
     assert seen > 100

@@ -7,6 +7,7 @@ split, until its second half is done. A rank's activations are counted by it. No
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import takewhile
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.check import check_schedule
@@ -111,6 +112,14 @@ def live_microbatches(name: ScheduleName, *, pp: int, rank: int, microbatches: i
     if traits.warm_up is not None:
         return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, microbatches * virtual_stages)
     return _peaks(name, pp, min(microbatches, 4 * pp), virtual_stages)[rank]
+
+
+@lru_cache(maxsize=1024)
+def first_forwards(name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
+    """Returns how many forwards a rank begins with, before any backward: more microbatches than 4 pp change nothing."""
+    few = min(microbatches, 4 * pp)
+    actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
+    return sum(1 for _ in takewhile(lambda action: action.kind is Kind.FORWARD, actions))
 
 
 def live_with_all_gradients(

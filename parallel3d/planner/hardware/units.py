@@ -6,6 +6,7 @@ from typing import Any
 
 GIB = 2**30
 MIB = 2**20
+ROUNDED = 1 - 1e-9  # makes a lower bound one whatever the order of its sums
 
 
 def rounded(value: object, digits: int = 5) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.schedules.build import live_microbatches, live_with_all_gradients
+from parallel3d.schedules.build import first_forwards, live_microbatches, live_with_all_gradients
 from parallel3d.schedules.classic import group_sizes
 from parallel3d.schedules.registry import SCHEDULES
 
@@ -27,17 +27,21 @@ class MemoryFloor(NamedTuple):
 
 
 class RunFloors:
-    """The floors of the first and the last pipeline rank of a parallel3d run, whatever it recomputes. `states`: without
-    the activations."""
+    """The floors of the first and the last pipeline rank of a parallel3d run, whatever it recomputes."""
 
     def __init__(self, run: PlannedRun) -> None:
         self._ranks = [RankState(run, rank) for rank in dict.fromkeys((0, run.layout.pp - 1))]
-        self.states = tuple(_rank_floor(rank) for rank in self._ranks)
+        self._alive = [_most_alive(rank) for rank in self._ranks]
 
-    def of(self, recompute: Recompute, every: int | None = None) -> tuple[MemoryFloor, ...]:
-        """Returns the floors with this recompute in the place of the run's own."""
-        both = zip(self.states, self._ranks, strict=True)
-        return tuple(_with_forwards(base, state, recompute, every or 1) for base, state in both)
+    @property
+    def states(self) -> tuple[MemoryFloor, ...]:
+        """The floors without activations."""
+        return tuple(map(_rank_floor, self._ranks))
+
+    def work(self, recompute: Recompute, every: int | None = None) -> tuple[MemoryFloor, ...]:
+        """Returns what is at rest, and the activations with this recompute in the place of the run's own."""
+        both = zip(self._ranks, self._alive, strict=True)
+        return tuple(_with_forwards(state, alive, recompute, every or 1) for state, alive in both)
 
 
 def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
@@ -67,19 +71,27 @@ def _rank_floor(state: RankState) -> MemoryFloor:
     )
 
 
-def _with_forwards(base: MemoryFloor, state: RankState, recompute: Recompute, every: int) -> MemoryFloor:
-    """Returns a floor with the activations that forwards keep under a recompute."""
+def _most_alive(state: RankState) -> tuple[int, int | None]:
+    """Returns how many forwards of a rank are alive at once, at most and beside all of its gradients; where a forward
+    may leave a part of what it keeps to the second half of its backward, how many come before any backward."""
     layout, name = state.layout, state.layout.schedule
-    if SCHEDULES[name].splits_backward:  # how many are alive is for the schedule itself to say
-        return base
-    stages = {"microbatches": layout.microbatches, "virtual_stages": layout.virtual_stages}
-    live = live_microbatches(name, pp=layout.pp, rank=state.rank, **stages)
-    amid = live_with_all_gradients(name, pp=layout.pp, rank=state.rank, **stages)
-    kept = [state.kept_by_stage(part, first, recompute, every) for part, first in state.slices]
+    numbers = {"pp": layout.pp, "rank": state.rank, "virtual_stages": layout.virtual_stages}
+    if SCHEDULES[name].splits_backward:
+        return first_forwards(name, microbatches=layout.microbatches, **numbers), None
+    live = live_microbatches(name, microbatches=layout.microbatches, **numbers)
+    return live, live_with_all_gradients(name, microbatches=layout.microbatches, **numbers)
+
+
+def _with_forwards(state: RankState, alive: tuple[int, int | None], recompute: Recompute, every: int) -> MemoryFloor:
+    """Returns a floor of what is at rest, and of the activations that forwards keep under a recompute."""
+    layout, (live, amid) = state.layout, alive
+    slices = [(part, first % every) for part, first in state.slices]
+    of_slice = {each: state.kept_by_stage(*each, recompute, every) for each in dict.fromkeys(slices)}
+    kept = [of_slice[each] for each in slices]
     activations = live * min(kept)
-    if SCHEDULES[name].warm_up is not None:  # the first forwards are alive: groups of microbatches, stage after stage
+    if SCHEDULES[layout.schedule].warm_up is not None:  # the first are alive: groups of microbatches, stage after stage
         _, group = group_sizes(layout.pp, layout.microbatches)
         rounds, rest = divmod(live, group * len(kept))
         activations = rounds * group * sum(kept)
         activations += sum(min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept))
-    return base._replace(activations=activations, amid=-inf if amid is None else amid * min(kept))
+    return MemoryFloor(sum(state.at_rest), activations=activations, amid=-inf if amid is None else amid * min(kept))

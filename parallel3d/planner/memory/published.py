@@ -12,6 +12,7 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
+from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
@@ -58,6 +59,14 @@ class PublishedRank:
     def total(self, recompute: str, every: int) -> float:
         """Returns the bytes of `memory` in all, sooner."""
         return self._total(*self._at_work(recompute, every))
+
+    def least(self, recompute: str, every: int) -> float:
+        """Returns a lower bound of `total`, also of the layouts that split fewer states over the data ranks and differ
+        in nothing else: buffers and what is temporary, which may be less there, are left out."""
+        program, scale = self.run.program, self.run.cluster.scales.memory
+        at_work = (1 + program.fragmentation) * (self._activations(recompute, every) + self.logits)
+        beside = scale * (at_work + program.cache_bytes + program.context_bytes)
+        return ROUNDED * (self.parameters + self.gradients + self.optimizer + beside)
 
     def _total(self, activations: float, temporary: float, fragmentation: float) -> float:
         states = self.parameters + self.gradients + self.optimizer

@@ -32,7 +32,7 @@ from parallel3d.planner.memory.buckets import buckets_of, under_way
 from parallel3d.planner.memory.model_ends import EndTensors
 from parallel3d.planner.model.parameters import Table, block_tables, end_tables, hidden_tables, muon_matrices
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.schedules.registry import schedule_traits
 from parallel3d.sharding.bytes import frees_after_forward
@@ -127,16 +127,21 @@ class RankState:
         self.block_gathered = self.item * self.block_unit.padded if self.sharded else 0
         self.arriving = self.block_gathered if self.shards > 1 else 0  # before they are where they are used
         self.slices = run.stages_of(rank)
-        slices = [(part, first % layout.recompute_every) for part, first in self.slices]
+
+    @cached_property
+    def stages(self) -> list[RankStage]:
+        """The rank's stages, which a lower bound of what it holds at rest and between its actions does without."""
+        slices = [(part, first % self.layout.recompute_every) for part, first in self.slices]
         made = {each: self._stage(*each) for each in dict.fromkeys(slices)}
-        self.stages = [made[each] for each in slices]
+        return [made[each] for each in slices]
 
     @cached_property
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout a step."""
         run, blocks = self.run, self._blocks
-        numel = blocks * self.block_unit.numel + sum(stage.ends.numel for stage in self.stages)
-        shard = blocks * self.block_unit.shard + sum(stage.ends.shard for stage in self.stages)
+        ends = [self._end_unit(embedding=part.embedding, head=part.head) for part, _ in self.slices]
+        numel = blocks * self.block_unit.numel + sum(unit.numel for unit in ends)
+        shard = blocks * self.block_unit.shard + sum(unit.shard for unit in ends)
         states = run.optimizer.state_bytes * (numel if self.alone else shard)
         if run.optimizer.is_adafactor:
             states = adafactor_state_bytes(self._parts())
@@ -214,7 +219,7 @@ class RankState:
 
     @cached_property
     def _blocks(self) -> int:
-        return sum(stage.blocks for stage in self.stages)
+        return sum(part.layers for part, _ in self.slices)
 
     def _parts(self) -> Iterator[SteppedPart]:
         """All that the rank steps, in the model's order."""
@@ -226,15 +231,17 @@ class RankState:
                 numel, whole = table.shard(self.shards) // table.times, table.numel // table.times
                 yield from [SteppedPart(numel, table.columns, whole)] * table.times
 
+    def _end_unit(self, *, embedding: bool = False, head: bool = False) -> Unit:
+        """Returns what a stage with the embedding or the head has of the model beside its blocks."""
+        ends = StageSlice(layers=0, embedding=embedding, head=head)
+        return _unit_of_ends(self.run.shape, ends, self.layout.tp, self.shards) if embedding or head else NO_UNIT
+
     def _stage(self, part: StageSlice, first: int) -> RankStage:
         run, block = self.run, self.block_unit
-        tables = end_tables(run.shape, part, self.layout.tp)
-        ends = _unit(tables, self.shards, _last_numel(tables))
-        first_tables = end_tables(run.shape, StageSlice(layers=0, embedding=part.embedding, head=False), self.layout.tp)
         is_tied = run.shape.tied_embeddings and part.embedding and part.head
-        apart = tables[len(first_tables) :] if self.sharded and not is_tied else ()
-        head = _unit(apart, self.shards, _last_numel(apart))
-        rest = _unit(first_tables, self.shards, _last_numel(first_tables)) if apart else ends
+        head, rest = NO_UNIT, (ends := self._end_unit(embedding=part.embedding, head=part.head))
+        if self.sharded and part.head and not is_tied:
+            head, rest = self._end_unit(head=True), self._end_unit(embedding=part.embedding)
         numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
         needed = self.item * (rest if is_tied else head).padded * self.sharded
         kept_gathered = part.layers * self.block_gathered + (0 if is_tied else self.item * rest.padded)
@@ -271,6 +278,7 @@ def _unit(tables: tuple[Table, ...], shards: int, last: int) -> Unit:
     return Unit(sum(table.numel for table in tables), shard * shards, shard, last, largest)
 
 
-def _last_numel(tables: tuple[Table, ...]) -> int:
-    """Counts the numbers of the last parameter."""
-    return tables[-1].numel // tables[-1].times if tables else 0
+@lru_cache(maxsize=4096)
+def _unit_of_ends(shape: ModelShape, ends: StageSlice, tp: int, shards: int) -> Unit:
+    tables = end_tables(shape, ends, tp)
+    return _unit(tables, shards, tables[-1].numel // tables[-1].times)

@@ -50,10 +50,17 @@ class PublishedBytes:
         ranks = dict.fromkeys((*self._usual, *_next_candidates(self._run, every)))
         return _most((self._total(rank, recompute, every) for rank in ranks), enough)
 
-    def _total(self, rank: int, recompute: str, every: int) -> float:
+    def least(self, recompute: str, every: int) -> float:
+        """Returns what the layout holds at least with this recompute, and each that splits fewer states."""
+        return max(self._rank(rank).least(recompute, every) for rank in {*self._usual[:2]})
+
+    def _rank(self, rank: int) -> PublishedRank:
         if rank not in self._ranks:
             self._ranks[rank] = PublishedRank(self._run, rank, self._blocks)
-        found, scale = self._ranks[rank], self._run.cluster.scales.memory
+        return self._ranks[rank]
+
+    def _total(self, rank: int, recompute: str, every: int) -> float:
+        found, scale = self._rank(rank), self._run.cluster.scales.memory
         if scale == 1:
             return found.total(recompute, every)
         return found.memory(recompute, every).with_beside_states(scale).total

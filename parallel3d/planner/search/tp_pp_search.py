@@ -56,6 +56,7 @@ class _Family:
     # What layouts of a published program hold, by their use of the data ranks, and with a recompute.
     published: dict[object, PublishedBytes] = field(default_factory=dict)
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
+    least: dict[RecomputeChoice, float] = field(default_factory=dict)
 
 
 class TpPpSearch:
@@ -203,13 +204,16 @@ class TpPpSearch:
         self.checked += 1
         if self._question.program.is_parallel3d:
             return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
+        return self._published(family, parallel).worst(kind.recompute, kind.recompute_every or 1, enough=enough)
+
+    def _published(self, family: _Family, parallel: ParallelConfig) -> PublishedBytes:
         way = parallel.dp_shard, parallel.sharding
         if way not in family.published:
             alike = family.parallel.microbatch_size, other_axes(parallel)
             run = self._question.planned_run(parallel)
             blocks = self._blocks.setdefault(alike, BlockBytes(run))
             family.published[way] = PublishedBytes(run, blocks)
-        return family.published[way].worst(kind.recompute, kind.recompute_every or 1, enough=enough)
+        return family.published[way]
 
     def _layout_bytes(self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice) -> float:
         """Returns the bytes of a layout with this recompute, or more than a device has where it has that."""
@@ -250,10 +254,12 @@ class TpPpSearch:
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         if not self._question.program.is_parallel3d:
-            return min(self._floor(family, way, kind) for way in self._ways(family))
+            if kind not in family.least:
+                all_split = max(self._ways(family), key=lambda way: way.dp_shard)
+                family.least[kind] = self._published(family, all_split).least(kind.recompute, kind.recompute_every or 1)
+            return family.least[kind]
         least = self._work(family, kind)
-        at_rest = [MemoryFloor(at_rest=each.at_rest) for each in least]
-        return floor_bytes(self._any_run, at_rest, least)
+        return floor_bytes(self._any_run, least, least)
 
     def _work(self, family: _Family, kind: RecomputeChoice) -> tuple[MemoryFloor, ...]:
         """What a family holds at least with everything split over all of its data ranks."""
@@ -263,5 +269,5 @@ class TpPpSearch:
             run = self._question.planned_run(split)
             family.ends, family.floors = (run.ranks[0], run.ranks[-1]), RunFloors(run)
         if kind not in family.held:
-            family.held[kind] = family.floors.of(*kind)
+            family.held[kind] = family.floors.work(*kind)
         return family.held[kind]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, log2
 
 from parallel3d.optimizers.step_bytes import busiest_shapes
+from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.model.parameters import (
     hardware_flops_per_token,
     hidden_tables,
@@ -36,7 +37,6 @@ STRAGGLING = 0.005  # of the step, for each doubling of the nodes
 # (docs/planner.md, "Networks and scale").
 TP_ACROSS_NODES = 0.5
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
-_ROUNDED = 1 - 1e-9  # so that a bound stays one whatever the order of its sums
 EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
@@ -167,7 +167,7 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
     work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(micro.dense_s)
     work += sum(micro.head_s) + sum(micro.embedding_s)
     rounds = run.layout.microbatches + (pp - 1) / turns
-    return _ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
+    return ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
 
 
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
