@@ -13,6 +13,42 @@ from parallel3d.pipeline.cut_model import FAMILIES, CutRules, cut_model
 
 hf = pytest.importorskip("transformers", reason="its models are cut here: pip install 'parallel3d[dev]'")
 VOCAB, BLOCKS = 61, 4
+_TURNS: dict[str, Any] = {"sliding_window": 3, "head_dim": 8}
+_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}  # the grouped product of torch has no float64
+LAYERS_OF: dict[str, dict[str, Any]] = {  # blocks of several kinds, whose masks and rotations differ by their numbers
+    "mistral": {"sliding_window": 3},
+    "gemma": {"head_dim": 8},
+    "gemma2": {**_TURNS, "final_logit_softcapping": 0.01},  # logits this small are capped visibly
+    "gemma3_text": {
+        **_TURNS,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": 0.01,
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": 24,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "attention_chunk_size": 3,
+        "no_rope_layers": [1, 0, 1, 0],
+        "moe_layers": [1, 2],
+        **_EXPERTS,
+    },
+    "mixtral": {"num_local_experts": 4, **_EXPERTS},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "mlp_only_layers": [1],
+        **_EXPERTS,
+    },
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0, "max_position_embeddings": 16},
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
+    "opt without projections": ("opt", {"word_embed_proj_dim": 16}),
+    "opt with norms after": ("opt", {"do_layer_norm_before": False}),
+    "falcon with alibi": ("falcon", {"alibi": True}),
+    "falcon in groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+}
 
 
 def build(kind: str, **more: Any) -> nn.Module:
@@ -24,12 +60,11 @@ def build(kind: str, **more: Any) -> nn.Module:
         sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
     if kind in ("qwen2", "qwen3"):  # blocks of two kinds, whose masks the forward chooses by their numbers
         sizes |= {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
-    if kind == "mistral":
-        sizes |= {"sliding_window": 3}
+    sizes |= LAYERS_OF.get(kind, {}) | more
     torch.manual_seed(0)
     config = hf.AutoConfig.for_model(kind, **sizes)
     model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
-    return model
+    return model.double()
 
 
 def through(stages: list[nn.Module], x: Tensor, **keywords: Any) -> Tensor:
@@ -38,16 +73,17 @@ def through(stages: list[nn.Module], x: Tensor, **keywords: Any) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_the_stages_of_a_family_are_its_model(kind: str) -> None:
-    model = build(kind).eval()
+@pytest.mark.parametrize("name", KINDS)
+def test_the_stages_of_a_family_are_its_model(name: str) -> None:
+    kind, more = KINDS[name]
+    model = build(kind, **more).eval()
     alone = copy.deepcopy(model)
     stages = cut_model(model, [1, 3])
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in alone.named_parameters())
     ids = torch.arange(16).view(2, 8) % VOCAB
     padded = torch.ones(2, 8, dtype=torch.int64)
-    padded[0, :3] = 0
+    padded[0, 2:4] = 0  # inside, so that each token has one to look at in its window
     for keywords in ({}, {"attention_mask": padded}):
         ours, wanted = through(stages, ids, **keywords), alone(ids, **keywords).logits
         assert torch.equal(ours, wanted)
@@ -55,7 +91,9 @@ def test_the_stages_of_a_family_are_its_model(kind: str) -> None:
         wanted.square().mean().backward()
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+            gradient = alone.get_parameter(name).grad
+            assert parameter.grad is not None and gradient is not None and gradient.abs().max() > 0, name
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12 * float(gradient.abs().max()))
 
 
 class OwnBlock(nn.Linear):
@@ -98,8 +136,31 @@ def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
         cut_model(model, [2], table)
     with pytest.raises(ValueError, match=r"^Own: has no module norm, which its rules name"):
         cut_model(model, [2], CutRules("blocks", ("embed",), ("norm", "head")))
-    with pytest.raises(ValueError, match=r"^Own: there is no table for it, but for llama, "):
+    with pytest.raises(ValueError, match=r"^Own: there is no table for it, but for the decoders llama, "):
         cut_model(model, [2])
+
+
+def test_a_loss_of_all_routers_is_refused() -> None:
+    ids = torch.arange(16).view(2, 8)
+    for kind in ("mixtral", "qwen3_moe"):
+        model = build(kind, output_router_logits=True)
+        with pytest.raises(
+            ValueError, match=r"^output_router_logits = True: it adds a loss .* more than one stage set"
+        ):
+            cut_model(model, [2])
+        (alone,) = cut_model(model, [])
+        assert torch.equal(alone(ids, labels=ids), model(ids, labels=ids).loss)
+        first, _ = cut_model(build(kind), [2])
+        with pytest.raises(ValueError, match=r"^output_router_logits = True: it adds a loss"):
+            first(ids, output_router_logits=True)
+
+
+def test_encoders_are_told_which_models_are_cut() -> None:
+    for kind, advice in {"bert": "give one, such as", "t5": "no table can cut an encoder with a decoder"}.items():
+        with torch.device("meta"):
+            model = hf.AutoModel.from_config(hf.AutoConfig.for_model(kind))
+        with pytest.raises(ValueError, match=f"no table for {kind}, but for the decoders llama, .*falcon; {advice}"):
+            cut_model(model, [2])
 
 
 def test_what_would_train_another_model_is_refused() -> None:

@@ -5,13 +5,14 @@ one.
 or a head by `PassThrough`, which gives what it takes, and what is added to an embedding by `Nothing`. So all that the
 forward makes between its modules (masks, rotary positions, a choice of mask by the block's number) is made on every
 stage as in the whole model, and needs no declaration. A module without parameters, such as a rotary embedding, is on
-every stage.
+every stage. What an earlier stage gives is what its forward hands to the first module of the last stage: what follows,
+such as Gemma's soft cap of the logits, is for the last stage alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,12 @@ class CutRules:
 
     blocks: str
     first: tuple[str, ...]  # each gives on a later stage what it takes
-    last: tuple[str, ...]  # each gives on an earlier stage what it takes
+    last: tuple[str, ...]  # in the forward's order; each gives on an earlier stage what it takes
     added: tuple[str, ...] = ()  # of the first stage: their outputs are added to another's, as learned positions are
     hidden: str | None = None  # the keyword by which the forward takes hidden states; None: in the place of the ids
     settings: Mapping[str, Any] = field(default_factory=dict)  # keywords of every forward
+    tuples: bool = False  # a block gives a tuple, whose first is the hidden states
+    refused: Mapping[str, str] = field(default_factory=dict)  # a key of the config or the forward, and why it is off
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -41,6 +44,12 @@ class CutRules:
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
 LLAMA = CutRules("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
+MIXTURE = replace(
+    LLAMA,
+    refused={
+        "output_router_logits": "it adds a loss of all blocks' routers to the model's, and a stage has only its own"
+    },
+)
 GPT2 = CutRules(
     "transformer.h",
     ("transformer.wte", "transformer.drop"),
@@ -54,10 +63,24 @@ GPT_NEOX = CutRules(
     ("gpt_neox.final_layer_norm", "lm_head"),
     **_HIDDEN,
 )
+OPT = CutRules(
+    "model.decoder.layers",
+    ("model.decoder.embed_tokens", "model.decoder.project_in"),
+    ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+    added=("model.decoder.embed_positions",),
+    **_HIDDEN,
+)
+FALCON = CutRules(
+    "transformer.h", ("transformer.word_embeddings",), ("transformer.ln_f", "lm_head"), tuples=True, **_HIDDEN
+)
 FAMILIES: dict[str, CutRules] = {  # by the `model_type` of transformers' config, for models with a head on top
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
+    **dict.fromkeys(("llama", "llama4_text", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), LLAMA),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), MIXTURE),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
+    "opt": OPT,
+    "falcon": FALCON,
 }
 
 
@@ -65,6 +88,23 @@ class PassThrough(nn.Module):
     """Gives its first input, in the place of a module of another stage."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class PassTuple(nn.Module):
+    """Gives its first input as the first of a tuple, in the place of a block that gives a tuple."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Any]:
+        return (x,)
+
+
+class StageEnd(nn.Module):
+    """Keeps its first input for `_forward`, in the place of the first module that only the last stage has."""
+
+    taken: Any = None
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.taken = x
         return x
 
 
@@ -92,19 +132,22 @@ def cut_model(
     transformers needs no example, and one on the meta device is not compared.
 
     Raises ValueError for a family without a table, a name that the model does not have, a stage without blocks, a
-    parameter that no rule gives to a stage, or one that two stages would share; and where the check finds another
-    output."""
+    parameter that no rule gives to a stage, or one that two stages would share, a setting that no stage could compute;
+    and where the check finds another output."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if rules is None and kind not in FAMILIES:
+        advice = "give one, such as CutRules('blocks', first=('embed',), last=('norm', 'head'))"
+        if getattr(config, "is_encoder_decoder", False):
+            advice = "no table can cut an encoder with a decoder, whose blocks all read the encoder's output"
         raise ValueError(
-            f"{type(model).__name__}: there is no table for {kind or 'it'}, but for {', '.join(FAMILIES)}; give one, "
-            "such as CutRules('blocks', first=('embed',), last=('norm', 'head'))"
+            f"{type(model).__name__}: there is no table for {kind or 'it'}, but for the decoders {', '.join(FAMILIES)}"
+            f"; {advice}"
         )
-    rules = rules or FAMILIES[str(kind)]
+    rules = _of_model(model, rules or FAMILIES[str(kind)])
     modules = dict(model.named_modules())
-    if missing := [name for name in rules.owned if name not in modules]:
-        raise ValueError(f"{type(model).__name__}: has no module {', '.join(missing)}, which its rules name")
+    if boundaries:
+        _refuse_settings(rules, {name: getattr(config, name, None) for name in rules.refused})
     count = len(list(modules[rules.blocks].children()))
     ends = [0, *boundaries, count]
     if any(start >= end for start, end in zip(ends[:-1], ends[1:], strict=True)):
@@ -122,23 +165,49 @@ def cut_model(
     return stages
 
 
+def _of_model(model: nn.Module, rules: CutRules) -> CutRules:
+    """Returns the rules without the modules that this model has as None, such as the projections of most OPTs."""
+    modules = dict(model.named_modules())
+
+    def is_none(name: str) -> bool:
+        parent, _, child = name.rpartition(".")
+        return getattr(modules.get(parent), child, model) is None
+
+    first, last, added = (
+        tuple(name for name in names if not is_none(name)) for names in (rules.first, rules.last, rules.added)
+    )
+    rules = replace(rules, first=first, last=last, added=added)
+    if missing := [name for name in rules.owned if name not in modules]:
+        raise ValueError(f"{type(model).__name__}: has no module {', '.join(missing)}, which its rules name")
+    return rules
+
+
+def _refuse_settings(rules: CutRules, values: Mapping[str, Any]) -> None:
+    for name, why in rules.refused.items():
+        if values.get(name):
+            raise ValueError(f"{name} = {values[name]}: {why}; with more than one stage set {name}=False")
+
+
 def _stage(model: nn.Module, rules: CutRules, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
     others = {
         f"{rules.blocks}.{name}": number
         for number, name in enumerate(dict(model.get_submodule(rules.blocks).named_children()))
     }
-    replaced: dict[str, nn.Module] = {name: PassThrough() for name, number in others.items() if number not in own}
+    block = PassTuple if rules.tuples else PassThrough
+    replaced: dict[str, nn.Module] = {name: block() for name, number in others.items() if number not in own}
     if not is_first:
         replaced |= {name: PassThrough() for name in rules.first} | {name: Nothing() for name in rules.added}
     if not is_last:
-        replaced |= {name: PassThrough() for name in rules.last}
+        replaced |= {name: StageEnd() if name == rules.last[0] else PassThrough() for name in rules.last}
     stage = with_modules(model, replaced)
     stage.forward = partial(_forward, stage, rules, is_first)
     return stage
 
 
 def _forward(stage: nn.Module, rules: CutRules, is_first: bool, x: Tensor, **keywords: Any) -> Tensor:
-    """Runs the model's own forward on ids, or on hidden states, and returns its one tensor, or the first of many."""
+    """Runs the model's own forward on ids, or on hidden states, and returns what it hands to the last stage's first
+    module, or on the last stage its one tensor, or the first of many."""
+    _refuse_settings(rules, keywords)
     whole, settings = type(stage).forward, {**rules.settings, **keywords}
     made: Any
     if is_first or rules.hidden is None:
@@ -146,6 +215,9 @@ def _forward(stage: nn.Module, rules: CutRules, is_first: bool, x: Tensor, **key
     else:
         made = whole(stage, **{rules.hidden: x}, **settings)
     first: Tensor = made if isinstance(made, Tensor) else made[0]
+    end = stage.get_submodule(rules.last[0]) if rules.last else None
+    if isinstance(end, StageEnd):
+        first, end.taken = end.taken, None
     return first
 
 

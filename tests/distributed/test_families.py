@@ -22,6 +22,11 @@ from parallel3d.convert.apply import plan_modules, tensor_parallelize
 from parallel3d.convert.families import FAMILIES, SEQUENCE_FAMILIES, rules_of
 from parallel3d.convert.rules import Column, Divide, Rules
 from parallel3d.layers.parameter import set_fused_gradients
+from parallel3d.pipeline.boundary import TensorSpec
+from parallel3d.pipeline.cut_model import FAMILIES as CUT_FAMILIES
+from parallel3d.pipeline.cut_model import cut_model
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.schedules.build import build_schedule
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)  # it imports what all of transformers' models import
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
@@ -108,13 +113,13 @@ def family(name: str) -> str:
     return name.partition(",")[0]
 
 
-def build(name: str, dtype: torch.dtype) -> nn.Module:
-    """Returns a model of random weights, biases and norms too."""
+def build(name: str, dtype: torch.dtype, **more: Any) -> nn.Module:
+    """Returns a model of random weights, biases and norms too, with `more` in its config."""
     import transformers as hf
 
     model_class = getattr(hf, MODELS[name].of)
     torch.manual_seed(0)
-    model: nn.Module = model_class(model_class.config_class(**MODELS[name].config))
+    model: nn.Module = model_class(model_class.config_class(**{**MODELS[name].config, **more}))
     if name in ("mixtral", "qwen3_moe") and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product of torch has no float64
     with torch.no_grad():
@@ -174,6 +179,57 @@ def test_it_is_the_whole_one_with_sequence_parallelism_too(world: Callable, size
         assert output < MODELS[name].tolerance and gradient < tolerance, (output, gradient)
 
 
+CUT = [
+    name for name in MODELS if family(name) in CUT_FAMILIES and MODELS[name].of.endswith(("ForCausalLM", "HeadModel"))
+]
+
+
+def pipeline_differences(name: str) -> tuple[float, float]:
+    """Returns how far the loss and a gradient of a pipeline of two stages, split over tp where there are ranks for it,
+    are from the whole model's."""
+    mesh = init_device_mesh("cpu", (2, get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    pp = mesh["pp"]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3_text" else {}
+    alone = build(name, torch.float64, **kinds, tie_word_embeddings=False)
+    model = copy.deepcopy(alone)
+    if mesh["tp"].size() > 1:
+        tensor_parallelize(model, mesh["tp"])
+    stage = cut_model(model, [1])[pp.get_local_rank()]
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2
+
+    torch.manual_seed(1)
+    ids, labels = torch.randint(4, VOCAB, (2, 2, B, S))
+    gap = TensorSpec((B, S, 32), torch.float64)
+    runtime = PipelineRuntime([stage], build_schedule("1f1b", pp=2, microbatches=2), pp, loss_fn, boundaries=gap)
+    loss = runtime.run(ids, labels)
+    wanted = sum(loss_fn(alone(each).logits, label) for each, label in zip(ids, labels, strict=True))
+    assert isinstance(wanted, Tensor)
+    wanted.backward()
+    own = dict(stage.named_parameters())
+    largest = max(p.grad.abs().max().item() for p in alone.parameters() if p.grad is not None)
+    worst = 0.0
+    for each, parameter in own.items():
+        gradient, theirs = parameter.grad, alone.get_parameter(each).grad
+        assert gradient is not None and theirs is not None, each
+        scale = max(theirs.abs().max().item(), 1e-3 * largest)
+        worst = max(worst, (whole(gradient) - theirs).abs().max().item() / scale)
+    return abs(loss.item() / wanted.item() - 1) if pp.get_local_rank() == 1 else 0.0, worst
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_its_pipeline_is_the_whole_one(world: Callable, size: int, name: str) -> None:
+    tolerance = 1e-12 if size == 2 else MODELS[name].tolerance
+    for loss, gradient in world(size).run(pipeline_differences, name):
+        assert loss < tolerance and gradient < tolerance, (loss, gradient)
+
+
+def largest_of(found: list[tuple[float, float]]) -> str:
+    return " / ".join(f"{max(each):.0e}" for each in zip(*found, strict=True))
+
+
 @pytest.mark.long
 def test_the_table_of_the_page_has_these_rows(world: Callable) -> None:
     """Prints the table of docs/layers-in-your-model.md with `-s`."""
@@ -186,8 +242,8 @@ def test_the_table_of_the_page_has_these_rows(world: Callable) -> None:
             if sequence_parallel and family(name) not in SEQUENCE_FAMILIES:
                 cells.append("-")
                 continue
-            found = world(size).run(differences, name, dtype, sequence_parallel)
-            cells.append(" / ".join(f"{max(each):.0e}" for each in zip(*found, strict=True)))
+            cells.append(largest_of(world(size).run(differences, name, dtype, sequence_parallel)))
+        cells.append(largest_of(world(4).run(pipeline_differences, name)) if name in CUT else "-")
         print("|", " | ".join([name, *cells]), "|")
     assert [name for name in MODELS if f"\n| {name} | " not in page] == []
 
