@@ -35,6 +35,7 @@ from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.record import record_recipe
+from parallel3d.tools.check_layout.report import told
 from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import update
 
@@ -246,6 +247,9 @@ def test_a_norm_gradient_that_is_not_summed_over_tp_is_named(checked: Callable) 
     assert (first.step, first.what, first.name) == (1, "gradient", "norm.weight")  # the backward comes to it first
     assert "each tp rank has a summand of it (under sequence parallelism" in first.causes[0]
     assert {"layers.0.mlp_norm.weight", "layers.0.attention_norm.weight"} <= set(first.also)
+    said, *rest = told(first)
+    page = (Path(__file__).parents[2] / "docs" / "check-layout.md").read_text()
+    assert said.partition(", by")[0] in page and "\n".join(rest) in page
 
 
 def test_a_bias_that_is_added_on_every_rank_is_named(checked: Callable) -> None:
