@@ -166,6 +166,13 @@ def test_encoders_are_told_which_models_are_cut() -> None:
 def test_what_would_train_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^lm_head.weight: is tied to model.embed_tokens.weight, .* stages 1 and 0, "):
         cut_model(build("llama", tie_word_embeddings=True), [2])
+    model = build("gemma2", tie_word_embeddings=True)  # as all published Gemmas are
+    with pytest.raises(ValueError, match=r"^lm_head.weight: is tied to model.embed_tokens.weight, ") as caught:
+        cut_model(model, [2])
+    ids = torch.arange(16).view(2, 8)
+    tied = model(ids).logits
+    exec(str(caught.value).rpartition("is split: ")[2], {"model": model, "torch": torch})
+    assert torch.equal(through(cut_model(model, [2]), ids), tied)
     model = build("llama")
     assert len(cut_model(build("llama", tie_word_embeddings=True), [])) == 1
     for boundaries in ([0], [4], [3, 2]):

@@ -238,7 +238,8 @@ def _refuse_lost_or_shared(model: nn.Module, rules: CutRules, ranges: Sequence[r
         if at != stage:
             raise ValueError(
                 f"{name}: is tied to {other}, and they would be on stages {stage} and {at}, where each would learn "
-                "something else; build the model with tie_word_embeddings=False, or untie them"
+                "something else; build a new model with tie_word_embeddings=False, or untie loaded weights before the "
+                f"model is split: model.{name} = torch.nn.Parameter(model.{name}.detach().clone())"
             )
 
 
