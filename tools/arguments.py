@@ -132,6 +132,15 @@ def share(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0", "0%") else fraction(text)
 
 
+def chance(text: str) -> float:
+    """Parses a chance above 0 and below 1: 0.05 or 5%."""
+    what = "a chance above 0 and below 1, such as 0.05"
+    found = _with_unit(text, {"": 1.0, "%": 0.01}, what)
+    if found >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
+    return found
+
+
 def _with_unit(
     text: str, units: dict[str, float], what: str, *, said: str | None = None, any_case: bool = True
 ) -> float:
@@ -147,6 +156,6 @@ def _with_unit(
 
 PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
     **{"path": Path, "int": int, "whole": whole, "sizes": sizes, "tokens": tokens, "memory_bytes": memory_bytes},
-    **{"bytes_per_s": bytes_per_s, "dollars": dollars, "fraction": fraction, "share": share},
+    **{"bytes_per_s": bytes_per_s, "dollars": dollars, "fraction": fraction, "share": share, "chance": chance},
     **{"time": amount("a time"), "days": amount("days", zero=False)},
 }

@@ -42,6 +42,7 @@ _SCALING = {  # the keys of its rope_scaling, by those of a recipe's
 
 _SILU = ("hidden_act", "silu", "swish")  # the key of a Llama's activation, and its two names
 _ALWAYS = ("factor", "original_max_positions")  # which every type of rope_scaling has
+_NO_DECODERS = ("bert", "roberta", "distilbert", "electra", "t5", "mt5", "bart", "vit", "whisper", "clip")  # well known
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as Mixtral, Qwen and DeepSeek call them
 _CLASSES = {  # of transformers, by `model_type`
     "gpt2": "GPT2LMHeadModel",
@@ -56,7 +57,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a config.json") from problem
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+        raise ConfigError(f"{path}: cannot be read as JSON ({problem}); copy the whole file anew") from problem
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must hold keys and values, as a transformers model's config.json does")
     for key in _WORDS:
@@ -267,6 +268,8 @@ def _what_is_missing(kind: str, config: Mapping[str, Any]) -> str:
         return "Gemma's scaled embeddings, its norms after each half of a block and its GeGLU are in no model here: "
     if kind.startswith("phi"):
         return "Phi's packed or partly rotated projections are in no model here: "
+    if config.get("is_encoder_decoder") or kind in _NO_DECODERS:
+        return "not a decoder that is trained on the next token: "
     return ""
 
 
@@ -296,7 +299,7 @@ def windowed_layers(config: Mapping[str, Any]) -> int:
 def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
     """Returns the number of a key. Raises ConfigError where it is missing or no whole number."""
     if key not in config:
-        raise ConfigError(f"{path}: {key}: required and not given")
+        raise ConfigError(f"{path}: {key}: required and not given; set it to the model's whole number")
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
         raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a whole number")

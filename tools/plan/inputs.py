@@ -125,8 +125,6 @@ def _with_memory_limit(question: Question, options: argparse.Namespace) -> Quest
             raise ConfigError("--risk: --mem-fraction says how full a device may get; keep one of the two")
         return replace(question, memory_fraction=options.mem_fraction)
     risk = _RISK if options.risk is None else options.risk
-    if not 0 < risk < 1:
-        raise ConfigError(f"--risk {risk:g}: must be a chance above 0 and below 1; try 0.05")
     spread = memory_spread(
         question.program,
         question.gpus,

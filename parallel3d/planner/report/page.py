@@ -124,16 +124,18 @@ def advice(plan: Plan) -> Iterator[tuple[str, str]]:
     else:
         q, parallel, memory = best.question, best.parallel, best.memory
         slower = sum(each.reason.startswith("slower") for each in answer.left_out)
-        counts = {
-            "tp x pp have no layout that fits": len(answer.rejected) - _MOST_REJECTED,
-            "are slower": slower,
-            "break a rule (--json says which)": len(answer.left_out) - slower,
-        }
-        rest = "".join(f"; {count} more {what}" for what, count in counts.items() if count > 0)
+        counts = [
+            (len(answer.rejected) - _MOST_REJECTED, "tp x pp ha{ve} no layout that fits"),
+            (slower, "{are} slower"),
+            (len(answer.left_out) - slower, "break{s} a rule (--json says which)"),
+        ]
+        one, many = {"ve": "s", "are": "is", "s": "s"}, {"ve": "ve", "are": "are", "s": ""}
+        rest = "".join(f"; {n} more {what.format(**(one if n == 1 else many))}" for n, what in counts if n > 0)
         looked = f"{answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them"
         yield "searched", f"{looked}; {_RANKED[plan.objective]}{rest}"
         if plan.objective == "throughput" and (equal := tied(answer.strategies)) > 1:
-            closer = f"layouts 1 to {equal} are within {TIE:.0%}, closer than the planner can tell"
+            first = f"layouts 1 {'and' if equal == 2 else 'to'} {equal}"
+            closer = f"{first} are within {TIE:.0%}, closer than the planner can tell"
             less = "less memory (in tenths of a device) goes first"
             yield "ties", f"{closer}: {less}, then tp within a node, then the simpler schedule"
         microbatches = q.global_batch_size // (parallel.dp * parallel.microbatch_size)
@@ -245,7 +247,9 @@ def missing_memory(plan: Plan) -> str:
 def reasons(best: Strategy) -> Iterator[str]:
     """Why the best layout is the best: the field's rules of thumb, each from this plan's own numbers."""
     question, parallel, parts, step = best.question, best.parallel, best.cost.parts, best.cost.step_time_s
-    if parallel.tp == parallel.pp == 1:
+    if parallel.world_size == 1:
+        yield f"one device: the model fits at {gib(best.memory.total)} GiB"
+    elif parallel.tp == parallel.pp == 1:
         yield f"data parallel alone: the model fits at {gib(best.memory.total)} GiB a device without tp or pp"
     if parallel.tp > 1:
         where = "within a node" if parallel.tp <= question.cluster.gpus_per_node else "across nodes"
