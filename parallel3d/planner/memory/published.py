@@ -12,6 +12,9 @@ grouped keys and values, and norms that keep float32 copies. Per block, t tokens
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
+
 from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -25,18 +28,22 @@ class PublishedRank:
     def __init__(self, run: PlannedRun, rank: int, blocks: BlockBytes) -> None:
         self.run, self.rank, self.part, self.blocks = run, rank, run.ranks[rank], blocks
         layout, program, part = run.layout, run.program, self.part
-        parameters, experts = rank_parameters(run, part), run.stage_experts(part)
+        self.own_parameters, experts = rank_parameters(run, part), run.stage_experts(part)
 
         def split(shards: int) -> float:
             """Returns the numbers that a rank has where so many ranks share what they have in common."""
-            return parameters / shards + experts / layout.expert_shards(shards)
+            return self.own_parameters / shards + experts / layout.expert_shards(shards)
 
         self.own, self.live = split(layout.optimizer_shards), live_on(run, rank)
         self.parameters = program.weight_bytes * split(layout.parameter_shards)
         self.gradients = program.gradient_bytes * split(layout.gradient_shards)
         self.optimizer = program.optimizer_bytes * self.own
-        self.buffers = _buffers(run, part, parameters)
         self.logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
+
+    @cached_property
+    def buffers(self) -> float:
+        """What is gathered and on its way, which a lower bound does without."""
+        return _buffers(self.run, self.part, self.own_parameters)
 
     def memory(self, recompute: str, every: int) -> RankMemory:
         """Returns the rank's memory with this recompute in the place of the run's own."""
@@ -137,20 +144,19 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     """Counts what FSDP gathers and reduces: the block in use and the next one gathered, one block's gradients before
     and after their reduction, the embedding and head gathered throughout. A pipeline adds an activation and a gradient
     that are being received."""
-    layout, program, layer = run.layout, run.program, run.block_parameters
-    blocks = StageSlice(layers=part.layers, embedding=False, head=False, dense=part.dense)
-    in_blocks = run.stage_parameters(blocks)
-    if layout.expert_shards(layout.parameter_shards) > 1:  # else no rank has another's experts at any time
-        layer += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
-        parameters += run.stage_experts(part)
-        in_blocks += run.stage_experts(blocks)
-    each, bytes_ = program.gather_bytes + program.reduce_bytes, 0.0
+    layout, program, bytes_ = run.layout, run.program, 0.0
     if layout.parameter_shards > 1 or program.always_sharded:
+        block, ends = (
+            run.block_parameters,
+            parameters - run.stage_parameters(replace(part, embedding=False, head=False)),
+        )
+        if layout.expert_shards(layout.parameter_shards) > 1:  # else no rank has another's experts at any time
+            block += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
+            parameters += run.stage_experts(part)
+        at_once = float(parameters)  # gathered once a step, and the gradients whole until the last backward
         if run.gathers_each_microbatch:
-            block = min(layer, program.gathered_parameters / 2)
-            bytes_ = (2 * block + parameters - in_blocks) * each
-        else:  # gathered once a step, and the gradients whole until the last backward
-            bytes_ = parameters * each
+            at_once = 2 * min(block, program.gathered_parameters / 2) + ends
+        bytes_ = at_once * (program.gather_bytes + program.reduce_bytes)
     return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
 
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import Literal
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.hardware.units import GIB, ROUNDED
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.planner.search.question import Answer, Fixed, NotShown, Question, Rejected, Strategy
@@ -94,11 +94,8 @@ def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[S
 
 def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
-    if question.program.is_parallel3d:  # which has each parameter's master and its states somewhere
-        master = master_bytes(question.precision)
-        states = 0.0 if question.training.is_adafactor else question.training.state_bytes
-        if (master + states) * total_parameters(question.shape) > question.gpus * question.usable_bytes:
-            return None
+    if _states_bytes(question) > question.gpus * question.usable_bytes:
+        return None
     by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
     for few in (True, False):
@@ -109,6 +106,15 @@ def one_that_fits(question: Question) -> Strategy | None:
             if found is not None:
                 return Strategy(question, found.parallel)
     return None
+
+
+def _states_bytes(question: Question) -> float:
+    """Returns a lower bound of the states of all parameters, each of which some device has."""
+    program, training = question.program, question.training
+    each = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
+    if program.is_parallel3d:  # which may have no gradients and no copy for computing beside the master
+        each = master_bytes(question.precision) + (0.0 if training.is_adafactor else training.state_bytes)
+    return ROUNDED * each * total_parameters(question.shape)
 
 
 def rank(question: Question, objective: Objective, *, top: int) -> Answer:
