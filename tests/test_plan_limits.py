@@ -14,6 +14,7 @@ import pytest
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.limits import (
     grown,
@@ -66,6 +67,18 @@ def test_whether_one_fits_is_what_the_search_finds() -> None:
     for gpus in (2, 4, 6, 24):
         asked = question(gpus=gpus, global_batch_size=48)
         assert (one_that_fits(asked) is not None) == bool(search(asked, top=1).strategies), gpus
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron-core"])
+def test_of_another_program_whether_one_fits_is_what_its_search_finds(engine: str) -> None:
+    found = set()
+    for gpus in (2, 4, 8, 16):
+        asked = question("llama3-8b", gpus=gpus, program=named_program(engine))
+        answer = search(asked, top=1)
+        found.add(fits := bool(answer.strategies))
+        assert (one_that_fits(asked) is not None) == fits, gpus
+        assert answer.checked < answer.considered / 5  # the others are ruled out by a bound
+    assert found == {True, False}
 
 
 def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
