@@ -216,6 +216,21 @@ def test_both_columns_sort_bytes_into_the_same_kinds(case: str) -> None:
         assert abs(model_bytes - dry_bytes) < 0.015 * found.dry.peak.total, kind
 
 
+@pytest.mark.long
+def test_a_plan_of_70b_and_its_dry_run_say_the_same_of_each_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe that a search wrote holds, by the model and by the real code, as many bytes of each kind."""
+    recipe = tmp_path / "planned.yaml"
+    asked = "--model llama3-70b --gpu h100 --gpus 64 --seq-len 8192 --global-batch 256 --fix tp=8 pp=4"
+    assert main([*asked.split(), "--emit-recipe", str(recipe)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(recipe), "--pipeline-rank", "0", "--json"]) == 0
+    kinds = json.loads(capsys.readouterr().out)["kinds"]
+    assert [each["kind"] for each in kinds][:2] == ["parameters", "optimizer"] and len(kinds) == 4
+    assert all(each["model_gib"] == pytest.approx(each["dry_run_gib"], abs=0.1) for each in kinds)
+
+
 @pytest.mark.parametrize("case", DOCUMENTS)
 def test_documents_that_attention_stays_within_are_priced(case: str) -> None:
     model, parallel, precision, microbatches, pipeline_rank = DOCUMENTS[case]

@@ -196,3 +196,11 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "cases.json").write_text(json.dumps(json.loads(CASES.read_text())[:3]))
     assert plan.main(["score", str(tmp_path / "cases.json"), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cases"]) == 3
+
+
+def test_a_file_of_which_no_case_can_be_predicted_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = tmp_path / "cases.json"
+    cases.write_text('[{"id": "mine"}]')
+    assert plan.main(["score", str(cases)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "no case can be predicted; mine, the first: model.hidden: is missing" in said.err

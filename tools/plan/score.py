@@ -38,6 +38,9 @@ def answer(options: argparse.Namespace) -> Reply:
     folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
     read = partial(read_cases, options.cases, folders)
     file = read(engine=options.engine)
+    if not file.cases:
+        name, why = file.skipped[0]
+        raise ConfigError(f"{options.cases}: no case can be predicted; {name}, the first: {why}")
     columns = {"fitted": file}
     if options.leave_out is not None:
         columns[f"{options.leave_out} left out"] = read(leave_out=options.leave_out, engine=options.engine)
