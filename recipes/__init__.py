@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, printable
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
 from parallel3d.planner.hardware.cluster import cluster_of_cuda
@@ -66,7 +66,7 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
     if rendezvous.rank == 0 and (command := plan_with(recipe)) is not None:
-        print(f"plan with what this run measured: {command}", file=sys.stderr, flush=True)
+        print(printable(f"plan with what this run measured: {command}"), file=sys.stderr, flush=True)
 
 
 def plan_with(recipe: Recipe) -> str | None:

@@ -10,9 +10,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
-from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.errors import ConfigError, Parallel3dError, printable
 from parallel3d.launch.failure import print_error
 
 NOTHING_FITS = 3  # the exit status of a question without an answer
@@ -32,7 +33,7 @@ class Reply:
     def print(self, *, as_json: bool) -> int:
         """Prints the page, or the JSON object where there is one and it is asked for. Returns the exit status."""
         for line in [json.dumps(self.tree())] if as_json and self.tree else self.page():
-            print(line)
+            print(printable(line))
         sys.stdout.flush()
         return self.status
 
@@ -40,6 +41,8 @@ class Reply:
 def exit_status(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """Runs a command on its arguments but for -v, which shows the traceback of an error beside its line. Returns the
     exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows other letters as escapes
     try:
         return run([word for word in arguments if word not in _VERBOSE])
     except Parallel3dError as error:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parallel3d.errors import Parallel3dError, RankError, RendezvousError
+from parallel3d.errors import Parallel3dError, RankError, RendezvousError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
@@ -93,7 +93,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 def print_error(message: str) -> None:
     """Writes `error: ...` on stderr, further lines of the message below its first. Of a word that fills a page, such as
     an argument that is a whole file, the beginning and the end are shown."""
-    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", message)
+    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(message))
     print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
 

@@ -7,6 +7,7 @@ import sys
 from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
+from parallel3d.errors import printable
 from parallel3d.reporting.metrics import StepMetrics, perplexity
 
 
@@ -72,7 +73,7 @@ class Lines(ProgressDisplay):
     def say(self, text: str) -> None:
         """Prints a text. What cannot be printed, to a file on a full disk or a reader that has gone, ends no run."""
         with suppress(OSError):
-            print(text, file=self._stream, flush=True)
+            print(printable(text), file=self._stream, flush=True)
 
     def measured(self, metrics: StepMetrics) -> None:
         self.say(describe(metrics, self._steps))
@@ -96,7 +97,7 @@ class Bar(Lines):
 
     def say(self, text: str) -> None:
         # Rich would colour numbers, take brackets for its markup, and break long lines itself.
-        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def step_done(self, step: int) -> None:
         self._bar.update(self._task, completed=step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from parallel3d.config.attention_kernels import attention_errors
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import load_corpora, load_corpus
+from parallel3d.errors import printable
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.layers.fused_attention import device_of
@@ -64,4 +66,5 @@ def write_with_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelC
 def _print(recipe: Recipe, rendezvous: Rendezvous, text: str, answer: Mapping[str, object] | None) -> None:
     """Prints the text, or the answer as JSON where there is one, on rank 0."""
     if rendezvous.rank == 0:
+        text = printable(text) if sys.stdout.isatty() else text
         print(text if answer is None else json.dumps({"checkpoint": recipe.checkpoint.resume, **answer}), flush=True)

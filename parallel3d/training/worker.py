@@ -23,7 +23,7 @@ from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
 from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
-from parallel3d.errors import NotSavedInTimeError, writing
+from parallel3d.errors import NotSavedInTimeError, printable, writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
@@ -124,7 +124,7 @@ def run_worker(
         if train.sample_tokens:
             text = generate(trainer, corpora[0].tokenizer, train)
             if speaks:
-                print(f"--- sample after step {trainer.step}\n{text}\n---", flush=True)
+                print(f"--- sample after step {trainer.step}\n{printable(text)}\n---", flush=True)
 
 
 def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> NotSavedInTimeError:

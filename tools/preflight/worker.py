@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import ClusterError, ConfigError
+from parallel3d.errors import ClusterError, ConfigError, printable
 from parallel3d.launch.devices import Place, tp_warning
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import axes_of, build_mesh
@@ -111,7 +111,7 @@ def _report(recipe: Recipe, measured: Measured, options: CheckOptions, start: fl
         findings=find(measured, expected, recipe.parallel, rows, tp_note),
         seconds=time.perf_counter() - start,
     )
-    print(json.dumps(report.tree()) if options.as_json else "\n".join(report.page()), flush=True)
+    print(json.dumps(report.tree()) if options.as_json else printable("\n".join(report.page())), flush=True)
     if options.emit_hardware is not None and measured.products:
         try:
             text = hardware_text(measured, expected.cluster, recipe.train.precision)
