@@ -26,7 +26,7 @@ from parallel3d.checkpoint.store import check_manifests, find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
-from parallel3d.errors import ClusterError, ConfigError, CtrlCError, Parallel3dError, PreemptedError
+from parallel3d.errors import ClusterError, ConfigError, CtrlCError, Parallel3dError, PreemptedError, printable
 from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
 from parallel3d.launch.devices import choose_device, may_refuse_the_device, refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error
@@ -142,7 +142,7 @@ def _load(options: argparse.Namespace) -> Job:
 def _translate(path: Path) -> int:
     """Prints the keys of a recipe on stdout, and what became of DeepSpeed's own on stderr. Returns the exit status."""
     found = from_deepspeed(path)
-    print("\n".join(found.lines()), file=sys.stderr)
+    print(printable("\n".join(found.lines())), file=sys.stderr)
     print(found.to_yaml(), end="")
     return ConfigError.exit_status if found.refused else 0
 
@@ -277,7 +277,8 @@ def _check(job: Job, local_ranks: int) -> list[str]:
 
     if recipe.train.compile:
         check_compiler()
-    callback_classes(recipe)
+    if job.trains:
+        callback_classes(recipe)
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
     check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
     evaluation_windows(recipe.data, train.seq_len)
@@ -297,7 +298,7 @@ def _folder_of(job: Job) -> AbstractContextManager[RunLock | None]:
 def _begin(recipe: Recipe, lock: RunLock, notes: Sequence[str]) -> None:
     """Makes the folder that `lock` holds that of this run. What can be refused before the workers start has been."""
     for line in (*notes, *prepare_run_dir(recipe, lock)):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

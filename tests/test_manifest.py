@@ -195,6 +195,15 @@ def test_a_forged_manifest_is_refused_though_its_checksum_is_right(
     assert refusal in str(told.value) and len(str(told.value)) < 600
 
 
+def test_a_manifest_that_lists_a_file_which_no_save_writes_is_refused(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    for name in ("triton.py", "tokenizer.json", "__0_0.distcp.py", "__x_0.distcp", ".bashrc"):
+        files = manifest.files | {name: save_file(saved / name, b"raise SystemExit")}
+        replace(manifest, files=files).write(saved)
+        with pytest.raises(DamagedCheckpointError, match="which no checkpoint has"):
+            read_manifest(saved)
+
+
 def test_a_piece_that_is_missing_from_the_manifest_is_missed(saved: Path) -> None:
     manifest = read_manifest(saved)
     rows = replace(manifest.tensors["rows"], pieces=manifest.tensors["rows"].pieces[:1])

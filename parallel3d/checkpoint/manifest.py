@@ -31,7 +31,7 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1
 }  # fmt: skip
 _LARGEST_BYTES, _BYTES_PER_VALUE = 128 << 20, 10  # about a million pieces, each of some 130 bytes and 11 values
-_FILE_NAME = re.compile(r"\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+_FILE_NAME = re.compile(r"__\d+_0\.distcp|\.metadata|config\.yaml")  # those that a save writes
 _CRC = re.compile(r"[0-9a-f]{8}")
 _END = re.compile(rb',\n"crc32": "([0-9a-f]{8})"\n}\n')
 _END_BYTES = len(b',\n"crc32": "01234567"\n}\n')
@@ -269,7 +269,7 @@ def _fields(kind: type) -> tuple[dict[str, Any], set[str]]:
 def _check(manifest: Manifest) -> None:
     """Raises ValueError unless the pieces cover every tensor and every file that has pieces, each part once."""
     for name, file in manifest.files.items():
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_FILE:
+        if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"names a file {name[:80]!r}, which no checkpoint has")
         if file.bytes < 0 or not _CRC.fullmatch(file.crc32):
             raise ValueError(f"has no size or no checksum of {name}")

@@ -8,8 +8,6 @@ field's type and builds the recipe. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-import os
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -20,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.config.ranges import any_of, is_within
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
@@ -172,10 +171,8 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <- `key=value` overrides.
 
     `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
-    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem.
-
-    For a class of the user's own the recipe's folder and the current one are added to sys.path, which workers inherit:
-    at its end, so that nothing in them hides an installed module."""
+    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem. No module
+    that the recipe names is imported."""
     said = read_settings(path)
     # A section whose keys are all commented out is read as a key without a value.
     unknown = [each for each in said if not _key(each.key) and not (each.key in SECTIONS and each.value is None)]
@@ -225,8 +222,9 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
     validate(recipe)
+    folder = str(path.parent.resolve())
     if recipe.model.is_custom or recipe.train.callbacks:
-        sys.path += [folder for folder in (str(path.parent.resolve()), os.getcwd()) if folder not in sys.path]
+        BESIDE_RECIPES[:] = dict.fromkeys([folder, *BESIDE_RECIPES])
     return recipe
 
 

@@ -1,8 +1,10 @@
-"""A class of the user's own, which a recipe names as `package.module:Class`. To import a module is to run it, so
-nothing but a recipe names one."""
+"""A class of the user's own, which a recipe names as `package.module:Class`. Importing a module runs it, so only a
+command that uses the class imports it, and the folder of the recipe is searched only during that import."""
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from parallel3d.errors import ConfigError
+
+BESIDE_RECIPES: list[str] = []  # the folders of the recipes that this process has loaded, and that name a class
 
 
 def named_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
@@ -25,7 +29,8 @@ def named_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
         raise ConfigError(f"{said}: must name a class as package.module:Class; try {tries}")
     with told_as_theirs(f"{said}: importing {module_name} fails"):
         try:
-            module = import_module(module_name)
+            with _modules_beside_recipes():
+                module = import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # a module that the user's own imports
@@ -40,6 +45,20 @@ def named_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
         file = getattr(module, "__file__", None) or "built into Python"
         raise ConfigError(f"{said}: {class_name} {fault} in {module_name} ({file}); try {module_name}:{near[0]}")
     return found
+
+
+@contextmanager
+def _modules_beside_recipes() -> Iterator[None]:
+    """Adds the folders of recipes and the current folder to the end of sys.path, so that no file in them hides an
+    installed module. torch comes first, because it tries to import some thirty optional modules."""
+    import_module("torch")
+    added = [folder for folder in (*BESIDE_RECIPES, os.getcwd()) if folder not in sys.path]
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import FrameType
 
+from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import Failure, print_error, root_cause
@@ -70,7 +72,7 @@ def launch_local(
         try:
             forkserver.set_forkserver_preload([*preload, "parallel3d.launch.worker_process", target.partition(":")[0]])
             with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # the server that forks the workers inherits this
-                _start_fork_server()
+                start_fork_server()
             left = [meeting_place, get_temp_dir()]  # in the second one the fork server has its socket
             for rank in range(world_size):
                 rendezvous = Rendezvous(
@@ -80,7 +82,7 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{meeting_place}/store",
                 )
-                workers.append(_Worker(target, recipe, rendezvous, (arguments, heard, left)))
+                workers.append(_Worker(target, recipe, rendezvous, (arguments, heard, left, BESIDE_RECIPES)))
                 workers[-1].start()
             relay.passes_on = True
             failures = _watch(workers, patience or Patience(), Path(meeting_place))
@@ -115,7 +117,7 @@ class _Worker:
         target: str,
         recipe: Recipe,
         rendezvous: Rendezvous,
-        more: tuple[Sequence[object], Sequence[signal.Signals], Sequence[str]],  # for run_worker_process
+        more: tuple[Sequence[object], Sequence[signal.Signals], Sequence[str], Sequence[str]],  # for run_worker_process
     ) -> None:
         self.rank, self.coordinates = rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))
         self._run_dir = recipe.run_dir
@@ -215,9 +217,12 @@ def _tell(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOut
     return RunOutcome(exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0])
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
+    """Starts the server that forks processes. It imports modules from its own current folder first, so that must not be
+    a folder whose files this process does not import either. Raises ConfigError if it cannot start."""
     try:
-        forkserver.ensure_running()
+        with chdir("." if os.getcwd() in sys.path else "/"):
+            forkserver.ensure_running()
     except OSError as error:
         folder = tempfile.gettempdir()
         raise ConfigError(f"TMPDIR = {folder}: no socket can be made there ({error}); try TMPDIR=/tmp") from error

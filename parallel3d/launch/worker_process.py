@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 
+from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
 from parallel3d.launch.failure import Failure, end_process
 from parallel3d.launch.rendezvous import Rendezvous
@@ -30,14 +31,16 @@ def run_worker_process(
     arguments: Sequence[object],
     heard: Sequence[signal.Signals],
     left: Sequence[str],
+    beside_recipes: Sequence[str],
 ) -> None:
     """The main function of a worker process: returns when the target ("module:function") has, and ends the process
     where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host.
 
     The signals that the launcher has `heard` end the worker until it catches them; SIGUSR1 does nothing until then. A
     terminal sends Ctrl-C to every process, so what the launcher ignores the worker ignores, too. The folders `left`
-    are removed where the launcher is killed, and cannot."""
+    are removed where the launcher is killed, and cannot. In the folders `beside_recipes` named classes are found."""
     _die_with_the_launcher(left)
+    BESIDE_RECIPES.extend(beside_recipes)
     for each in STOP_SIGNALS:  # all of which the fork server ignores
         signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):

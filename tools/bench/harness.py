@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.errors import Parallel3dError, RankError
+from parallel3d.launch.local import start_fork_server
 from parallel3d.tools.bench.report import (
     Options,
     ResultRow,
@@ -56,6 +58,7 @@ def run_ranks(function: Callable[..., T], *arguments: object, world_size: int, d
     # Forked from a server that has imported once what each of them needs: seconds less for each process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
+    start_fork_server()
     ranks: list[ForkServerProcess] = []
     waiting: dict[Connection[None, T | Parallel3dError], int] = {}
     results: dict[int, T] = {}
@@ -64,7 +67,8 @@ def run_ranks(function: Callable[..., T], *arguments: object, world_size: int, d
             for rank in range(world_size):
                 near_end, far_end = context.Pipe(duplex=False)
                 place = (f"file://{folder}/rendezvous", rank, world_size)
-                process = context.Process(target=_rank, args=(far_end, place, device, function, arguments), daemon=True)
+                args = (far_end, place, device, function, arguments, BESIDE_RECIPES)
+                process = context.Process(target=_rank, args=args, daemon=True)
                 process.start()
                 far_end.close()  # ours: so that a dead rank's end reads as closed
                 ranks.append(process)
@@ -93,7 +97,9 @@ def _rank(
     device_type: str,
     function: Callable[..., T],
     arguments: tuple[object, ...],
+    beside_recipes: list[str],
 ) -> None:
+    BESIDE_RECIPES.extend(beside_recipes)
     init_method, rank, world_size = place
     torch.set_num_threads(1)
     # DTensor recommends, per rank, a flattened mesh for the norm, which torch has no public function for.
