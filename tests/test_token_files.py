@@ -254,3 +254,60 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
     corpus = load_corpus(data)
     assert corpus.tokenizer.decode(corpus.train.read(np.array([0]), 10)[0]) == "some text<|end_of_text|>"
     assert "has a tokenizer of its own" in refusal(replace(data, tokenizer="mine.json"), samples_text=True)
+
+
+def rewritten(folder: Path, part: str, key: str, value: object) -> str:
+    """Returns the error of a folder whose tokens.json has `value` for a key of its own, of a shard or the tokenizer."""
+    tree = json.loads((folder / "tokens.json").read_text())
+    changed = {"": tree, "tokenizer": tree["tokenizer"], "shard": tree["train"][0]}[part]
+    old, changed[key] = changed[key], value
+    (folder / "tokens.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="is damaged") as told:
+        TokensJson.read(folder)
+    changed[key] = old
+    (folder / "tokens.json").write_text(json.dumps(tree))
+    TokensJson.read(folder)
+    return str(told.value)
+
+
+@pytest.fixture
+def folder_with_tokenizer(tmp_path: Path) -> Path:
+    tokenizer = ShardTokenizer(kind="json", file="tokenizer.json", sha256="0", end_of_text="</s>")
+    with FolderWriter(tmp_path, vocab_size=END + 1, end_of_text=END, tokenizer=tokenizer) as writer:
+        writer.add("train", DOCUMENTS[0])
+    return tmp_path
+
+
+def test_a_name_in_tokens_json_that_leads_out_of_the_folder_is_refused(folder_with_tokenizer: Path) -> None:
+    for name in ("../.bashrc", "/etc/passwd", "..", ".", "", "a/b", "a\nb", "\x1b[2J"):
+        for part in ("shard", "tokenizer"):
+            message = rewritten(folder_with_tokenizer, part, "file", name)
+            assert "is not the name of a file in this folder" in message and message.isprintable()
+    assert "needs a file" in rewritten(folder_with_tokenizer, "tokenizer", "file", None)
+
+
+def test_a_value_of_another_type_in_tokens_json_is_damage(folder_with_tokenizer: Path) -> None:
+    kinds = {
+        ("", "dtype"): str,
+        ("", "vocab_size"): int,
+        ("", "largest_id"): int,
+        ("", "end_of_text"): int,
+        ("", "tokenizer"): dict,
+        ("", "train"): list,
+        ("", "validation"): list,
+        ("tokenizer", "kind"): str,
+        ("tokenizer", "sha256"): str,
+        ("tokenizer", "end_of_text"): str,
+        ("shard", "file"): str,
+        ("shard", "tokens"): int,
+        ("shard", "documents"): int,
+        ("shard", "crc32"): int,
+    }
+    for (part, key), kind in kinds.items():
+        for value in ("3", 3, 1.5, True, [1], {"a": 1}):
+            if type(value) is not kind:
+                rewritten(folder_with_tokenizer, part, key, value)
+    for text in ("[]", "3", "null", '"a"', "[" * 200_000):
+        (folder_with_tokenizer / "tokens.json").write_text(text)
+        with pytest.raises(DataError, match="is damaged"):
+            TokensJson.read(folder_with_tokenizer)

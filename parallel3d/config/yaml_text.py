@@ -86,6 +86,14 @@ def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
     return content
 
 
+def plain_name(name: object) -> str:
+    """Returns `name`, which a file gives for another file of its own folder. Raises ValueError if it is not the name of
+    such a file, because a path could lead anywhere."""
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"{shown(name)} is not the name of a file in this folder")
+    return name
+
+
 def parse_value(text: str, key: str) -> object:
     """Returns the value of `key=text` on the command line, read as YAML reads it in a file."""
     try:

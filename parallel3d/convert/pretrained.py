@@ -21,11 +21,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel3d.config.yaml_text import plain_name, read_short
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.row_split import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
 
 
 @contextmanager
@@ -93,14 +95,14 @@ def open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
     the file that each tensor is in. No tensor is read yet."""
 
     def opened(name: Path) -> Any:
+        if not name.is_file():
+            raise ValueError(f"{name.name} is not a file")
         return files.enter_context(safe_open(name, framework="pt"))
 
     try:
         if path.is_dir() and (path / _INDEX).is_file():
-            weight_map = json.loads((path / _INDEX).read_text())["weight_map"]
-            if outside := [name for name in weight_map.values() if Path(name).name != name]:
-                raise ValueError(f"{_INDEX} names {outside[0]}, which is no file of this folder")
-            named = {name: opened(path / name) for name in set(weight_map.values())}
+            weight_map = json.loads(read_short(path / _INDEX, "it lists weights", _LARGEST_INDEX_BYTES))["weight_map"]
+            named = {name: opened(path / plain_name(name)) for name in set(weight_map.values())}
             found = {name: named[file] for name, file in weight_map.items()}
             held = {file: set(opened_file.keys()) for file, opened_file in named.items()}
             if absent := [name for name, file in weight_map.items() if name not in held[file]]:
@@ -118,7 +120,7 @@ def open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
                 raise ValueError(f"two files have {min(twice)}")
             found |= dict.fromkeys(file.keys(), file)
         return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
 

@@ -15,19 +15,21 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.config.yaml_text import plain_name, shown
 from parallel3d.data import megatron
 from parallel3d.data.id_files import FileSlice, FileTokens, IdWriter, check_size, open_regular
 from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 
-TOKENS_JSON = "tokens.json"
+TOKENS_JSON, TOKENIZER_JSON = "tokens.json", "tokenizer.json"
 FORMAT = 1
 Part = Literal["train", "validation"]
+T = TypeVar("T")
 _LARGEST_JSON_BYTES = 64 << 20  # a tokens.json has some 100 bytes for each shard
 _CHUNK = 1 << 23  # ids that are checked at a time
 
@@ -50,6 +52,13 @@ class ShardTokenizer:
     file: str | None = None
     sha256: str | None = None  # the file's
     end_of_text: str | None = None  # the token after each document, where the file's own tokens do not tell
+
+    def check(self) -> None:
+        """Raises ValueError for what could lead to a file outside the folder."""
+        if self.file is not None:
+            plain_name(self.file)
+        elif self.kind != "bytes":
+            raise ValueError(f"a tokenizer of the kind {shown(self.kind)} needs a file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +96,32 @@ class TokensJson:
             if found["format"] != FORMAT:
                 raise DataError(f"{path}: format {found['format']}, this version reads {FORMAT}; write the folder anew")
             for part in ("train", "validation"):
-                found[part] = tuple(Shard(**shard) for shard in found[part])
+                found[part] = tuple(_record(Shard, shard) for shard in found[part])
             if found["tokenizer"] is not None:
-                found["tokenizer"] = ShardTokenizer(**found["tokenizer"])
-            header = cls(**found)
+                found["tokenizer"] = _record(ShardTokenizer, found["tokenizer"])
+            header = _record(cls, found)
+            for shard in (*header.train, *header.validation):
+                plain_name(shard.file)
+            if header.tokenizer is not None:
+                header.tokenizer.check()
             if header.dtype not in ("uint16", "uint32"):
                 raise DataError(f"{path}: dtype {header.dtype}: must be uint16 or uint32; write the folder anew")
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); make the folder with parallel3d-data"
             ) from error
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: is damaged ({error}); write the folder anew") from error
         return header
+
+
+def _record(kind: type[T], found: dict[str, object]) -> T:
+    """Returns the dataclass that a JSON object describes. Raises ValueError for a value of another type."""
+    for name, hint in get_type_hints(kind).items():
+        wanted = get_origin(hint) if get_origin(hint) is tuple else hint
+        if name in found and (isinstance(found[name], bool) or not isinstance(found[name], wanted)):
+            raise ValueError(f"{name} = {shown(found[name])}: is of another type")
+    return kind(**found)
 
 
 @dataclass(frozen=True)
