@@ -11,16 +11,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from parallel3d.data.token_files import TokensJson, open_tokens
 from parallel3d.data.tokenizers import build_tokenizer, train_bpe
+from parallel3d.errors import DataError
 from parallel3d.tools.data import chunks, inputs, job
 from parallel3d.tools.data.command import main
+from parallel3d.tools.data.folders import merge
 
 pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
 Said = pytest.CaptureFixture[str]
@@ -308,13 +313,13 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "raw", "status", "says"),
     [
-        ("a.txt", b"\x89PNG\r\n\x1a\n\x00", 65, "a.txt: is no text in UTF-8 (byte 0); convert it or leave it out"),
-        ("a.txt", b"text\x00text", 65, "a.txt: is no text (character 4 is NUL); leave it out"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\x00", 65, "a.txt: is not text (byte 0 is not UTF-8); convert it or leave it out"),
+        ("a.txt", b"text\x00text", 65, "a.txt: is not text (character 4 is NUL); convert it"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": \n',
             65,
-            "a.jsonl, line 2: is no JSON (Expecting value: line 1 column 10",
+            "a.jsonl, line 2: is not JSON (Expecting value: line 1 column 10",
         ),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', 65, "a.jsonl, line 3: must be a JSON object, such as"),
         ("a.jsonl", b'{"body": "a"}\n', 65, "a.jsonl, line 1: has no field text, but body; try --field body"),
@@ -341,7 +346,7 @@ def test_a_line_far_into_a_file_is_counted_and_a_zst_that_is_cut_off_is_found(tm
     lines = write_lines(tmp_path / "a.jsonl", texts(200)).read_bytes().split(b"\n")
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:150], b"{", *lines[150:]]))
     assert run("tokenize", tmp_path / "a.jsonl", "--out", tmp_path / "tokens", "--workers", 1) == 65
-    assert "a.jsonl, line 151: is no JSON" in capsys.readouterr().err
+    assert "a.jsonl, line 151: is not JSON" in capsys.readouterr().err
     packed = pytest.importorskip("zstandard").compress(b"\n".join(lines))
     (tmp_path / "b.jsonl.zst").write_bytes(packed[: len(packed) // 2])
     assert run("tokenize", tmp_path / "b.jsonl.zst", "--out", tmp_path / "more", "--workers", 1) == 65
@@ -441,3 +446,206 @@ def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> No
     (first / "train-00000.bin").write_bytes(bytes((first / "train-00000.bin").stat().st_size))
     assert run("merge", first, second, "--out", tmp_path / "all") == 65
     assert not (tmp_path / "all").exists()
+
+
+# What files of strangers may do, and what an error leaves behind.
+
+
+def write_mixed(folder: Path) -> None:
+    """Three files of text, one of which is Latin-1 and one of which is a picture."""
+    folder.mkdir()
+    (folder / "a.txt").write_text("a good text")
+    (folder / "b.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (folder / "c.txt").write_bytes(b"text\0text")
+
+
+def test_all_files_that_are_not_utf_8_are_named_and_skipped_or_repaired_if_asked(tmp_path: Path, capsys: Said) -> None:
+    write_mixed(tmp_path / "texts")
+    words = ("tokenize", tmp_path / "texts", "--train-bpe", 300, "--out", tmp_path / "tokens", "--workers", 1)
+    assert run(*words) == 65
+    error = capsys.readouterr().err
+    assert "b.txt" in error and "c.txt" in error and "a.txt" not in error and "--errors skip" in error
+    assert not (tmp_path / "tokens.partial").exists()  # which would refuse the command that the error advises
+    assert run(*words, "--errors", "skip", "--validation-fraction", 0) == 0
+    assert documents(tmp_path / "tokens", "train") == ["a good text"]
+    said = capsys.readouterr().err
+    assert "skipped: 2, in\n" in said and f"{tmp_path}/texts/b.txt: 1\n" in said and "c.txt: 1\n" in said
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(b'{"text": "x\xff"}\n{"text": "good"}\n')
+    repaired = tokenized(
+        tmp_path / "lines", lines, tmp_path / "texts", "--errors", "replace", "--validation-fraction", 0
+    )
+    assert documents(repaired, "train") == ["x\ufffd", "good", "a good text", "caf\ufffd", "text\ufffdtext"]
+    skipped = tokenized(tmp_path / "skipped", lines, "--errors", "skip", "--validation-fraction", 0)
+    assert documents(skipped, "train") == ["good"]
+
+
+def test_skipped_files_of_an_earlier_try_are_listed_by_the_one_that_goes_on(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mixed(tmp_path / "texts")
+    words = ("tokenize", tmp_path / "texts", "--errors", "skip", "--out", tmp_path / "tokens", "--workers", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_join", mock.Mock(side_effect=KeyboardInterrupt))
+        assert run(*words) == 130
+    capsys.readouterr()
+    assert run(*words) == 0
+    assert "skipped: 2, in\n" in capsys.readouterr().err
+
+
+def test_the_remedy_of_an_error_is_not_refused_as_another_command(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
+    words = ("tokenize", tmp_path, "--out", tmp_path / "tokens", "--workers", 1)
+    assert run(*words) == 65
+    assert "try --field body" in capsys.readouterr().err
+    assert run(*words, "--field", "body") == 0
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "b.json").write_text("{\n")
+    assert run(*words, "--field", "body") == 65
+    assert "b.json, line 1: is not JSON" in (error := capsys.readouterr().err) and "--pattern" in error
+    (tmp_path / "b.json").unlink()
+    assert run(*words, "--field", "body") == 0
+
+
+def test_a_foreign_folder_with_the_name_of_unfinished_work_is_left_alone(tmp_path: Path, capsys: Said) -> None:
+    source, mine = write_lines(tmp_path / "a.jsonl", texts(5)), tmp_path / "tokens.partial" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    assert run("tokenize", source, "--out", tmp_path / "tokens", "--workers", 1) == 2
+    assert "holds mine.txt" in capsys.readouterr().err and mine.read_text() == "precious"
+    assert [*mine.parent.iterdir()] == [mine]
+    (tmp_path / "prefix.idx").write_text("precious")
+    assert run("tokenize", source, "--out", tmp_path / "prefix", "--format", "megatron", "--workers", 1) == 2
+    assert (tmp_path / "prefix.idx").read_text() == "precious"
+    tokens = tokenized(tmp_path / "first", source)
+    mine = tmp_path / "both.merging" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    assert run("merge", tokens, tokens, "--out", tmp_path / "both") == 0
+    assert mine.read_text() == "precious"
+
+
+def test_a_merge_that_fails_beside_another_one_does_not_touch_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, damaged = [
+        tokenized(tmp_path / name, write_lines(tmp_path / f"{name}.jsonl", texts(30, seed=len(name))))
+        for name in ("first", "second", "damaged")
+    ]
+    (damaged / "train-00000.bin").write_bytes(bytes((damaged / "train-00000.bin").stat().st_size))
+    copyfile, others = shutil.copyfile, [second, damaged]
+
+    def copy(source: Path, to: Path) -> None:
+        if others:
+            folders = [*others]
+            others.clear()
+            with pytest.raises(DataError, match="crc32"):
+                merge(folders, tmp_path / "both")
+        copyfile(source, to)
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    merge([first, second], tmp_path / "both")
+    assert run("check", tmp_path / "both") == 0
+
+
+def test_merge_copies_no_file_from_outside_of_a_folder(tmp_path: Path, capsys: Said) -> None:
+    tokens = tokenized(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", texts(5)), "--train-bpe", 300)
+    (tmp_path / ".bashrc").write_text("secret")
+    header = json.loads((tokens / "tokens.json").read_text())
+    header["tokenizer"]["file"] = "../.bashrc"
+    (tokens / "tokens.json").write_text(json.dumps(header))
+    assert run("merge", tokens, tokens, "--out", tmp_path / "deep" / "both") == 65
+    assert "../.bashrc is not the name of a file" in capsys.readouterr().err
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("out", [".", "/", "", ".."])
+def test_an_out_without_a_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(tmp_path / "a.jsonl", texts(5))
+    assert run("tokenize", source, "--out", out) == 2
+    assert run("merge", tmp_path, "--out", out) == 2
+
+
+def test_an_input_that_is_a_device_is_neither_file_nor_folder(tmp_path: Path, capsys: Said) -> None:
+    assert run("tokenize", "/dev/null", "--out", tmp_path / "tokens") == 2
+    assert "/dev/null: is neither a file nor a folder" in capsys.readouterr().err
+
+
+def test_the_suffix_of_a_packed_file_may_be_in_capitals(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", texts(5))
+    plain = tokenized(tmp_path / "plain", lines)
+    (tmp_path / "b.JSONL.GZ").write_bytes(gzip.compress(lines.read_bytes()))
+    assert content(tokenized(tmp_path / "packed", tmp_path / "b.JSONL.GZ")) == content(plain)
+
+
+@pytest.mark.parametrize(
+    ("raw", "separator", "expected"),
+    [
+        (b"one\r\n---\r\ntwo\r\n", "---", ["one", "two"]),  # lines that end as on Windows
+        (b"1aaaa2" * 500, "aa", ("1aaaa2" * 500).split("aa")),  # which overlaps itself
+        (b"1aaa2" * 500, "aa", ("1aaa2" * 500).split("aa")),
+        ("one|\ufefftwo|".encode() * 400, "|", ["one", "\ufefftwo"] * 400),  # U+FEFF is a mark at the start only
+    ],
+)
+def test_separated_text_is_split_alike_whatever_the_pieces(
+    tmp_path: Path, raw: bytes, separator: str, expected: list[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(raw)
+    out = tokenized(tmp_path / "tokens", tmp_path / "a.txt", f"--separator={separator}", "--validation-fraction", 0)
+    assert documents(out, "train") == [text for text in expected if text]
+
+
+def test_a_value_that_begins_with_a_dash_is_refused_with_the_way_to_write_it(tmp_path: Path, capsys: Said) -> None:
+    assert run("tokenize", tmp_path, "--out", tmp_path / "tokens", "--separator", "---") == 2
+    assert "--separator: expected one argument; write --OPTION=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_memory_for_a_packed_file_does_not_depend_on_its_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.undo()  # the usual sizes of pieces
+    line = b'{"text": "%s"}\n' % (b"a" * 1000)
+    pack = gzip.compress if suffix == "gz" else pytest.importorskip("zstandard").compress
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(pack(line * 64_000))  # 64 MB in some 6 to 200 KB
+    tracemalloc.start()
+    found = sum(1 for _ in inputs.pieces(inputs.find_inputs((str(path),), inputs.Reading()), inputs.Reading()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found > 5 and peak < 56 << 20
+
+
+def test_a_document_without_an_end_is_refused_with_its_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.setattr(inputs, "_MOST_BYTES", 4_000)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 200 + b'{"text": "' + b"a" * 9_000))
+    assert run("tokenize", path, "--out", tmp_path / "tokens", "--workers", 1) == 65
+    assert "a.jsonl.gz, line 201: the document that begins there is longer" in capsys.readouterr().err
+
+
+def test_a_data_set_with_a_loading_script_is_refused_before_its_library_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    library = ModuleType("datasets")
+    library.disable_progress_bars = lambda: None  # type: ignore[attr-defined]
+    library.load_dataset = lambda path: pytest.fail("the script would have run")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "corpus.py").write_text("raise SystemExit")
+    words = ("--input-format", "datasets", "--out", tmp_path / "tokens", "--workers", 1)
+    for path in (tmp_path / "corpus", tmp_path / "corpus" / "corpus.py"):
+        assert run("tokenize", path, *words) == 65
+        assert "has a loading script" in capsys.readouterr().err
+
+
+def test_check_shows_letters_that_an_ascii_stdout_lacks_as_escapes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("caf\u00e9 \x1b[2J" * 100)
+    folder = tokenized(tmp_path / "tokens", tmp_path / "a.txt")
+    words = [sys.executable, "-m", "parallel3d.tools.data", "check", folder]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "caf\\xe9" in done.stdout and "\x1b" not in done.stdout

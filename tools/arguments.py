@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
             lines = (line.strip() for line in (self.epilog or "").splitlines())
             example = next((line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)), None)
             message = f"{', '.join(missing)}: required" + (f"; try {example}" if example else "")
+        if message.endswith("expected one argument"):
+            message += "; write --OPTION=VALUE for a value that begins with -"
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
@@ -50,6 +52,14 @@ def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value, such as train.steps=50"
     )
+
+
+def new_path(text: str) -> Path:
+    """Parses the path of something new, which has a name of its own."""
+    path = Path(text)
+    if path.name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} must name something new, such as data/web")
+    return path
 
 
 def whole(text: str) -> int:

@@ -7,6 +7,7 @@ import os
 import re
 import zipfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -49,14 +50,13 @@ class Chunk:
     ids: TokenIds
     lengths: NDArray[np.int64]  # each document's, its end of text counted
     hashes: NDArray[np.uint64]  # each text's, which decide what is for validation
-    empty: int  # documents without text, which are left out
 
     @classmethod
     def read(cls, path: Path) -> Chunk:
         """Reads a file that `encode_piece` wrote. Raises DataError where it has been damaged since."""
         try:
             with np.load(path) as found:
-                return cls(found["ids"], found["lengths"], found["hashes"], int(found["empty"]))
+                return cls(found["ids"], found["lengths"], found["hashes"])
         except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: is damaged ({error}); delete it and give the same command again") from None
 
@@ -72,15 +72,16 @@ class ChunkCounts:
     """What a finished chunk holds, without its ids."""
 
     tokens: int
-    documents: int
-    empty: int
+    empty: int  # documents without text, which are left out
+    faulty: Counter[str]  # documents by file that are not UTF-8, which are skipped or repaired
 
     @classmethod
     def read(cls, path: Path) -> ChunkCounts | None:
         """Returns the counts of a chunk that is done, None where there is no whole file."""
         try:
             with np.load(path) as found:
-                return cls(int(found["lengths"].sum()), len(found["lengths"]), int(found["empty"]))
+                faulty = Counter(found["faulty"].tolist())
+                return cls(int(found["lengths"].sum()), int(found["empty"]), faulty)
         except (FileNotFoundError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
             return None
 
@@ -91,7 +92,8 @@ def encode_piece(piece: InputPiece, choice: TokenizerChoice, path: Path) -> Chun
     tokenizer = choice.build()
     end = np.array([tokenizer.end_of_text], dtype=ids_dtype(tokenizer.vocab_size))
     ids, lengths, hashes, empty = [end[:0]], array("q"), array("Q"), 0
-    for texts in _batches(piece.documents()):
+    faulty = Counter[str]()
+    for texts in _batches(piece.documents(faulty)):
         filled = [text for text in texts if text]
         empty += len(texts) - len(filled)
         slices = [_slices(text, choice) for text in filled]
@@ -103,12 +105,18 @@ def encode_piece(piece: InputPiece, choice: TokenizerChoice, path: Path) -> Chun
             hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
-        whole = Chunk(np.concatenate(ids), np.array(lengths), np.array(hashes), empty)
-        np.savez(file, ids=whole.ids, lengths=whole.lengths, hashes=whole.hashes, empty=np.array(whole.empty))
+        np.savez(
+            file,
+            ids=np.concatenate(ids),
+            lengths=np.array(lengths),
+            hashes=np.array(hashes),
+            empty=np.array(empty),
+            faulty=np.array([*faulty.elements()], dtype=str),
+        )
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    return ChunkCounts(sum(lengths), len(lengths), empty)
+    return ChunkCounts(sum(lengths), empty, faulty)
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import parallel3d
-from parallel3d.errors import ConfigError
-from parallel3d.tools.arguments import Parser, share, whole
+from parallel3d.errors import ConfigError, printable
+from parallel3d.tools.arguments import Parser, new_path, share, whole
 from parallel3d.tools.reply import Reply, exit_status
 
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
@@ -63,7 +63,7 @@ def _parser() -> Parser:
         command.set_defaults(answer=answer)
     merge = commands.add_parser("merge", help="several folders of one tokenizer into one")
     merge.add_argument("paths", metavar="DIR", nargs="+", type=Path, help="folders, in the order of the result")
-    merge.add_argument("--out", metavar="DIR", type=Path, required=True, help="the new folder")
+    merge.add_argument("--out", metavar="DIR", type=new_path, required=True, help="the new folder")
     merge.set_defaults(answer=_merge, json=False)
     return parser
 
@@ -76,7 +76,7 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs", metavar="INPUT", nargs="+", help="a file, a folder searched recursively, or a saved data set"
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the new folder (megatron: PREFIX)")
+    parser.add_argument("--out", metavar="DIR", type=new_path, required=True, help="the new folder (megatron: PREFIX)")
     made = parser.add_mutually_exclusive_group()
     made.add_argument("--tokenizer", metavar="bytes|PATH", help="a tokenizer.json (default: bytes)")
     made.add_argument("--train-bpe", metavar="VOCAB", type=whole, help="train a byte-level BPE of so many ids first")
@@ -89,6 +89,12 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--separator", metavar="TEXT", help="between documents of a text file (default: a file is one)")
     parser.add_argument("--split", metavar="NAME", default="train", help="of a data set (default: train)")
+    parser.add_argument(
+        "--errors",
+        choices=("strict", "skip", "replace"),
+        default="strict",
+        help="for text that is not UTF-8 (default: strict)",
+    )
     parser.add_argument(
         "--validation-fraction", metavar="F", type=share, default=0.05, help="the share of documents (default: 0.05)"
     )
@@ -116,6 +122,7 @@ def _tokenize(options: argparse.Namespace) -> Reply:
             field=options.field,
             separator=options.separator,
             split=options.split,
+            errors=options.errors,
         ),
         tokenizer=TokenizerChoice(options.tokenizer or "bytes", options.end_of_text),
         train_bpe=options.train_bpe,
@@ -123,7 +130,7 @@ def _tokenize(options: argparse.Namespace) -> Reply:
         megatron=options.format == "megatron",
         workers=options.workers or len(os.sched_getaffinity(0)),
     )
-    tokenize(job, lambda line: print(line, file=sys.stderr, flush=True))
+    tokenize(job, lambda line: print(printable(line), file=sys.stderr, flush=True))
     return inspect(options.out)
 
 

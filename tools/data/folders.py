@@ -7,13 +7,23 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.corpus import tokenizer_of
 from parallel3d.data.megatron import MegatronIndex
-from parallel3d.data.token_files import Part, Shard, ShardTokenizer, TokensJson, documents_path, open_tokens, verify
+from parallel3d.data.token_files import (
+    TOKENIZER_JSON,
+    Part,
+    Shard,
+    ShardTokenizer,
+    TokensJson,
+    documents_path,
+    open_tokens,
+    verify,
+)
 from parallel3d.data.tokenizers import JsonTokenizer
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.reply import Reply
@@ -161,17 +171,20 @@ def merge(folders: list[Path], out: Path) -> None:
                 )
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; try another name, or delete it")
-    partial = out.with_name(f"{out.name}.merging")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # a merge was killed
-        partial.mkdir(parents=True)
-        train, validation = (tuple(_copied(folders, headers, part, partial)) for part in _PARTS)
-        whose = headers[0].tokenizer
-        if whose is not None and whose.file is not None:
-            shutil.copyfile(folders[0] / whose.file, partial / whose.file)
-        largest = max(header.largest_id for header in headers)
-        replace(headers[0], largest_id=largest, train=train, validation=validation).write(partial)
-        partial.replace(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{out.name}.", suffix=".merging", dir=out.parent) as own:
+            partial = Path(own) / "result"  # with the usual permissions, which the folder around it lacks
+            partial.mkdir()
+            train, validation = (tuple(_copied(folders, headers, part, partial)) for part in _PARTS)
+            whose = headers[0].tokenizer
+            if whose is not None and whose.file is not None:
+                shutil.copyfile(folders[0] / whose.file, partial / TOKENIZER_JSON)
+                whose = replace(whose, file=TOKENIZER_JSON)
+            largest = max(header.largest_id for header in headers)
+            merged = replace(headers[0], tokenizer=whose, largest_id=largest, train=train, validation=validation)
+            merged.write(partial)
+            partial.replace(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); try another folder") from error
 

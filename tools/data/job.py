@@ -13,26 +13,27 @@ import os
 import shutil
 import signal
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 from parallel3d.data.megatron import MegatronWriter
-from parallel3d.data.token_files import FolderWriter, ShardTokenizer
+from parallel3d.data.token_files import TOKENIZER_JSON, FolderWriter, ShardTokenizer
 from parallel3d.data.tokenizers import JsonTokenizer, Tokenizer, train_bpe
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.launch.local import start_fork_server
 from parallel3d.tools.data import inputs
 from parallel3d.tools.data.chunks import Chunk, ChunkCounts, TokenizerChoice, encode_piece
 from parallel3d.tools.data.display import TokenizeDisplay
-from parallel3d.tools.data.inputs import InputFile, Reading, find_inputs, pieces
+from parallel3d.tools.data.inputs import InputError, InputFile, NotTextError, Reading, find_inputs, pieces
 from parallel3d.tools.data.split import ValidationSplit
 
-TOKENIZER_JSON = "tokenizer.json"
 _SETTINGS = "command.json"  # the settings of the job that an unfinished folder belongs to
 
 
@@ -52,25 +53,52 @@ class TokenizeJob:
 
 def tokenize(job: TokenizeJob, say: Callable[[str], None]) -> None:
     """Runs the job to its end, from where an earlier run of the same job was stopped. Raises ConfigError for what
-    cannot be done, DataError for an input that is not what it should be."""
+    cannot be done, InputError for an input that has a fault."""
     files = find_inputs(job.inputs, job.reading)
     partial = job.out.with_name(f"{job.out.name}.partial")
-    goal = job.out.with_name(f"{job.out.name}.bin") if job.megatron else job.out
+    goals = [job.out]
+    if job.megatron:
+        goals = [job.out.with_name(f"{job.out.name}.{suffix}") for suffix in ("idx", TOKENIZER_JSON, "bin")]
     settings = _settings(job, files)
     try:
-        if goal.exists() and _read_settings(partial) != settings:
-            raise ConfigError(f"--out {job.out}: {goal} is there already; try another name, or delete it")
+        for goal in goals:
+            if goal.exists() and _read_settings(partial) != settings:
+                raise ConfigError(f"--out {job.out}: {goal} is there already; try another name, or delete it")
+        _refuse_foreign_files(partial)
         chunks = partial / "chunks"
         chunks.mkdir(parents=True, exist_ok=True)
         with _alone(partial):
             _claim(partial, settings)
-            if not goal.exists():  # a kill between the last two steps leaves the goal and the folder of the job
-                choice = _tokenizer(job, files, partial, say)
-                count = _encode(job, files, choice, chunks, say)
-                _join([chunks / f"{index:08}.npz" for index in range(count)], choice.build(), job, partial)
+            if not goals[-1].exists():  # a kill between the last two steps leaves the goal and the folder of the job
+                try:
+                    choice = _tokenizer(job, files, partial, say)
+                    count = _encode(job, files, choice, chunks, say)
+                    _join([chunks / f"{index:08}.npz" for index in range(count)], choice.build(), job, partial)
+                except (InputError, ConfigError):  # an input or an option has to change
+                    _clear(partial)
+                    raise
         _clear(partial)
+    except NotTextError as error:
+        if len(files) > 1:
+            say(f"{error}; looking for all such files")
+            error = NotTextError(_all_faulty(files, job.reading))
+        raise error from None
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process was killed, perhaps for want of memory; the same command goes on, try fewer --workers"
+        ) from None
     except OSError as error:
         raise ConfigError(f"--out {job.out}: cannot be written ({error.strerror}); try another folder") from error
+
+
+def _all_faulty(files: list[InputFile], reading: Reading) -> str:
+    """Returns an error that names all files with text that is not UTF-8."""
+    faulty = Counter[str]()
+    with suppress(InputError), TokenizeDisplay("read", sum(file.size for file in files)) as display:
+        for piece, input_bytes in pieces(files, replace(reading, errors="skip")):
+            deque(piece.documents(faulty), maxlen=0)
+            display.advance(input_bytes)
+    return "\n".join(["text is not UTF-8; try --errors skip or --errors replace, or convert or remove:", *faulty])
 
 
 def _settings(job: TokenizeJob, files: list[InputFile]) -> dict[str, Any]:
@@ -104,6 +132,14 @@ def _read_settings(partial: Path) -> dict[str, Any] | None:
         return json.loads((partial / _SETTINGS).read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def _refuse_foreign_files(partial: Path) -> None:
+    """Raises ConfigError if a folder with the name of the job's own is someone else's, because it would be deleted."""
+    own = ("chunks", "lock", f"{_SETTINGS}.unfinished")
+    foreign = [path.name for path in partial.rglob("*") if path.name not in own]
+    if foreign and not (partial / _SETTINGS).exists():
+        raise ConfigError(f"--out: {partial} holds {foreign[0]}, which is not of this command; try another --out")
 
 
 def _claim(partial: Path, settings: dict[str, Any]) -> None:
@@ -159,7 +195,7 @@ def _tokenizer(job: TokenizeJob, files: list[InputFile], partial: Path, say: Cal
 
             def texts() -> Iterator[str]:
                 for piece, input_bytes in pieces(files, job.reading):
-                    yield from piece.documents()
+                    yield from piece.documents(Counter())
                     display.advance(input_bytes)
 
             _write_whole(copy, train_bpe(texts(), job.train_bpe))
@@ -176,6 +212,7 @@ def _encode(
     for left in chunks.glob("*.npz.*"):  # by a process that was killed
         left.unlink()
     count = empty = 0
+    faulty = Counter[str]()
     under_way: dict[Future[ChunkCounts], int] = {}
     with TokenizeDisplay("encoded", sum(file.size for file in files)) as display, _workers(job.workers) as pool:
 
@@ -188,6 +225,7 @@ def _encode(
                     counts, input_bytes = future.result(), under_way.pop(future)
                     display.advance(input_bytes, counts.tokens)
                     empty += counts.empty
+                    faulty.update(counts.faulty)
 
         for piece, input_bytes in pieces(files, job.reading):
             path = chunks / f"{count:08}.npz"
@@ -195,12 +233,18 @@ def _encode(
             if (done := ChunkCounts.read(path)) is not None:
                 display.advance(input_bytes)
                 empty += done.empty
+                faulty.update(done.faulty)
                 continue
             under_way[pool.submit(encode_piece, piece, choice, path)] = input_bytes
             collect(2 * job.workers)  # no more of the inputs is in memory than keeps the workers busy
         collect(0)
     if empty:
         say(f"documents without text, left out: {empty:,}")
+    if faulty:
+        deed = "skipped" if job.reading.errors == "skip" else "repaired"
+        say(f"documents that are not UTF-8, {deed}: {faulty.total():,}, in")
+        for file, documents in sorted(faulty.items()):
+            say(f"  {file}: {documents:,}")
     return count
 
 
@@ -215,19 +259,16 @@ class _ThisProcess(Executor):
 
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Starts the processes that encode; a single one is this process. Raises DataError where one was killed."""
+    """Starts the processes that encode; a single one is this process."""
     if count == 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         yield _ThisProcess()
         return
     # The processes are no forks of this one: the library's threads, which may have trained a BPE, survive no fork.
+    start_fork_server()
     pool = ProcessPoolExecutor(count, mp_context=get_context("forkserver"), initializer=_start_worker)
     try:
         yield pool
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process was killed, perhaps for want of memory; the same command goes on, try fewer --workers"
-        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.data.token_files import Part
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 from parallel3d.tools.data.chunks import Chunk
+from parallel3d.tools.data.inputs import InputError
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ValidationSplit:
     def of(cls, chunks: list[Path], fraction: float) -> ValidationSplit:
         """Returns the split in which neither part is empty, unless `fraction` is 0. Where few documents leave a part
         empty, the one whose hash is nearest to the border goes there; a single document gives its end to validation.
-        Raises DataError where there is no document, ConfigError where all texts are equal."""
+        Raises InputError where there is no document, ConfigError where all texts are equal."""
         below = int(fraction * 2**64)
         total = chosen = greatest = 0
         least = 2**64
@@ -35,7 +36,7 @@ class ValidationSplit:
                 total, chosen = total + len(hashes), chosen + int((hashes < below).sum())
                 least, greatest = min(least, int(hashes.min())), max(greatest, int(hashes.max()))
         if not total:
-            raise DataError("the inputs hold no text: every document is empty; try other files")
+            raise InputError("the inputs hold no text: every document is empty; try other files")
         if not fraction:
             return cls(0)
         if total == 1:
