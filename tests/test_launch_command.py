@@ -22,6 +22,7 @@ from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.launch.command import main
 from parallel3d.tools.launch.script import GPU_SETTINGS, LAUNCHERS
+from parallel3d.tools.plan.command import main as plan
 
 Said = pytest.CaptureFixture[str]
 GPUS = "quickstart train.device=auto parallel.tp=4 parallel.dp_shard=2 model.kv_heads=4 model.heads=8 --gpus-per-node 8"
@@ -114,6 +115,91 @@ def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
     said = capsys.readouterr().err
     assert "parallel.tp = 2: does not divide a node of 1" in said
     assert "checkpoint.every is not set, so a restart begins anew" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["slurm", "quickstart", "--partition", "gpu\ntouch /tmp/x"],
+        ["slurm", "quickstart", "--account", "me\n#SBATCH --wrap=ls"],
+        ["slurm", "quickstart", "--time", "1 #"],
+        ["slurm", "quickstart", "--container", "image\nls"],
+        ["k8s", "quickstart", "--image", "image\n          securityContext: {privileged: true}"],
+        ["k8s", "quickstart", "--claim", "a\nb"],
+    ],
+    ids=lambda words: words[2],
+)
+def test_a_value_that_a_script_cannot_hold_is_refused(words: list[str], capsys: Said) -> None:
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert not out and f"error: {words[2]} " in error and error.count("\n") == 1
+
+
+def test_the_name_of_an_emitted_launcher_cannot_begin_a_line_of_it(tmp_path: Path) -> None:
+    model = ["--model", "gpt2-124m", "--gpu", "h100", "--gpus", "2", "--seq-len", "128", "--global-batch", "8"]
+    recipe, script = tmp_path / "plan.yaml", tmp_path / "launch\ntouch marker\n.sh"
+    assert plan([*model, "--emit-recipe", str(recipe), "--emit-launch", "torchrun", str(script)]) == 2
+    assert not script.exists()
+
+
+def test_the_values_of_a_manifest_are_the_text_that_was_given(capsys: Said) -> None:
+    image, claim = 'registry/image:1 # {a: "b"}', "null"
+    assert main(["k8s", "quickstart", "--image", image, "--claim", claim]) == 0
+    _, _, job = yaml.safe_load_all(capsys.readouterr().out)
+    spec = job["spec"]["template"]["spec"]
+    assert spec["containers"][0]["image"] == image
+    assert spec["volumes"][2]["persistentVolumeClaim"]["claimName"] == claim
+
+
+@pytest.mark.parametrize("name", ["null", "true", "on", "yes", "no", "y", "n", "a" * 39 + "-b"])
+def test_the_name_of_a_job_is_text_and_ends_with_a_letter(name: str, tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / f"{name}.yaml").write_text((find_recipe("quickstart")).read_text())
+    assert main(["k8s", str(tmp_path / f"{name}.yaml")]) == 0
+    text = capsys.readouterr().out
+    config, service, job = yaml.safe_load_all(text)
+    expected = name[:40].rstrip("-")
+    names = [part["metadata"]["name"] for part in (config, service, job)]
+    spec = job["spec"]["template"]["spec"]
+    names += [service["spec"]["selector"]["job-name"], spec["subdomain"], spec["volumes"][0]["configMap"]["name"]]
+    assert names == [expected] * 6
+    assert f'"{expected}"' in text  # which YAML 1.1 as Kubernetes reads it needs for y and n, too
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=/scratch/run",
+        "run_dir=../run",
+        "data.path=/data/corpus",
+        "data.path=~/corpus",
+        "data.tokenizer=/data/tokenizer.json",
+        "data.sources=[{path: /data/corpus, weight: 1}]",
+        "checkpoint.start_from=/data/model",
+    ],
+)
+def test_a_path_that_pods_do_not_mount_is_refused(override: str, capsys: Said) -> None:
+    key, _, value = override.partition("=")
+    assert main(["k8s", "quickstart", "data.source=text", *(["data.path=c"] * ("path" not in override)), override]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {key}" in error and "is not in /work" in error
+
+
+def test_pods_may_use_paths_in_work_and_miss_the_modules_of_classes(capsys: Said) -> None:
+    assert main(["k8s", "quickstart", "run_dir=/work/runs/a", "train.callbacks=[mine:Watch]"]) == 0
+    assert "mine:Watch: not in the manifest" in capsys.readouterr().err
+
+
+def test_a_container_mounts_the_paths_of_the_recipe(tmp_path: Path, capsys: Said) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(find_recipe("quickstart").read_text())
+    overrides = ["data.source=text", "data.path=/data/my corpus", "run_dir=/scratch/run"]
+    assert main(["slurm", str(recipe), *overrides, "--container", "image:1"]) == 0
+    script = capsys.readouterr().out
+    (line,) = [line for line in script.splitlines() if "--container-mounts" in line]
+    (mounts,) = [word for word in shlex.split(line.rstrip("\\")) if word.startswith("--container-mounts=")]
+    assert {*mounts.partition("=")[2].split(",")} == {"$PWD", "/data/my corpus", "/scratch/run", str(tmp_path)}
+    assert "\nmkdir -p /scratch/run\n" in script  # a folder that is not there cannot be mounted
+    assert subprocess.run(["bash", "-n", "-c", script], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize(

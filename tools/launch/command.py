@@ -12,7 +12,7 @@ from pathlib import Path
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import product
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, printable
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, amount, whole
@@ -83,9 +83,10 @@ def _run(arguments: list[str]) -> int:
         site=site,
         checks_first=vars(options).get("check_first", False),
     )
-    for note in _notes(recipe, per_node):
-        print(f"warning: {note}", file=sys.stderr)
-    print(launcher.text(), end="")
+    text = launcher.text()
+    for note in _notes(recipe, per_node, options.kind):
+        print(f"warning: {printable(note)}", file=sys.stderr)
+    print(text, end="")
     return 0
 
 
@@ -158,8 +159,11 @@ def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
     return per_node
 
 
-def _notes(recipe: Recipe, per_node: int) -> list[str]:
+def _notes(recipe: Recipe, per_node: int, kind: str) -> list[str]:
     notes = []
+    classes = [*recipe.train.callbacks, *([recipe.model.architecture] if recipe.model.is_custom else [])]
+    if kind == "k8s" and classes:
+        notes.append(f"{', '.join(classes)}: not in the manifest; put the modules into the image, or at /work")
     if per_node % recipe.parallel.tp:
         notes.append(
             f"parallel.tp = {recipe.parallel.tp}: does not divide a node of {per_node}, and tp sends in every layer; "

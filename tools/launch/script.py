@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
+import yaml
+
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
+from parallel3d.config.yaml_text import shown
+from parallel3d.errors import ConfigError
 
 # The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
 # start the same worker, parallel3d.recipes.pretrain, which reads what its launcher sets.
@@ -26,6 +31,8 @@ _END_S = 20  # from the end of that to the kill
 _KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
+_OF_SBATCH = {"partition": "gpu", "account": "me", "time": "24:00:00"}  # with a value that sbatch reads in a comment
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
 @dataclass(frozen=True)
@@ -104,14 +111,38 @@ class Launcher:
         return ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
 
     def text(self) -> str:
-        """Returns the script."""
+        """Returns the script. Raises ConfigError for a value that its language cannot hold, and for a path of the
+        recipe that the workers would not have."""
+        self._refuse()
         values = self._values()
         template = Path(__file__).with_name("launchers").joinpath(LAUNCHERS[self.kind][0]).read_text()
         return "".join(f"{line}\n" for line in _filled(template, values))
 
+    def _refuse(self) -> None:
+        for option, value in asdict(self.site).items():
+            if value is not None and not value.isprintable():
+                raise ConfigError(f"--{option} {shown(value)}: holds a line break or another control character")
+            if option in _OF_SBATCH and value is not None and not _PLAIN.fullmatch(value):
+                raise ConfigError(
+                    f"--{option} {shown(value)}: must match {_PLAIN.pattern}; try --{option} {_OF_SBATCH[option]}"
+                )
+        if not self.file.isprintable():
+            raise ConfigError(
+                f"{shown(self.file)}: no file of a launcher has such a name; try {LAUNCHERS[self.kind][0]}"
+            )
+        for key, path in _paths(self.recipe) if self.kind == "k8s" else []:
+            if not Path("/work", path).resolve().is_relative_to("/work"):
+                words = f"is not in /work, the storage of the pods; try {key}=/work/{Path(path).name}"
+                raise ConfigError(f"{key} = {shown(path)}: {words}")
+        for path in self._mounts() if self.site.container else []:
+            if {",", ":"} & {*path}:
+                raise ConfigError(
+                    f"--container: cannot mount {shown(path)}, whose name has a comma or a colon; rename it"
+                )
+
     def _values(self) -> dict[str, str]:
         # SLURM, DNS and a shell all take such a name as it is.
-        name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower()).strip("-")[:40] or "parallel3d"
+        name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-") or "parallel3d"
         name = name if name[0].isalpha() else f"p3d-{name}"
         has_gpus = self.recipe.train.device != "cpu"
         settings = [each for setting in GPU_SETTINGS for each in setting.values] if has_gpus else []
@@ -133,8 +164,9 @@ class Launcher:
             "site": "\n".join(self._slurm_lines(has_gpus)),
             "run": _SRUN,
             "srun": self._container(),
-            "image": self.site.image,
-            "claim": self.site.claim,
+            "image": _yaml_text(self.site.image),
+            "claim": _yaml_text(self.site.claim),
+            "folders": self._folders(),
         }
         if self.checks_first:
             values["check"] = "\n".join(self._check(values))
@@ -164,7 +196,7 @@ class Launcher:
     def _slurm_lines(self, has_gpus: bool) -> Iterator[str]:
         if has_gpus:
             yield f"#SBATCH --gpus-per-node={self.per_node}"
-        for option in ("partition", "account", "time"):
+        for option in _OF_SBATCH:
             if (value := getattr(self.site, option)) is not None:
                 yield f"#SBATCH --{option}={value}"
 
@@ -172,7 +204,42 @@ class Launcher:
         if self.site.container is None:
             return ""
         image = shlex.quote(self.site.container)
-        return f'--container-image={image} --container-mounts="$PWD" --container-workdir="$PWD" '
+        mounts = "".join(f",{shlex.quote(path)}" for path in self._mounts())
+        return f'--container-image={image} --container-mounts="$PWD"{mounts} --container-workdir="$PWD" '
+
+    def _mounts(self) -> list[str]:
+        """Returns the paths that a container needs beside the current folder: those that the recipe names from the
+        root, and the folder of the recipe itself, where the modules of its classes are."""
+        named = [str(Path(path).parent) if Path(f"{path}.bin").exists() else path for _, path in _paths(self.recipe)]
+        if self.said[0].endswith((".yaml", ".yml")):
+            named.append(str(Path(self.said[0]).parent))
+        return sorted({path for path in named if Path(path).is_absolute()})
+
+    def _folders(self) -> str:
+        """Returns the command that makes the run's folder before a container mounts it."""
+        run_dir = self.recipe.run_dir
+        if self.site.container is None or run_dir is None or not Path(run_dir).is_absolute():
+            return ""
+        return f"mkdir -p {shlex.quote(run_dir)}"
+
+
+def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields the keys of a recipe that name files or folders, and what they name."""
+    data, resume = recipe.data, recipe.checkpoint.resume
+    tokenizer = None if data.tokenizer == "bytes" else data.tokenizer
+    from_checkpoint = None if resume in ("none", "auto") else resume
+    single = {"run_dir": recipe.run_dir, "data.path": data.path, "data.tokenizer": tokenizer}
+    single |= {"checkpoint.start_from": recipe.checkpoint.start_from, "checkpoint.resume": from_checkpoint}
+    found = [(key, path) for key, path in single.items() if path is not None]
+    found += [(f"data.sources[{index}].path", source.path) for index, source in enumerate(data.sources)]
+    found += [(f"data.evaluation[{index}].path", each.path) for index, each in enumerate(data.evaluation)]
+    for key, path in found:
+        yield key, os.path.expanduser(path) if key.startswith("data.") else path
+
+
+def _yaml_text(text: str) -> str:
+    """Returns `text` as a scalar of YAML, in quotes."""
+    return str(yaml.safe_dump(text, default_style='"', allow_unicode=True, width=len(text) + 2)).strip()
 
 
 def _exports() -> Iterator[str]:
@@ -189,7 +256,7 @@ def _filled(template: str, values: dict[str, str]) -> Iterator[str]:
     for line in template.splitlines():
         alone = re.fullmatch(r"( *){{(\w+)}}", line)
         if alone is not None:
-            inner = values[alone[2]].splitlines()
+            inner = values[alone[2]].split("\n") if values[alone[2]] else []
             yield from (f"{alone[1]}{each}".rstrip() for each in inner)
             skips_empty = not inner
         elif line or not skips_empty:

@@ -117,7 +117,8 @@ def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy, *,
     """Yields the recipe's YAML below a comment that says what the plan expects of it: what differs from the defaults
     and what a comment explains, or every key where it `is_full`."""
     q, answer, known = plan.question, plan.answer, plan.accuracy
-    yield f"# {q.shape.name} on {q.gpus} x {q.cluster.device.name}: planned by parallel3d-plan, the best of"
+    model, device = shown(q.shape.name), shown(q.cluster.device.name)
+    yield f"# {model} on {q.gpus} x {device}: planned by parallel3d-plan, the best of"
     yield f"# {answer.considered:,} layouts in the order of time, with the memory of {answer.checked:,} of them."
     if recipe.data == DataConfig():
         yield "# THE DATA IS A STAND-IN, Python's own source: set `data:` to your corpus before you train in earnest."
