@@ -15,14 +15,22 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
-from parallel3d.layers.parameter import Pointwise, initial_part, set_fused_gradients
+from parallel3d.layers.parameter import Pointwise, initial_part, named_specs, set_fused_gradients
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.mesh import Axis, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS, block_ranges, check_nothing_lost, cut, names_of
+from parallel3d.pipeline.stage import (
+    FIRST_PARTS,
+    LAST_PARTS,
+    block_ranges,
+    check_nothing_lost,
+    cut,
+    names_of,
+    shared_by_ends,
+)
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
@@ -63,7 +71,8 @@ class Parallelized:
     parameters: list[LocalParameter]
     pipeline: PipelineRuntime
     parameter_count: int  # in the whole model
-    tied: frozenset[str]  # the names of the parameters that the model uses twice
+    tied: frozenset[str]  # the names of the parameters that the model uses more than once
+    tied_ends: tuple[str, ...]  # of these, the ones that the first and the last stage share
 
 
 def parallelize(
@@ -106,6 +115,13 @@ def parallelize(
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)
     aliases = tied_names(reference)
+    specs = {aliases.get(name, name): spec for name, spec in named_specs(reference)}
+    tied_ends = tuple(sorted(shared_by_ends(reference, ranges)))
+    if tied_ends and recipe.optimizer.step_in_backward:
+        raise ConfigError(
+            f"optimizer.step_in_backward = true: the first and the last stage share {tied_ends[0]} and sum its "
+            "gradients after the backward pass; try parallel.pp=1 or optimizer.step_in_backward=false"
+        )
 
     stages, data, parameters, tp = [], [], [], Axis.of(mesh["tp"])
     precision = recipe.train.precision
@@ -129,7 +145,7 @@ def parallelize(
         sharded.allocate()
         owned = local_parameters(module, aliases, sharded)
         for own in owned if initialize else ():
-            own.part.initialize(partial(initial_part, own.spec, own.name, recipe.train.seed, tp))
+            own.part.initialize(partial(initial_part, specs[own.name], own.name, recipe.train.seed, tp))
         stages.append(Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients))
         data.append(sharded)
         parameters += owned
@@ -145,7 +161,7 @@ def parallelize(
         stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device, connect=connect
     )
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()))
+    return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()), tied_ends)
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:

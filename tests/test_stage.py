@@ -178,3 +178,12 @@ def test_any_model_is_cut_by_the_names_of_its_modules() -> None:
         cut_by_names(model, ["blocks.0", "blocks.1"], [1])
     with pytest.raises(ValueError, match="have twice"):
         cut_by_names(model, ["blocks.0", "blocks", "rest"], [1])
+
+
+def test_a_parameter_that_two_stages_would_train_apart_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"2\.weight and 0\.weight are one parameter on two stages"):
+        cut_sequential(model, [2])
+    model[2].weight = model[1].weight
+    assert len(cut_sequential(model, [1])) == 2

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from parallel3d.errors import ConfigError
 from parallel3d.pipeline.boundary import Boundary, TensorSpec
 from parallel3d.schedules.balance import cut_points
 
@@ -70,6 +71,26 @@ def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
         raise ValueError(f"the stages lose {lost[:4]} and have twice {doubled[:4]} of the model's parameters")
 
 
+def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
+    """Returns the first name of each parameter that the first and the last stage share. Raises ConfigError if any other
+    stages share a parameter, because only these two sum their gradients."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared = set()
+    for aliases in names.values():
+        stages = [stage for stage, blocks in enumerate(ranges) if names_of(blocks, aliases)]
+        if stages == [0, len(ranges) - 1]:
+            shared.add(aliases[0])
+        elif len(stages) > 1:
+            raise ConfigError(
+                f"parallel.pp: {' and '.join(aliases)} are one parameter, and would be on the stages "
+                f"{' and '.join(map(str, stages))} of {len(ranges)}; only the first and the last stage can share a "
+                "parameter; set parallel.pp=1, or parallel.stage_boundaries that keep these modules on one stage"
+            )
+    return shared
+
+
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
     """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each stage but the first.
     Raises ValueError where a stage would be empty."""
@@ -79,17 +100,29 @@ def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.S
 def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[int]) -> list[nn.Sequential]:
     """Cuts a model into stages if its forward calls the modules `names` one after the other, such as ["embed",
     "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple. Raises
-    ValueError where a stage would be empty, or a parameter of the model is in none of the modules or in two."""
+    ValueError if a stage would be empty, or a parameter of the model is in none of the modules, in two, or on two
+    stages."""
     ends = [*boundaries, len(names)]
     starts = [0, *boundaries]
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
         raise ValueError(f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules")
-    held = [f"{name}.{inner}" for name in names for inner, _ in model.get_submodule(name).named_parameters()]
+    parts = [(name, model.get_submodule(name)) for name in names]
+    held = [f"{name}.{inner}" for name, part in parts for inner, _ in part.named_parameters(remove_duplicate=False)]
     missing = sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - set(held))
     doubled = sorted({name for name in held if held.count(name) > 1})
     if missing or doubled:
         raise ValueError(f"the modules {list(names)} leave out {missing[:4]} and have twice {doubled[:4]}")
-    return [Chain(model, names[start:end]) for start, end in zip(starts, ends, strict=True)]
+    stages: list[nn.Sequential] = [Chain(model, names[start:end]) for start, end in zip(starts, ends, strict=True)]
+    held_before: dict[nn.Parameter, str] = {}
+    for stage in stages:
+        own = {parameter: name for name, parameter in stage.named_parameters()}
+        for parameter in own.keys() & held_before.keys():
+            raise ValueError(
+                f"{own[parameter]} and {held_before[parameter]} are one parameter on two stages, where each copy would "
+                "learn something else; keep their modules on one stage, or give each its own parameter"
+            )
+        held_before |= own
+    return stages
 
 
 class Chain(nn.Sequential):

@@ -122,7 +122,7 @@ class LocalParameter:
     name: str
     module: ParallelModule
     spec: ParameterSpec
-    is_copy: bool  # the second of a tied pair, on another stage than the first
+    is_copy: bool  # on the last stage, of a parameter that the first stage has as well
     part: OptimizerPart  # what the optimizer steps on this rank
 
     @property
@@ -149,13 +149,14 @@ class LocalParameter:
 
 
 def local_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedData) -> list[LocalParameter]:
-    """Returns the parameters of a stage; one that the stage uses twice is there once. `aliases` gives the later name of
-    each parameter that the model uses twice its first name."""
+    """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared parameter to its first
+    name in the full model."""
+    held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     found: dict[int, LocalParameter] = {}
     for prefix, owner in module.named_modules():
         for attribute, spec in owner.specs.items() if isinstance(owner, ParallelModule) else ():
             name, tensor = f"{prefix}.{attribute}", getattr(owner, attribute)
             if id(tensor) not in found:
                 first, part = aliases.get(name, name), data.part(owner, attribute)
-                found[id(tensor)] = LocalParameter(first, owner, spec, is_copy=name in aliases, part=part)
+                found[id(tensor)] = LocalParameter(first, owner, spec, is_copy=first not in held, part=part)
     return list(found.values())

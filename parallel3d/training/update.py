@@ -134,7 +134,7 @@ class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
     def __init__(self, parts: Parallelized, mesh: DeviceMesh) -> None:
-        parameters, tied, placement = parts.parameters, parts.tied, parts.pipeline.schedule.placement
+        parameters, tied, placement = parts.parameters, parts.tied_ends, parts.pipeline.schedule.placement
         ends = placement[0], placement[-1]  # the pipeline ranks that hold the first and the last stage
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
@@ -143,10 +143,9 @@ class GradientSync:
             ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
             group = [ranks[end] for end in ends]
             self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
-        self._tied = [p for p in parameters if p.name in tied] if self._ends else []
-        # A rank that is both ends, as on a V, has the tied weight twice; a single stage has it once.
-        named = [[p for p in parameters if p.name == name] for name in tied] if ends[0] == ends[1] else []
-        self._pairs = [pair for pair in named if len(pair) == 2]
+        named = [[p for p in parameters if p.name == name] for name in tied]  # in the same order on both ends
+        self._tied = [each[0] for each in named] if self._ends else []
+        self._pairs = [each for each in named if len(each) == 2]  # of a rank that has both ends, as on a V
 
     def copies(self, states: States) -> list[Copies]:
         """Returns the tied weights and their optimizer states, which both ends of this pipeline hold."""

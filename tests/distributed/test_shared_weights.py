@@ -1,0 +1,130 @@
+"""Weights that a class of the user's shares between its modules train as in one process, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.layers.parameter import ParallelModule, normal
+from parallel3d.models.llama import Llama
+from tests.distributed.training_cases import (
+    DEEP,
+    Curve,
+    assert_follows,
+    make_recipe,
+    make_trainer,
+    train,
+)
+
+
+@dataclass(frozen=True)
+class TieOptions:
+    """`ties` are pairs of parameters such as "head.weight=embed.weight"."""
+
+    ties: list[str] = field(default_factory=list)
+    head_std: float = 0.02
+
+
+class Tied(Llama):
+    """A Llama some of whose parameters are one."""
+
+    Options = TieOptions
+
+    def __init__(self, config: ModelConfig, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        options = TieOptions(**config.options)
+        assert isinstance(self.head, ParallelModule)
+        self.head.specs["weight"] = replace(self.head.specs["weight"], init=normal(options.head_std))
+        for tie in options.ties:
+            name, original = tie.split("=")
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(original))
+
+
+MODEL = replace(DEEP, layers=4, architecture=f"{__name__}:Tied")
+ENDS = ["head.weight=embed.weight"]
+# The first block has gate A and up B, the last block has gate B and up A.
+CROSSED = ["layers.3.mlp.gate.weight=layers.0.mlp.up.weight", "layers.3.mlp.up.weight=layers.0.mlp.gate.weight"]
+INSIDE = ["layers.1.mlp.up.weight=layers.0.mlp.up.weight"]
+INSIDE_LAST = ["layers.3.attention.q.weight=layers.2.attention.q.weight"]
+# One parameter twice on the first stage and twice on the last.
+FOUR = [
+    "layers.0.mlp_norm.weight=layers.0.attention_norm.weight",
+    "layers.3.mlp_norm.weight=layers.0.attention_norm.weight",
+    "norm.weight=layers.0.attention_norm.weight",
+]
+V_SHAPED = {"pp": 2, "virtual_stages": 2, "schedule": "zb_v"}
+
+CASES: dict[int, list[tuple[list[str], dict[str, Any]]]] = {
+    2: [
+        (CROSSED, {"pp": 2}),
+        ([*ENDS, *INSIDE, *FOUR, *INSIDE_LAST], {"pp": 2}),
+        ([*ENDS, *CROSSED, *FOUR], V_SHAPED),
+        ([*ENDS, *INSIDE, *FOUR], {"dp_shard": 2}),
+        ([*ENDS, *INSIDE, *FOUR], {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", "bucket_mib": 0.01}),
+    ],
+    4: [
+        ([*ENDS, *CROSSED, *INSIDE_LAST], {"pp": 2, "dp_shard": 2}),
+        ([*INSIDE, *FOUR], {"pp": 2, "tp": 2, "sequence_parallel": True}),
+    ],
+}
+
+
+def recipe_of(ties: list[str], settings: dict[str, Any], **options: object) -> Recipe:
+    model = replace(MODEL, options={"ties": ties, **options})
+    return make_recipe(model, ParallelConfig(**{"microbatch_size": 2, **settings}))
+
+
+def curves(cases: list[tuple[list[str], dict[str, Any]]]) -> list[Curve]:
+    return [train(make_trainer(recipe_of(ties, settings)), 3) for ties, settings in cases]
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_shared_weights_are_summed_by_name_and_only_across_the_ends(world: Callable, size: int) -> None:
+    alone = world(1).run(curves, [(ties, {}) for ties, _ in CASES[size]])[0]
+    for found in world(size).run(curves, CASES[size]):
+        for curve, reference in zip(found, alone, strict=True):
+            assert_follows(curve, reference)
+
+
+def refused(cases: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+    messages = []
+    for ties, settings in cases:
+        with pytest.raises(ConfigError) as error:
+            make_trainer(recipe_of(ties, settings))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(world: Callable) -> None:
+    cases = [(INSIDE, {"pp": 4}), ([*ENDS, *INSIDE], {"pp": 4})]
+    (first, *others) = world(4).run(refused, cases)
+    assert all(messages == first for messages in others)
+    for message in first:
+        assert "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message and "stages 0 and 1" in message
+        assert "parallel.pp=1" in message and "\n" not in message
+
+
+def stepping_in_backward() -> None:
+    recipe = recipe_of(ENDS, {"pp": 2, "microbatch_size": 8})
+    with pytest.raises(ConfigError, match=r"optimizer\.step_in_backward = true.*embed\.weight.*parallel\.pp=1"):
+        make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, step_in_backward=True)))
+
+
+def test_a_step_in_the_backward_pass_is_refused_for_a_weight_that_both_ends_share(world: Callable) -> None:
+    world(2).run(stepping_in_backward)
+
+
+def head_starts(settings: dict[str, Any]) -> float:
+    return train(make_trainer(recipe_of(ENDS, settings, head_std=0.2)), 1)[0][0]
+
+
+def test_a_tied_weight_has_one_initial_value_in_every_layout(world: Callable) -> None:
+    (alone,) = world(1).run(head_starts, {})
+    for settings in ({"pp": 2}, V_SHAPED, {"tp": 2}):
+        assert world(2).run(head_starts, settings) == [pytest.approx(alone, rel=1e-6)] * 2
