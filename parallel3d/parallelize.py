@@ -68,11 +68,16 @@ class Parallelized:
 
     stages: list[Stage]
     data: list[ShardedData]  # the data dimension of each stage
-    parameters: list[LocalParameter]
+    parameters: list[LocalParameter]  # frozen ones, too
     pipeline: PipelineRuntime
     parameter_count: int  # in the whole model
     tied: frozenset[str]  # the names of the parameters that the model uses more than once
     tied_ends: tuple[str, ...]  # of these, the ones that the first and the last stage share
+
+    @property
+    def trained(self) -> list[LocalParameter]:
+        """The parameters that get gradients and are stepped."""
+        return [parameter for parameter in self.parameters if parameter.local.requires_grad]
 
 
 def parallelize(
@@ -111,6 +116,11 @@ def parallelize(
         raise ConfigError(
             f"data.documents = mask: the forward of model.architecture = {model.architecture} takes no documents; "
             "try data.documents=join, or documents=None among its arguments, which attention is to stay within"
+        )
+    if not any(parameter.requires_grad for parameter in reference.parameters()):
+        raise ConfigError(
+            f"model.architecture = {model.architecture}: all of its parameters are frozen; leave requires_grad=True on "
+            "those that training is to change"
         )
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)

@@ -130,7 +130,9 @@ def accumulate_or_return(
     """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None where gradients are
     fused, after adding it to the total; else the gradient in the parameter's own form. If this rank used some `rows` of
     a replicated parameter, `local` is theirs: the gradient is partial, stays so where gradients are fused, and else is
-    summed over `axis`."""
+    summed over `axis`. A frozen parameter gets no gradient."""
+    if not parameter.requires_grad:
+        return None
     total = accumulated_gradient(parameter) if fused else None
     if total is not None:
         (total if rows is None else total[rows]).add_(local)
@@ -151,6 +153,8 @@ def accumulate_or_return_product(
 ) -> Tensor | None:
     """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and
     [tokens, in]: where gradients are fused, the matrix multiplication itself adds the product, now or delayed."""
+    if not weight.requires_grad:
+        return None
     # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
     kept = grad_out.detach(), x.detach()
     if fused and delayed and delayed.delay(lambda: accumulate_or_return_product(weight, *kept, fused=True)):

@@ -221,18 +221,20 @@ class _HeadCrossEntropy(Function):
         rows, weight = local_tensor(ctx.weight).to(x.dtype), ctx.weight  # autocast had x in another type
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
-        total = accumulated_gradient(weight) if ctx.fused else None
+        total = accumulated_gradient(weight) if ctx.fused and weight.requires_grad else None
         adds_to_total = total is not None and total.dtype == wide_dtype(rows)
-        grad_weight = total if adds_to_total else torch.zeros_like(rows, dtype=wide_dtype(rows))
-        assert grad_weight is not None
+        grad_weight = total
+        if not adds_to_total and weight.requires_grad:
+            grad_weight = torch.zeros_like(rows, dtype=wide_dtype(rows))
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, ctx.width)
             grad_logits = ctx.terms.backward(logits, own_labels, own_lse, own_grad, overwrite=True).to(rows.dtype)
             grad_logits = grad_logits[:, : rows.shape[0]]
             torch.mm(grad_logits, rows, out=out)
-            add_product(grad_weight, grad_logits, part)
+            if grad_weight is not None:  # it is frozen otherwise
+                add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
-        if adds_to_total:
+        if adds_to_total or grad_weight is None:
             return grad_x, *[None] * 5
         return grad_x, accumulate_or_return(weight, grad_weight.to(weight.dtype), fused=ctx.fused), *[None] * 4

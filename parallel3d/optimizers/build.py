@@ -25,7 +25,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     there before the first step, so that a checkpoint has something to read into."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
-        super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+        groups = [{"params": group["params"]} for part in parts for group in part.param_groups]
+        super().__init__(groups or [{"params": []}], {})  # all parameters of this rank may be frozen
         self.label = label  # which optimizer's states these are, for a checkpoint to compare
         self.param_groups = [group for part in parts for group in part.param_groups]
         self._parts = parts

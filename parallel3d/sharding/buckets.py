@@ -38,7 +38,8 @@ class ReplicatedPart:
         self.parameter = uses[0].parameter
         self.has_master = dtypes.master != dtypes.compute
         own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
-        self.local = nn.Parameter(own.to(dtypes.master, copy=True) if self.has_master else own)
+        own = own.to(dtypes.master, copy=True) if self.has_master else own
+        self.local = nn.Parameter(own, requires_grad=self.parameter.requires_grad)
         self.repeated_over = frozenset({"dp_replicate"} if reduction.split else {"dp_replicate", "dp_shard"})
         self.gradient = memory.view(value.shape)
         self.own_gradient = reduction.own(self.gradient)
@@ -46,7 +47,7 @@ class ReplicatedPart:
         self.act: Callable[[], None] | None = None  # steps the parameter in the backward
 
     def sync_views(self) -> None:
-        if self._bucket.keeps_gradients:
+        if self._bucket.keeps_gradients and self.local.requires_grad:
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class ReplicatedPart:
 
 
 class Bucket:
-    """The gradients of `parts`, which lie in `memory` one after the other."""
+    """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen parameters are zeros."""
 
     keeps_gradients = True  # until they are cleared
 
@@ -87,7 +88,8 @@ class Bucket:
         self._pending: Callable[[], Tensor] | None = None
         pieces = memory.split([local_tensor(uses[0].parameter.detach()).numel() for uses in parameters])
         self.parts = [ReplicatedPart(*each, self, reduction) for each in zip(parameters, pieces, strict=True)]
-        for part in self.parts:
+        self._trained = [part for part in self.parts if part.local.requires_grad]
+        for part in self._trained:
             self._take_in(part)
         if reduction.split:
             self._packing = Packing([part.gradient.shape for part in self.parts], reduction.axes.shard.size)
@@ -187,7 +189,7 @@ class StepInBackwardBucket(Bucket):
             part.gradient.copy_(local_tensor(parameter.grad))
             parameter.grad = None
             self._taken.add(part)
-            if len(self._taken) == len(self.parts):
+            if len(self._taken) == len(self._trained):
                 self._filled()
 
         part.parameter.register_post_accumulate_grad_hook(take)
@@ -210,7 +212,7 @@ class StepInBackwardBucket(Bucket):
         super().finish_reduction()
         if not self._storage.nbytes():
             return
-        for part in self.parts:
+        for part in self._trained:
             assert part.act is not None
             part.local.grad = part.own_gradient
             part.act()

@@ -52,6 +52,7 @@ class FullyShardedData(ShardedData):
         self._shards = axes.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
+        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         self._current: bool | None = None  # what `fully_shard` was last told of the backward under way
         if not reduction.average:
             for module in _sharded(model.modules()):
@@ -97,6 +98,10 @@ class FullyShardedData(ShardedData):
         if last:
             self._tell(True)
             reduce_delayed_gradients(self._root)
+
+    def finish_gradients(self) -> None:
+        if self._is_frozen:  # no backward pass has freed what the forward pass gathered
+            self.free_gathered()
 
     def free_gathered(self) -> None:
         for module in _sharded(self._model.modules()):

@@ -20,8 +20,8 @@ from parallel3d.mesh import Axis
 
 class OptimizerPart(Protocol):
     """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the parameter itself or
-    of its master copy where the parameter is kept in fewer bits. `repeated_over` are the names of the data axes on
-    whose ranks this part is the same."""
+    of its master copy where the parameter is kept in fewer bits. A frozen parameter's `local` requires no gradient
+    and gets none. `repeated_over` are the names of the data axes on whose ranks this part is the same."""
 
     local: nn.Parameter
     repeated_over: frozenset[str]
@@ -49,7 +49,7 @@ class ShardedPart:
 
     def __init__(self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]) -> None:
         self._find, self._shards, self.repeated_over = find, shards, repeated_over
-        self.local = nn.Parameter(local_tensor(find().detach()))
+        self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
     def sync_views(self) -> None:
         tensor = self._find()

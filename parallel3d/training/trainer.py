@@ -72,7 +72,7 @@ class Trainer:
         self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.defer_head(stage.module for stage in parts.stages)
         in_backward = recipe.optimizer.step_in_backward
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer, mesh, each=in_backward)
+        self.optimizer = build_optimizer(parts.trained, recipe.optimizer, mesh, each=in_backward)
         update_class = UpdateInBackward if in_backward else Update
         self.update = update_class(parts, self.optimizer, recipe, mesh)
         self.scaler = None

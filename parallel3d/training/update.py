@@ -31,7 +31,8 @@ class Update:
 
     def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
         self.gradients = GradientSync(parts, mesh)
-        self._parameters, self._optimizer, self._axes = parts.parameters, optimizer, axes_of(mesh)
+        self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
+        self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.device)
         self._rounding_seed = recipe.train.seed if recipe.optimizer.stochastic_rounding else None
         self._step = 0
         self._observe: Observe | None = None
@@ -51,7 +52,7 @@ class Update:
         if self._observe is not None:
             for parameter in self._parameters:
                 self._observe(parameter)
-        return squared_norm(self._parameters, self._axes)
+        return squared_norm(self._parameters, self._axes) if self._parameters else self._zero
 
     def squares(self) -> list[tuple[LocalParameter, Tensor]]:
         """Returns the squared norm of each parameter's gradient on this rank, in the order of the model. Call it after
@@ -60,8 +61,8 @@ class Update:
 
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
-        if factor != 1.0:  # the one time that gradients are multiplied
-            scale_([p.local.grad for p in self._parameters if p.local.grad is not None], factor)
+        if factor != 1.0 and self._parameters:  # the one time that gradients are multiplied
+            scale_([_gradient(parameter) for parameter in self._parameters], factor)
         self._step_with(self._optimizer, self._parameters)
 
     def _step_with(self, optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> None:
@@ -81,7 +82,7 @@ class UpdateInBackward(Update):
         super().__init__(parts, optimizer, recipe, mesh)
         self._pipeline = parts.pipeline
         self._squares: list[tuple[LocalParameter, Tensor]] = []  # in the order of the backward
-        for parameter in parts.parameters:
+        for parameter in self._parameters:
             parameter.part.when_complete(partial(self._update, parameter))
 
     def begin(self, step: int, rate: float, observe: Observe | None) -> None:
@@ -90,7 +91,7 @@ class UpdateInBackward(Update):
 
     def complete(self) -> Tensor:
         assert len(self._squares) == len(self._parameters), "a parameter has had no gradient, or two"
-        return torch.stack([square for _, square in self._squares]).sum()
+        return torch.stack([self._zero, *(square for _, square in self._squares)]).sum()
 
     def squares(self) -> list[tuple[LocalParameter, Tensor]]:
         return self._squares[::-1]
@@ -134,7 +135,7 @@ class GradientSync:
     """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
 
     def __init__(self, parts: Parallelized, mesh: DeviceMesh) -> None:
-        parameters, tied, placement = parts.parameters, parts.tied_ends, parts.pipeline.schedule.placement
+        parameters, tied, placement = parts.trained, parts.tied_ends, parts.pipeline.schedule.placement
         ends = placement[0], placement[-1]  # the pipeline ranks that hold the first and the last stage
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
