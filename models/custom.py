@@ -4,9 +4,11 @@ worker starts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel3d.config.load import read_options
@@ -16,6 +18,7 @@ from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import ParallelModule
+from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.decoder import Decoder, NoOptions
 from parallel3d.parallelize import ModelClass
 from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
@@ -81,6 +84,24 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
     if any(True for _ in model.buffers()):
         name = next(name for name, _ in model.named_buffers())
         yield f"its buffer {name} would be empty where the model is built on the meta device; compute it in the forward"
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield "all of its parameters are frozen; leave requires_grad=True on those that training is to change"
+    elif unused := _unused(model):
+        names = ", ".join([*unused[:4], *["..."] * (len(unused) > 4)])
+        yield f"no forward pass uses its parameter {names}; remove it, or freeze it by requires_grad_(False)"
+
+
+def _unused(model: nn.Module) -> list[str]:
+    """Returns the names of the parameters that are not frozen and have no part in the output of a model on the meta
+    device; none if the forward pass cannot run there."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    starts = torch.zeros(2, dtype=torch.int32, device="meta")
+    for keywords in ({}, {"documents": PackedDocuments((2,), starts, ids)}):
+        with suppress(Exception):  # it may take no documents, or look at values
+            model(ids, **keywords).sum().backward()
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    return unused if len(unused) < len(trained) else []
 
 
 def _watched(config: ModelConfig, read: set[str]) -> ModelConfig:

@@ -117,11 +117,6 @@ def parallelize(
             f"data.documents = mask: the forward of model.architecture = {model.architecture} takes no documents; "
             "try data.documents=join, or documents=None among its arguments, which attention is to stay within"
         )
-    if not any(parameter.requires_grad for parameter in reference.parameters()):
-        raise ConfigError(
-            f"model.architecture = {model.architecture}: all of its parameters are frozen; leave requires_grad=True on "
-            "those that training is to change"
-        )
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)
     aliases = tied_names(reference)

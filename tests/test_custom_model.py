@@ -29,14 +29,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "add-a-model.md"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the files of the page, which is the current one; imports are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    path, modules = list(sys.path), set(sys.modules)
+    path = list(sys.path)
     for text, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL):
         (tmp_path / name).write_text(text)
     (tmp_path / "palm.yaml").write_text(re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
     yield tmp_path
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if not name.startswith(("parallel3d", "torch")):
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -112,8 +112,12 @@ def test_a_mistake_is_told_in_one_line(override: str, said: str, tries: str) -> 
 CLASSES = """
 from torch import nn
 import torch
+from parallel3d.layers.norm import LayerNorm
+from parallel3d.layers.parameter import Placement
 from parallel3d.models.decoder import Decoder
 from palm import Palm
+
+META = Placement(device="meta")
 
 class Bare(nn.Module):
     Options = Palm.Options
@@ -144,6 +148,40 @@ class Misnamed(Palm):
         super().__init__(config, **settings)
         self.layers["last"] = self.layers.pop("3")
 
+class Unused(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        for block in self.layers.values():
+            block.forgotten = LayerNorm(config.hidden, tp=META)
+
+class Unreached(Palm):
+    def forward(self, x, key=None, documents=None):
+        return super().forward(x, key, documents).detach() + 0 * self.embed.weight.sum()
+
+class AllFrozen(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.requires_grad_(False)
+
+class Frozen(Unused):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        for block in self.layers.values():
+            block.forgotten.requires_grad_(False)
+
+class LooksAtValues(Unused):
+    def forward(self, x, key=None, documents=None):
+        return super().forward(x[: x.max().item()], key, documents)
+
+class ForDocuments(Palm):
+    def __init__(self, config, **settings):
+        super().__init__(config, **settings)
+        self.norm.of_documents = LayerNorm(config.hidden, tp=META)
+
+    def forward(self, x, key=None, documents=None):
+        y = super().forward(x, key, documents)
+        return y if documents is None else y + self.norm.of_documents.weight.sum() + self.norm.of_documents.bias.sum()
+
 class Broken(Palm):
     def parts(self, config, placement):
         return 1 / 0
@@ -168,6 +206,26 @@ def test_a_class_that_lacks_something_is_refused_before_any_worker_starts(folder
     (folder / "classes.py").write_text(CLASSES)
     message = refused(f"model.architecture=classes:{name}")
     assert message.startswith(f"model.architecture = classes:{name}: ") and said in message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Unused", "its parameter layers.0.forgotten.weight, layers.0.forgotten.bias, layers.1.forgotten.weight, "),
+        ("Unreached", "no forward pass uses its parameter layers.0.attention_norm.weight, "),
+        ("AllFrozen", "all of its parameters are frozen; leave requires_grad=True"),
+    ],
+)
+def test_a_parameter_that_no_forward_uses_is_refused_by_name(folder: Path, name: str, said: str) -> None:
+    (folder / "classes.py").write_text(CLASSES)
+    message = refused(f"model.architecture=classes:{name}")
+    assert said in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["Frozen", "LooksAtValues", "ForDocuments"])
+def test_a_parameter_that_may_be_used_or_is_frozen_is_accepted(folder: Path, name: str) -> None:
+    (folder / "classes.py").write_text(CLASSES)
+    check_model(load(f"model.architecture=classes:{name}").model)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig, Recipe
 from parallel3d.diagnosis.replicas import Copies, States, tensors_of
+from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
@@ -186,5 +187,8 @@ def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis])
 
 def _gradient(parameter: LocalParameter) -> Tensor:
     gradient = parameter.local.grad
-    assert gradient is not None, f"{parameter.name} has no gradient"
+    if gradient is None:
+        raise ConfigError(
+            f"{parameter.name}: no forward pass of this step used it; remove it, or freeze it by requires_grad_(False)"
+        )
     return gradient
