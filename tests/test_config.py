@@ -332,6 +332,11 @@ BROKEN = [
         "parallel.zero_stage=null",
     ),
     (
+        ["parallel.reduce=microbatch", "parallel.reduce_dtype=bf16", "parallel.dp_replicate=2"],
+        "parallel.dp_replicate = 2 and parallel.reduce_dtype = bf16 would add microbatches up in bf16",
+        "parallel.reduce=step, or parallel.reduce_dtype=fp32",
+    ),
+    (
         ["parallel.sharding=FULL_SHARD", "parallel.dp_replicate=2"],
         "parallel.sharding = FULL_SHARD: leaves nothing to replicate",
         "parallel.sharding=HYBRID_SHARD",

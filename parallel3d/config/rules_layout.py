@@ -194,6 +194,9 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         tries = "parallel.reduce=step, or parallel.schedule=1f1b"
         yield f"<parallel.reduce>: needs backwards in one piece, and <parallel.schedule> splits them; try {tries}"
+    if parallel.reduce == "microbatch" and parallel.reduce_dtype == "bf16" and replicas > 1:
+        words = "<parallel.dp_replicate> and <parallel.reduce_dtype> would add microbatches up in bf16"
+        yield f"<parallel.reduce>: {words}; try parallel.reduce=step, or parallel.reduce_dtype=fp32"
 
 
 def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:

@@ -6,13 +6,29 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from parallel3d.layers.collectives import reduce_scatter_single
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData, ShardedPart
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
 from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
+
+
+class ReduceScatterIn:
+    """A reduce-scatter of `fully_shard` that sends `dtype`, whatever the dtype in which gradients are added up."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for what is sent, or for what arrives."""
+        return torch.empty(*size, dtype=self._dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class FullyShardedData(ShardedData):
@@ -36,9 +52,10 @@ class FullyShardedData(ShardedData):
         super().__init__(model)
         axes, dtypes = reduction.axes, reduction.dtypes
         data_mesh = axes.mesh["dp_replicate", "dp_shard"] if axes.replicate.size > 1 else axes.mesh["dp_shard"]
+        summed = torch.promote_types(dtypes.master, dtypes.reduce)  # the dtype in which microbatches are added up
         policy = MixedPrecisionPolicy(
             param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
-            reduce_dtype=dtypes.reduce if dtypes.reduce != dtypes.compute else None,
+            reduce_dtype=summed if summed != dtypes.compute else None,
         )
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
@@ -54,6 +71,8 @@ class FullyShardedData(ShardedData):
         self._reduces_each = options.reduce == "microbatch"
         self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         self._current: bool | None = None  # what `fully_shard` was last told of the backward under way
+        for module in _sharded(model.modules()) if summed != dtypes.reduce else ():
+            module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
         if not reduction.average:
             for module in _sharded(model.modules()):
                 # A plain sum, which gloo has too, divided by nothing.

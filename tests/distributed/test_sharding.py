@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.gradients import local_tensor
@@ -228,3 +229,34 @@ def test_sixteen_bits_cost_what_the_formulas_say(world: Callable, settings: dict
         assert seen.sent[0] == seen.sent[1]
         assert losses(seen.curve) == pytest.approx(exact, rel=2e-3)
         assert losses(seen.curve) != pytest.approx(exact, rel=1e-5)
+
+
+def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tensor:
+    """Returns all gradients of a step of 24 microbatches on each of two ranks, one after the other."""
+    parallel = ParallelConfig(dp_shard=2, sharding=sharding, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    trainer = make_trainer(make_recipe(GROUPED, parallel, global_batch_size=48, precision=precision))
+    found: list[torch.Tensor] = []
+
+    def keep(parameter: LocalParameter) -> None:
+        assert parameter.local.grad is not None
+        gradient = parameter.distributed(parameter.local.grad.clone())
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+
+    trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(0), observe=keep)
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+def errors_in_bf16(sharding: str, precision: str) -> list[float]:
+    """Returns the relative errors of gradients that NO_SHARD and another strategy send in bf16."""
+    exact = gradients_of("NO_SHARD", "fp32", precision)
+    found = [gradients_of(strategy, "bf16", precision) for strategy in ("NO_SHARD", sharding)]
+    return [float((gradients - exact).norm() / exact.norm()) for gradients in found]
+
+
+@pytest.mark.parametrize(("sharding", "precision"), [("SHARD_GRAD_OP", "fp32"), ("FULL_SHARD", "bf16")])
+def test_gradients_that_are_sent_in_bf16_are_added_up_in_float32(
+    world: Callable, sharding: str, precision: str
+) -> None:
+    unsharded, sharded = world(2).run(errors_in_bf16, sharding, precision)[0]
+    assert 0.001 < unsharded < 0.004
+    assert sharded == pytest.approx(unsharded, rel=0.1)

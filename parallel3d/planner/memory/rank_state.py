@@ -115,7 +115,7 @@ class RankState:
 
         # Bytes of a number of a gradient: of a whole one; of one that each backward reduces, but only the last one over
         # replicas; of a reduced one, with the sum over replicas that fully_shard keeps where its dtype is another.
-        self.sum_bytes = layout.reduce_bytes if self.sharded else self.master
+        self.sum_bytes = max(layout.reduce_bytes, self.master) if self.sharded else self.master
         self.reduces_each = self.sharded and layout.reduce == "microbatch"
         self.steps_alone = run.optimizer.steps_in_backward and not self.sharded  # one parameter at a time
         has_replicas = layout.dp > layout.dp_shard
@@ -185,7 +185,7 @@ class RankState:
 
     def weights(self, *, has_gradients: bool) -> WeightGradients:
         """What a backward does with the gradients that products make: it drops them where they are added to others."""
-        is_kept = not has_gradients or self.reduces_each or (self.sharded and self.layout.reduce_bytes != self.item)
+        is_kept = not has_gradients or self.reduces_each or (self.sharded and self.sum_bytes != self.item)
         return "kept" if is_kept and not self.whole and not self.steps_alone else "dropped"
 
     def sent(self, unit: Unit) -> int:
