@@ -124,6 +124,7 @@ def _widen(parameter: nn.Parameter, states: dict[str, Tensor]) -> list[str]:
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     """Rounds float32 to bfloat16, up or down to one of the two neighbours. `noise`, int32 of x's shape, is uniform from
     0 to 2^16 - 1. A number that bf16 can represent stays as it is."""
+    noise.masked_fill_(x.isnan(), 0)  # a NaN would become a number
     return (x.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32).bfloat16()
 
 

@@ -296,3 +296,8 @@ def test_rounding_is_unbiased_and_leaves_what_fits() -> None:
     exact = torch.randn(1000, generator=generator).bfloat16()
     exact[:2] = torch.tensor([float("inf"), 0.0])
     assert torch.equal(round_stochastically(exact.float(), draws[:1000]), exact)
+
+
+def test_stochastic_rounding_keeps_every_nan_and_makes_no_zero_of_it() -> None:
+    nan = torch.full((1000,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(nan, torch.full((1000,), 2**16 - 1, dtype=torch.int32)).isnan().all()
