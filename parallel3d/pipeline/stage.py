@@ -84,9 +84,9 @@ def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
             shared.add(aliases[0])
         elif len(stages) > 1:
             raise ConfigError(
-                f"parallel.pp: {' and '.join(aliases)} are one parameter, and would be on the stages "
-                f"{' and '.join(map(str, stages))} of {len(ranges)}; only the first and the last stage can share a "
-                "parameter; set parallel.pp=1, or parallel.stage_boundaries that keep these modules on one stage"
+                f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {' and '.join(aliases)} are one parameter on "
+                f"the stages {' and '.join(map(str, stages))}; only the first and the last stage can share one; set "
+                "parallel.pp=1, or parallel.stage_boundaries that keep these modules on one stage"
             )
     return shared
 

@@ -81,7 +81,7 @@ def recipe_of(ties: list[str], settings: dict[str, Any], **options: object) -> R
 
 
 def curves(cases: list[tuple[list[str], dict[str, Any]]]) -> list[Curve]:
-    return [train(make_trainer(recipe_of(ties, settings)), 3) for ties, settings in cases]
+    return [train(make_trainer(recipe_of(ties, settings)), 2) for ties, settings in cases]
 
 
 @pytest.mark.parametrize("size", CASES)
