@@ -146,7 +146,7 @@ class GradientSync:
             group = [ranks[end] for end in ends]
             self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
         named = [[p for p in parameters if p.name == name] for name in tied]  # in the same order on both ends
-        self._tied = [each[0] for each in named] if self._ends else []
+        self._tied = [each[0] for each in named if each] if self._ends else []
         self._pairs = [each for each in named if len(each) == 2]  # a rank may have both ends
 
     def copies(self, states: States) -> list[Copies]:

@@ -60,7 +60,7 @@ class Frozen(Llama):
 
 MODEL = replace(DEEP, layers=4, architecture=f"{__name__}:Frozen")
 SOME = ["embed.*", "layers.0.*", "layers.1.attention.q.*", "layers.2.mlp.*", "layers.3.attention_norm.*", "norm.*"]
-FIRST_STAGE = ["embed.*", "layers.0.*", "layers.1.*"]
+FIRST_STAGE = ["embed.*", "layers.0.*", "layers.1.*"]  # with a tied head
 LAST_STAGE = ["layers.2.*", "layers.3.*", "norm.*", "head.*"]
 
 ADAMW = OptimizerConfig(lr=1e-3, min_lr_ratio=1.0)
@@ -118,7 +118,7 @@ def recipe_of(case: Case) -> Recipe:
     frozen, settings, optimizer, options = case
     parallel = ParallelConfig(**settings)
     recipe = make_recipe(
-        replace(MODEL, options={"frozen": frozen}),
+        replace(MODEL, options={"frozen": frozen}, tied_embeddings=frozen == FIRST_STAGE),
         replace(parallel, microbatch_size=8 // parallel.dp if optimizer.step_in_backward else 2),
         grad_clip=None if optimizer.step_in_backward else 0.5,
         **options,
