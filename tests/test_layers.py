@@ -11,7 +11,7 @@ from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.gradients import add_product, has_wide_product
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from parallel3d.layers.loss import vocab_parallel_cross_entropy
+from parallel3d.layers.loss import TokenLoss, token_losses, vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import (
     TILE_COLUMNS,
     TILE_NUMBERS,
@@ -243,3 +243,14 @@ def vars_of(config: ModelConfig) -> dict[str, object]:
 def test_attention_refuses_heads_that_do_not_group() -> None:
     with pytest.raises(ValueError, match="kv_heads must divide heads"):
         ParallelAttention(16, 4, 3)
+
+
+def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
+    drawn, labels = torch.randn(5, 3, 7), torch.randint(0, 7, (3, 5))
+    ours, plain = drawn.clone().requires_grad_(), drawn.clone().requires_grad_()
+    logits = ours.transpose(0, 1) * 1.0  # [3, 5, 7], not contiguous
+    token_losses(logits, labels, TokenLoss(Axis(1, 0, None), 7, z_loss=0.01), overwrite_logits=True).sum().backward()
+    flat = plain.transpose(0, 1).flatten(0, 1)
+    (F.cross_entropy(flat, labels.flatten(), reduction="sum") + 0.01 * flat.logsumexp(-1).square().sum()).backward()
+    assert not logits.is_contiguous()
+    torch.testing.assert_close(ours.grad, plain.grad)

@@ -154,12 +154,13 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
-        chunks = ctx.terms.chunks(logits.flatten(0, -2), labels.flatten(), lse, grad.flatten())
+        flat = logits.flatten(0, -2)  # a copy if the logits are not contiguous
+        chunks = ctx.terms.chunks(flat, labels.flatten(), lse, grad.flatten())
         if ctx.overwrite:
             for part in chunks:
                 grad_logits = ctx.terms.backward(*part, overwrite=True)
                 if grad_logits.dtype != logits.dtype:  # else it has been made where the logits were
                     part[0].copy_(grad_logits)
-            return logits, None, None, None
+            return flat.view_as(logits), None, None, None
         parts = [ctx.terms.backward(*part).to(logits.dtype) for part in chunks]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None
