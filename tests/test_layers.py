@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.layers import collectives
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.gradients import add_product, has_wide_product
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -254,3 +258,27 @@ def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
     (F.cross_entropy(flat, labels.flatten(), reduction="sum") + 0.01 * flat.logsumexp(-1).square().sum()).backward()
     assert not logits.is_contiguous()
     torch.testing.assert_close(ours.grad, plain.grad)
+
+
+class Reading:
+    """A collective that reads what it sends when it is waited for, as a GPU does."""
+
+    def __init__(self, received: Tensor, sent: Tensor) -> None:
+        self.received, self.sent = received, weakref.ref(sent)
+
+    def wait(self) -> None:
+        sent = self.sent()
+        assert sent is not None, "the tensor is freed while it is sent"
+        self.received.copy_(torch.cat([sent, sent]))
+
+
+def test_gather_keeps_its_input_until_it_has_arrived() -> None:
+    def start(received: Tensor, sent: Tensor, **options: object) -> Reading:
+        return Reading(received, sent)
+
+    with (
+        patch.object(collectives, "all_gather_single", start),
+        patch.object(collectives, "_start_exchange", lambda x, axis: None),
+    ):
+        wait = collectives.start_gather(torch.ones(3, 2).t(), Axis(2, 0, None), dim=0)  # what is sent is a copy
+        assert wait().shape == (4, 3)

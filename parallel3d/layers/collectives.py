@@ -57,7 +57,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
         return lambda: torch.cat(parts(), dim=dim)
     gathered = x.new_empty((axis.size * len(x), *x.shape[1:]))
     work = all_gather_single(gathered, x, group=axis.group, async_op=True)
-    return lambda: _joined(after(work, gathered), axis, dim)
+    return lambda: _joined(after(work, gathered, x), axis, dim)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
