@@ -133,7 +133,8 @@ class Execution:
                 return None
             labels = self.labels
             loss = self.loss_fn(output, None if labels is None else labels[microbatch])
-            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+            own = loss.detach().double()  # a dtype that ranks without the last stage know, too
+            self.loss = own if self.loss is None else self.loss + own
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None

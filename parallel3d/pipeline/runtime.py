@@ -95,9 +95,9 @@ class PipelineRuntime:
         to every stage's forward. A rank without the first or the last stage may have None for inputs or labels. `sizes`
         gives the sizes that `boundaries` name. `schedule` may be another one than the runtime's, already checked, with
         the same stages on the same ranks, for another number of microbatches.
-        Returns the sum of the microbatches' losses on the rank of the last stage and 0 elsewhere; gradients are left in
-        `.grad`. Raises StageError where this rank's part failed and RankError where another rank's did; the pipeline
-        cannot be used again after either."""
+        Returns the sum of the microbatches' losses on the rank of the last stage and 0 on other ranks, in float64;
+        gradients are left in `.grad`. Raises StageError where this rank's part failed and RankError where another
+        rank's did; the pipeline cannot be used again after either."""
         schedule = schedule or self.schedule
         if schedule.placement != self.schedule.placement or (schedule.splits and not self.schedule.splits):
             raise ValueError(f"schedule {schedule.name}: places or splits stages in another way than the runtime's own")
@@ -235,7 +235,9 @@ class PipelineRuntime:
             self._sizes, self._buffers = sizes, Buffers(self.device)
 
     def _loss(self, execution: Execution) -> Tensor:
-        return torch.zeros((), device=self.device) if execution.loss is None else execution.loss
+        if execution.loss is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return execution.loss
 
     def _forwards(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
         if microbatches is None:

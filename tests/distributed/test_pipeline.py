@@ -117,7 +117,7 @@ def compare_with_torch(name: ScheduleName, microbatches: int) -> None:
     first = (inputs.flatten(0, 1),) if 0 in theirs else ()
     peer.step(*first, target=labels.flatten(0, 1) if runtime.is_last else None, losses=losses)
     if runtime.is_last:
-        torch.testing.assert_close(loss, torch.stack([each.detach() for each in losses]).sum())
+        torch.testing.assert_close(loss.float(), torch.stack([each.detach() for each in losses]).sum())
     for stage, module in ours.items():
         for mine, other in zip(module.parameters(), theirs[stage].parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad)
@@ -163,3 +163,33 @@ def test_gradients_are_those_of_torch_pipelining(world: Callable) -> None:
 def test_nothing_piles_up_over_steps(world: Callable) -> None:
     for early, late in world(2).run(memory_of_many_steps, 5):
         assert late <= early + 2
+
+
+def summed_losses(dtype: torch.dtype) -> list[float]:
+    """Returns the losses of a training and an evaluation, summed over the ranks as docs/pipeline.md says."""
+    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    torch.default_generator.manual_seed(0)
+    stages = [nn.Linear(4, 4, dtype=dtype) for _ in range(pp.size())]
+    schedule = build_schedule("1f1b", pp=pp.size(), microbatches=4)
+    spec = TensorSpec((2, 4), dtype)
+    runtime = PipelineRuntime(
+        [stages[pp.get_local_rank()]], schedule, pp, lambda y, label: (y - label).square().mean(), boundaries=spec
+    )
+    inputs, labels = torch.randn(2, 4, 2, 4, dtype=dtype)
+    expected = sum(
+        (nn.Sequential(*stages)(x) - y).square().mean().double() for x, y in zip(inputs, labels, strict=True)
+    )
+    found = []
+    for loss in (runtime.run(inputs, labels), runtime.evaluate(inputs, labels)):
+        dist.all_reduce(loss, group=pp.get_group())
+        torch.testing.assert_close(loss.item(), float(expected), rtol=1e-12, atol=0.0)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_loss_of_ranks_without_the_last_stage_can_be_summed_with_the_real_one(
+    world: Callable, dtype: torch.dtype
+) -> None:
+    first, second = world(2).run(summed_losses, dtype)
+    assert first == second
