@@ -10,9 +10,9 @@ _SHARE_OF_GPU = 1 / 32
 
 
 def chunk_bytes(gpu_bytes: float | None) -> int:
-    """Returns the float32 logits of a chunk, for the memory of a GPU or None for a CPU. A GPU wants wide products, each
-    of which adds to a gradient of the whole table: the largest power of two in a 32nd of its memory, 2 GiB of 80 GB. A
-    power of two, so that a planned device and the same one at run time, which may differ by some MiB, agree."""
+    """Returns the bytes of a chunk's float32 logits, for a GPU of `gpu_bytes` of memory, or None for a CPU. A GPU wants
+    wide matmuls, each of which adds to a gradient of the full table: the largest power of two in a 32nd of its memory,
+    2 GiB of 80 GB. It is a power of two because the memory of a planned and of a real device may differ by some MiB."""
     if gpu_bytes is None:
         return CPU_CHUNK_BYTES
     power = 2 ** math.floor(math.log2(gpu_bytes * _SHARE_OF_GPU))
