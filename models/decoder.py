@@ -23,7 +23,7 @@ from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.parameter import Placement, normal
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
-from parallel3d.layers.vocabulary import VocabParallelHead
+from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class Decoder(nn.Module):
         """Returns the parts that make this model what it is. Every model has its own."""
         raise NotImplementedError
 
+    @ends_with_head
     def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
         if self.embed is not None:
             positions = () if self.rotary is not None or documents is None else (documents.positions,)

@@ -11,7 +11,8 @@ of one device. Where equal widths are needed, the head pads its logits instead.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from parallel3d.layers.loss import IGNORED, TokenLoss, wide_dtype
 from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.row_split import largest_shard, shard_rows
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 class VocabParallelEmbedding(ParallelModule, nn.Embedding):
@@ -129,7 +132,7 @@ class VocabParallelHead(ColumnParallelLinear):
     `pad_to_multiple_of`: a GPU multiplies faster into rows of logits that are aligned, of 64 numbers, say. The weight
     stays [V, D]: there is no padded row to train, save or export. The loss then has to be told `vocab`.
 
-    With `is_deferred` forward gives x as it came, and sends nothing: who has x then makes the loss of it by
+    With `is_deferred` forward returns x unchanged and sends nothing. The caller then computes the loss from x by
     `head_cross_entropy`, or the logits by `logits`.
     """
 
@@ -169,6 +172,22 @@ class VocabParallelHead(ColumnParallelLinear):
             each = gather_from_region(logits, self.axis).unflatten(-1, (self.axis.size, self.padded_width))
             logits = each[..., : self.rows_each].flatten(-2)[..., : self.out_features]
         return logits
+
+
+def ends_with_head(forward: Forward) -> Forward:
+    """Decorates the `forward` of a model that returns the output of its `head` unchanged. The loss may then compute the
+    logits in chunks, and write their gradient into their memory."""
+    forward.ends_with_head = True  # type: ignore[attr-defined]
+    return forward
+
+
+def head_at_end(model: nn.Module) -> VocabParallelHead | None:
+    """Returns the head of a model if the model returns the output of the head unchanged. A subclass with a `forward` of
+    its own, of the model or of the head, may do more."""
+    head = getattr(model, "head", None)
+    is_last = getattr(type(model).forward, "ends_with_head", False)
+    is_plain = isinstance(head, VocabParallelHead) and type(head).forward is VocabParallelHead.forward
+    return head if is_last and is_plain else None
 
 
 def head_cross_entropy(

@@ -70,7 +70,7 @@ class Trainer:
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
         self.parameters, self.parameter_count, self.tied = parts.parameters, parts.parameter_count, parts.tied
         self.block_weights = block_weights_of(model_class, recipe.model)
-        self.loss.defer_head(stage.module for stage in parts.stages)
+        self.loss.use_head(stage.module for stage in parts.stages)
         in_backward = recipe.optimizer.step_in_backward
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, mesh, each=in_backward)
         update_class = UpdateInBackward if in_backward else Update

@@ -1,0 +1,223 @@
+"""A model may do anything with the output of its head, or gather it: in every layout it trains as in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.layers.parameter import Placement
+from parallel3d.layers.regions import gather_from_region
+from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
+from parallel3d.models.llama import Llama
+from parallel3d.parallelize import align_logits
+from parallel3d.tools.bench.plain_torch import llama
+from tests.distributed.test_loss_chunks import watched_logits
+from tests.distributed.test_loss_tokens import smoothed_loss
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    GROUPED,
+    TIED,
+    Curve,
+    assert_follows,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    plain_stack,
+    train,
+    whole_batch,
+)
+
+STEPS, CHUNK = 3, 7
+
+
+def divided_in_place(logits: Tensor) -> Tensor:
+    logits.div_(3.0)
+    return logits
+
+
+def read_beside(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert logits.exp().sum() > 0
+    return logits
+
+
+AFTER_HEAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda logits: logits,
+    "capped": lambda logits: 0.1 * torch.tanh(logits / 0.1),
+    "in place": divided_in_place,
+    "read": read_beside,
+    "flat": lambda logits: logits.flatten(0, 1),
+    "added to itself": lambda logits: logits + logits.abs(),
+    "transposed": lambda logits: logits.transpose(0, 1).contiguous().transpose(0, 1),
+    "tanh": torch.tanh,
+    "gathered by hand": lambda logits: logits,
+}
+
+
+@dataclass(frozen=True)
+class CustomOptions:
+    after_head: str = "nothing"
+
+
+class Custom(Llama):
+    """A Llama whose forward does something with the output of the head."""
+
+    Options = CustomOptions
+
+    def __init__(self, config: ModelConfig, **settings: object) -> None:
+        super().__init__(config, **settings)  # type: ignore[arg-type]
+        self.name, self.tp = CustomOptions(**config.options).after_head, settings["tp"]
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        y = super().forward(*args, **kwargs)  # type: ignore[arg-type]
+        if self.head is None:
+            return y
+        if self.name == "gathered by hand":
+            return gather_from_region(y, self.tp)  # type: ignore[arg-type]
+        return AFTER_HEAD[self.name](y)
+
+
+class Gathering(Llama):
+    """A Llama whose head gives every tp rank all logits."""
+
+    def __init__(self, config: ModelConfig, **settings: object) -> None:
+        super().__init__(config, **settings)  # type: ignore[arg-type]
+        placement = Placement(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
+        self.head = VocabParallelHead(config.hidden, config.vocab, tp=placement, gather_output=True)
+
+
+class Narrow(Llama):
+    """A Llama with a head for half of the vocabulary."""
+
+    def __init__(self, config: ModelConfig, **settings: object) -> None:
+        super().__init__(config, **settings)  # type: ignore[arg-type]
+        self.head = VocabParallelHead(config.hidden, config.vocab // 2, tp=Placement(settings["tp"]))  # type: ignore[arg-type]
+
+
+Case = tuple[str, ModelConfig, ParallelConfig, int | None]
+
+
+def recipe_of(case: Case, model_class: type[Llama] = Custom) -> Recipe:
+    after_head, model, parallel, chunk = case
+    options = {} if model_class is not Custom else {"after_head": after_head}
+    model = replace(model, architecture=f"{__name__}:{model_class.__name__}", options=options)
+    return make_recipe(model, parallel, label_smoothing=0.1, z_loss=0.01, loss_chunk_tokens=chunk)
+
+
+def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, Curve]]:
+    """Returns the loss of the first batch before training, without smoothing and z-loss, and the curve."""
+    found = []
+    for case in cases:
+        trainer = make_trainer(recipe_of(case, model_class))
+        for stage in trainer.stages:
+            align_logits(stage.module)  # as on a GPU
+        evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+        found.append((evaluated, train(trainer, STEPS)))
+    return found
+
+
+def check(world: Callable, size: int, cases: list[Case], model_class: type[Llama] = Custom) -> None:
+    for case, (evaluated, curve) in zip(cases, world(size).run(train_all, cases, model_class)[0], strict=True):
+        change = AFTER_HEAD[case[0]]
+        recipe = replace(recipe_of(case, model_class), parallel=ParallelConfig())
+        with patch.object(
+            llama, "token_loss", lambda y, labels, change=change: smoothed_loss(changed(change, y), labels)
+        ):
+            stack = plain_stack(recipe)
+            batch = whole_batch(recipe, 0)
+            with torch.no_grad():
+                logits = changed(change, stack.model(batch.inputs.flatten(0, 1)))
+            plain = nn.functional.cross_entropy(logits.flatten(0, -2), batch.labels.flatten()).item()
+            expected = [stack.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
+        assert evaluated == pytest.approx(plain, rel=1e-6), case
+        assert_follows(curve, expected)
+
+
+def changed(change: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    y = change(logits.clone())
+    return y.view_as(logits) if y.ndim < logits.ndim else y
+
+
+CHUNKED: dict[int, list[Case]] = {
+    1: [
+        ("capped", replace(TIED, vocab=130), ParallelConfig(microbatch_size=4), CHUNK),
+        ("in place", GROUPED, ParallelConfig(), CHUNK),
+        ("read", GROUPED, ParallelConfig(recompute="full"), CHUNK),
+        ("flat", GROUPED, ParallelConfig(), CHUNK),
+        ("added to itself", TIED, ParallelConfig(microbatch_size=2), CHUNK),
+    ],
+    2: [
+        ("capped", replace(GROUPED, vocab=129), ParallelConfig(tp=2, sequence_parallel=True), CHUNK),
+        ("capped", TIED, ParallelConfig(dp_shard=2), CHUNK),
+        ("capped", TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4), CHUNK),
+        ("capped", DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2), CHUNK),
+        ("in place", GROUPED, ParallelConfig(tp=2), CHUNK),
+        ("gathered by hand", GROUPED, ParallelConfig(tp=2), CHUNK),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", CHUNKED)
+def test_loss_in_chunks_leaves_work_after_the_head_where_it_is(world: Callable, size: int) -> None:
+    check(world, size, CHUNKED[size])
+
+
+class Marked(Llama):
+    """A Llama whose own forward returns the output of its head, and says so."""
+
+    @ends_with_head
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        return super().forward(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_logits_of_a_forward_that_ends_with_the_head_come_in_chunks(world: Callable) -> None:
+    case = ("nothing", GROUPED, ParallelConfig(microbatch_size=4), CHUNK)
+    check(world, 1, [case], Marked)
+    assert world(1).run(largest_piece, case) == [CHUNK]
+
+
+def largest_piece(case: Case) -> int:
+    trainer = make_trainer(recipe_of(case, Marked))
+    with watched_logits() as pieces:
+        train(trainer, 1)
+    return max(pieces)
+
+
+def test_gradient_of_transposed_logits_reaches_the_logits(world: Callable) -> None:
+    check(world, 2, [("transposed", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None)])
+    check(world, 1, [("transposed", GROUPED, ParallelConfig(microbatch_size=4), chunk) for chunk in (None, CHUNK)])
+
+
+def test_loss_spares_the_output_that_the_last_operation_has_saved(world: Callable) -> None:
+    check(world, 2, [("tanh", GROUPED, ParallelConfig(tp=2), None)])
+    check(world, 1, [("tanh", GROUPED, ParallelConfig(), None)])
+
+
+def test_head_that_gathers_its_output_trains_the_same_model(world: Callable) -> None:
+    layouts = [ParallelConfig(tp=2), ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4)]
+    cases: list[Case] = [
+        ("nothing", replace(GROUPED, vocab=vocab), each, None) for each in layouts for vocab in (128, 129)
+    ]
+    check(world, 2, cases, Gathering)
+    check(world, 2, [("gathered by hand", GROUPED, ParallelConfig(tp=2), None)])
+
+
+def refused_width(parallel: ParallelConfig) -> str:
+    trainer = make_trainer(recipe_of(("nothing", GROUPED, parallel, None), Narrow))
+    with pytest.raises(ConfigError) as error:
+        train(trainer, 1)
+    return str(error.value)
+
+
+def test_logits_for_half_of_the_vocabulary_are_refused(world: Callable) -> None:
+    for size in (1, 2):
+        for message in world(size).run(refused_width, ParallelConfig(tp=size)):
+            assert f"gets {64 // size} logits" in message and "model.vocab = 128" in message
