@@ -35,7 +35,7 @@ def seen_by(ranks: int, tensors: dict[str, Array]) -> Views:
 
 
 def norm_of(tensors: dict[str, Array]) -> float:
-    return float(np.sqrt(sum(np.square(t).sum() for t in tensors.values())))
+    return float(np.sqrt(sum(np.square(t, dtype=np.float64).sum() for t in tensors.values())))
 
 
 def record(parallel: ParallelConfig = ALONE) -> TrainingRecord:

@@ -34,6 +34,7 @@ from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
+from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.report import told
 from parallel3d.tools.check_layout.shrink import shrink
@@ -144,6 +145,10 @@ def record(fault: str, job: Recipe | ModelCheck) -> TrainingRecord:
         return record_model(job) if isinstance(job, ModelCheck) else record_recipe(job)
 
 
+def record_alone(job: Recipe | ModelCheck) -> TrainingRecord:
+    return record_model(job) if isinstance(job, ModelCheck) else record_plain(job)
+
+
 def small(name: str, **parallel: object) -> Recipe:
     """Returns a shipped recipe, shrunk, in a layout of the test's."""
     tied = bool(parallel.pop("tied", False))
@@ -176,7 +181,7 @@ REFERENCES: dict[str, TrainingRecord] = {}
 
 def reference(world: Callable, job: Recipe | ModelCheck) -> TrainingRecord:
     if repr(job) not in REFERENCES:
-        REFERENCES[repr(job)] = world(1).run(record, "none", job)[0]
+        REFERENCES[repr(job)] = world(1).run(record_alone, job)[0]
     return REFERENCES[repr(job)]
 
 

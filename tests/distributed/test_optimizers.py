@@ -24,6 +24,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
+from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.state import load_trainer, save_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
@@ -31,12 +32,12 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
+    block_matrices,
     losses,
     make_loader,
     make_recipe,
     make_trainer,
     plain_curve,
-    plain_optimizers,
     train,
 )
 
@@ -84,7 +85,7 @@ def one_step(recipe: Recipe) -> dict[str, float]:
         parameters[p.name].grad = whole(p.distributed(p.local.grad))
 
     trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradient)
-    for optimizer in plain_optimizers(plain, recipe.optimizer):
+    for optimizer in plain_optimizers(plain, recipe.optimizer, block_matrices(plain)):
         optimizer.step()
     after = {p.name: whole(p.distributed(p.local.detach())) for p in trainer.parameters}
     return {name: (value - parameters[name].detach()).abs().max().item() for name, value in after.items()}

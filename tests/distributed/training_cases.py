@@ -29,7 +29,8 @@ from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.models.llama import Llama
-from parallel3d.tools.bench.plain_torch.llama import PlainStack, adamw, parameter_groups
+from parallel3d.tools.bench.plain_torch.llama import PlainLlama, PlainStack
+from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.update import UpdateInBackward
@@ -158,37 +159,13 @@ def whole_batch(recipe: Recipe, step: int) -> Batch:
 def plain_stack(recipe: Recipe) -> PlainStack:
     """Returns plain torch's run of the recipe in one process, with the weights that every layout starts from."""
     stack = PlainStack(recipe, initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed))
-    stack.optimizers = plain_optimizers(stack.model, recipe.optimizer)
+    stack.optimizers = plain_optimizers(stack.model, recipe.optimizer, block_matrices(stack.model))
     return stack
 
 
-def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Returns torch's own optimizers, at the peak learning rate, held constant. Muon steps the matrices of the blocks
-    in `model.layers`."""
-    config = config.resolved
-    if config.name == "muon":
-        matrices = [p for p in model.get_submodule("layers").parameters() if p.ndim == 2]
-        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-        assert config.ns_dtype == "bf16", "torch's has no other"
-        muon = torch.optim.Muon(
-            matrices,
-            lr=config.lr if config.muon_lr is None else config.muon_lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,  # type: ignore[arg-type]
-            nesterov=config.nesterov,  # type: ignore[arg-type]
-            ns_steps=config.ns_steps,  # type: ignore[arg-type]
-            adjust_lr_fn=config.lr_adjust,
-        )
-        return [muon, adamw(rest, config)]
-    groups = parameter_groups(model.parameters(), config)
-    if config.name == "sgd":
-        momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
-        return [torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)]
-    if config.name == "adafactor":
-        decay, clip = config.beta2_decay, config.update_clip
-        assert decay is not None and clip is not None
-        return [torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=decay, d=clip)]
-    return [adamw(model.parameters(), config)]
+def block_matrices(model: PlainLlama) -> list[nn.Parameter]:
+    """Returns the parameters that Muon steps."""
+    return [p for p in model.layers.parameters() if p.ndim == 2]
 
 
 @cache

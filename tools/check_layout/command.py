@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import parallel3d
 from parallel3d.config.load import load_recipe
-from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.launch.failure import print_error
 from parallel3d.models import check_model, shape_cards
@@ -19,7 +19,8 @@ from parallel3d.tools.check_layout.shrink import VOCAB, shrink
 
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.data import TrainingRecord
-    from parallel3d.tools.check_layout.model import ModelCheck
+
+    Run = tuple[Callable[..., TrainingRecord], object]  # a function that each rank calls, and its argument
 
 _MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
 _EPILOG = """\
@@ -61,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         options = parser.parse_intermixed_args(arguments)
-        record, alone, job = _model_check(options) if options.model else _recipe_check(options)
+        alone, layout, parallel = _model_check(options) if options.model else _recipe_check(options)
         from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
         from parallel3d.tools.check_layout.compare import compare
         from parallel3d.tools.check_layout.report import as_json, as_text
 
-        reference = run_ranks(record, alone, world_size=1)
-        comparison = compare(reference, run_ranks(record, job, world_size=job.parallel.world_size))
+        reference = run_ranks(*alone, world_size=1)
+        comparison = compare(reference, run_ranks(*layout, world_size=parallel.world_size))
     except Parallel3dError as error:
         print_error(str(error))
         return error.exit_status
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if comparison.first is None else 1
 
 
-def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], Recipe, Recipe]:
-    """Returns what records a run on every rank, the run of one process and that of the layout."""
+def _recipe_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
+    """Returns the run of plain PyTorch, that of the layout, and the layout."""
     if options.recipe is None:
         raise ConfigError("no RECIPE is given; try quickstart, another that --help lists, or --model module:function")
     if options.vocab:
@@ -87,20 +88,15 @@ def _recipe_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRe
     recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
     check_model(recipe.model)
-    alone = replace(
-        recipe,
-        parallel=ParallelConfig(microbatch_size=recipe.parallel.microbatch_size),
-        train=replace(recipe.train, compile=False),
-        optimizer=replace(recipe.optimizer, step_in_backward=False),
-    )
+    from parallel3d.tools.check_layout.plain import record_plain
     from parallel3d.tools.check_layout.record import record_recipe
 
-    return record_recipe, alone, recipe
+    return (record_plain, recipe), (record_recipe, recipe), recipe.parallel
 
 
-def _model_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRecord], ModelCheck, ModelCheck]:
-    """Returns what `_recipe_check` does, for a function that builds a model. The settings name the data and tensor axes
-    alone, such as `parallel.tp=2`, because such a model has no stages."""
+def _model_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
+    """Returns the same as `_recipe_check`, for a function that builds a model. The settings name only the data and
+    tensor axes, such as `parallel.tp=2`, because such a model has no stages."""
     axes: dict[str, Any] = {}
     for text in (*([options.recipe] if options.recipe else []), *options.overrides):
         key, _, value = text.partition("=")
@@ -123,7 +119,8 @@ def _model_check(options: argparse.Namespace) -> tuple[Callable[..., TrainingRec
     vocab = options.vocab or VOCAB
     load_builder(options.model, asked, vocab)  # refuses here, before any process starts
     job = ModelCheck(target=options.model, parallel=parallel, options=asked, vocab=vocab, steps=options.steps)
-    return record_model, replace(job, parallel=ParallelConfig()), job
+    alone = replace(job, parallel=ParallelConfig())
+    return (record_model, alone), (record_model, job), parallel
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:

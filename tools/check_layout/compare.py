@@ -3,6 +3,7 @@ largest is. Pure arithmetic on arrays: no process, no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,7 +106,7 @@ def _sizes(reference: StepRecord, ours: StepRecord, before: Views, parallel: Par
         "output": outputs,
         "loss": {"": {0: _relative(ours.loss, reference.loss)}},
         "gradient": dict(reversed(gradients.items())),  # as the backward gives them, nearest to the fault first
-        "gradient norm": {"": {0: _relative(ours.grad_norm, reference.grad_norm)}},
+        "gradient norm": {"": {0: _relative(ours.grad_norm, _norm(ours.gradients))}},
         "parameter": _view_sizes(reference.parameters, ours.parameters, updates, rounding=_ROUNDING),
     }
 
@@ -182,6 +183,12 @@ def _largest(array: Array) -> float:
 def _only(views: Views) -> dict[str, Array]:
     """Returns the tensors of a record of one process."""
     return {name: by_rank[0] for name, by_rank in views.items()}
+
+
+def _norm(views: Views) -> float:
+    """Returns the norm of all tensors, each counted once."""
+    arrays = [next(iter(by_rank.values())) for by_rank in views.values()]
+    return math.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in arrays))
 
 
 def _relative(ours: float, reference: float) -> float:

@@ -25,6 +25,7 @@ from parallel3d.recipes import find_recipe
 from parallel3d.tools.bench.harness import run_ranks
 from parallel3d.tools.check_layout.compare import compare
 from parallel3d.tools.check_layout.data import TrainingRecord
+from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.report import layout_name, told
 from parallel3d.tools.check_layout.shrink import shrink
@@ -53,11 +54,11 @@ def assert_conforms(
     most_processes: int = 8,
     run: Callable[..., TrainingRecord] = run_ranks,
 ) -> str:
-    """Trains the recipe's model, shrunk and in float32 on the CPU, in each of `layouts` (keys of `parallel:`) that
-    needs at most `most_processes`, and in one process. Returns a page with a line for each layout, or raises
-    AssertionError with it where a layout trains another model: other initial weights, outputs, gradients, norms,
-    losses, numbers of parameters, or no training at all, or where it starts otherwise from the checkpoint that one
-    process has saved after its training. `run` starts the processes.
+    """Trains the recipe's model, shrunk and in float32 on the CPU, by plain PyTorch, in one process and in each of
+    `layouts` (keys of `parallel:`) that needs at most `most_processes`. Returns a report with a line for each layout,
+    or raises AssertionError with it if a layout trains another model than plain PyTorch: other initial weights,
+    outputs, gradients, norms, losses or numbers of parameters, no training at all, or another start from the checkpoint
+    that one process has saved after its training. `run` starts the processes.
 
     Raises ConfigError where the recipe or its class is refused as a run would refuse it, or no layout is left."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(find_recipe(str(recipe)), cards=shape_cards())
@@ -65,10 +66,10 @@ def assert_conforms(
     check_model(alone.model)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "trained"
-        reference = run(record_recipe, alone, WHOLE_STEPS, saved, world_size=1)
+        reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
         faults = list(_faults_of_formula(alone, reference))
         page, checked = [f"one process  {fault}" for fault in faults], 0
-        for settings in layouts:
+        for settings in ({}, *layouts):  # one process saves the checkpoint that the others start from
             job = replace(alone, parallel=ParallelConfig(**{"microbatch_size": MICROBATCH, **settings}))
             name = ", ".join([layout_name(job.parallel), *(f"{k} {v}" for k, v in settings.items() if not _is_axis(k))])
             try:
@@ -87,7 +88,7 @@ def assert_conforms(
                 found = [str(error)]
             faults += found
             page.append("\n  ".join([f"{name}  {'differs' if found else 'the same model'}", *found]))
-    if not checked:
+    if checked < 2:
         raise ConfigError("\n".join(["layouts: none of them can be checked; try most_processes=2", *page]))
     if faults:
         raise AssertionError("\n".join([f"{recipe.model.architecture} is not the same model in every layout", *page]))

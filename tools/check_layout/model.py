@@ -29,8 +29,16 @@ from parallel3d.convert.check import failures_named
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
-from parallel3d.tools.check_layout.data import TrainingRecord, Views
-from parallel3d.tools.check_layout.record import collect, jitter, plain_name, put, record_steps, whole
+from parallel3d.tools.check_layout.data import TrainingRecord
+from parallel3d.tools.check_layout.record import (
+    TrainedStep,
+    collect,
+    jitter,
+    plain_name,
+    put,
+    record_steps,
+    whole,
+)
 from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
@@ -76,7 +84,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     place = parallel.coordinates(dist.get_rank())
     batch = -(-BATCH // parallel.dp) * parallel.dp
 
-    def train_step(step: int) -> tuple[float, float, Views]:
+    def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
         ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=torch.Generator().manual_seed(_SEED + step))
         ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from parallel3d.checkpoint.files import MODEL
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.reader import read_tensor
 from parallel3d.config.recipe import Recipe
+from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
+from parallel3d.layers import linear, loss
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
@@ -37,10 +40,16 @@ from parallel3d.training.worker import training_loader
 JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
 
 
+TrainedStep = tuple[float, float, Views]  # loss, gradient norm, gradients
+
+
 def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | None = None) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is whole on rank 0 alone. Batches are of random ids: the
+    """Trains on every rank of the default group; the record is complete on rank 0 only. Batches are of random ids: the
     run's own data is not read. Tensors are kept of the first `whole_steps` steps, of the others the loss and the norm
-    (None: of all). The first run saves what it has trained at `saved`, if that is given, and later ones start from it.
+    (None: of all). Saves the trained model at `saved`, or, if that exists, starts from it afterwards.
+
+    Size chooses some code paths, and the small model takes those of a large one: fused gradients and a loss that
+    overwrites the logits. Every second step computes the loss in chunks.
     """
     mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
     trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
@@ -58,15 +67,11 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
     dist.all_gather_object(everyone, {p.name: p.spec.dim for p in trainer.parameters})
     record.split = {name: dim for theirs in everyone for name, dim in theirs.items()}
     record.tied = sorted(trainer.tied)
-    length = train.steps * train.global_batch_size * train.seq_len + 1
-    ids = np.random.default_rng(train.seed).integers(0, recipe.model.vocab, length, dtype=np.int32)
-    document_end = 0 if recipe.data.documents == "mask" else None
-    if document_end is not None:
-        ids[::7] = document_end
-    source = ShuffledWindows(TokensInMemory(ids), seq_len=train.seq_len, seed=train.seed)
-    loader = training_loader(recipe, source, dist.get_rank(), document_end)
+    loader = random_batches(recipe)
+    chunk_tokens = recipe.parallel.microbatch_size * train.seq_len // 2 + 1
+    modules = [stage.module for stage in trainer.stages]
 
-    def train_step(step: int) -> tuple[float, float, Views]:
+    def train_step(step: int, is_whole: bool) -> TrainedStep:
         gradients: list[tuple[str, Tensor | None]] = []
 
         def keep(parameter: LocalParameter) -> None:
@@ -74,15 +79,13 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
             grad = parameter.local.grad
             gradients.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
 
-        result = trainer.train_step(loader.batch(step), observe=keep)
+        trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
+        trainer.loss.defer_head(modules)
+        result = trainer.train_step(loader.batch(step), observe=keep if is_whole else None)
         return result.loss, result.grad_norm, collect(gradients)
 
-    whole_steps = train.steps if whole_steps is None else whole_steps
-    record_steps(record, [stage.module for stage in trainer.stages], tensors, train_step, whole_steps)
-    record.curve = [(step.loss, step.grad_norm) for step in record.steps]
-    for step in range(whole_steps, train.steps):
-        result = trainer.train_step(loader.batch(step))
-        record.curve.append((result.loss, result.grad_norm))
+    with mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0), mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0):
+        record_steps(record, modules, tensors, train_step, train.steps, whole_steps)
     record.parameter_count = trainer.parameter_count
     if saved is not None:
         if saved.exists():
@@ -91,6 +94,18 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
             save_trainer(trainer, saved)
         record.start_loss = trainer.evaluate(loader.batch(train.steps - 1))
     return record
+
+
+def random_batches(recipe: Recipe) -> BatchLoader:
+    """Returns this data rank's batches of random ids, which are cut into documents if the recipe masks them."""
+    train, generator = recipe.train, np.random.default_rng(recipe.train.seed)
+    length = train.steps * train.global_batch_size * train.seq_len + 1
+    ids = generator.integers(0, recipe.model.vocab, length, dtype=np.int32)
+    document_end = 0 if recipe.data.documents == "mask" else None
+    if document_end is not None:
+        ids[::7] = document_end
+    source = ShuffledWindows(TokensInMemory(ids), seq_len=train.seq_len, seed=train.seed)
+    return training_loader(recipe, source, dist.get_rank(), document_end)
 
 
 def start_again(trained: Trainer, saved: Path) -> tuple[Trainer, list[str]]:
@@ -111,19 +126,22 @@ def record_steps(
     record: TrainingRecord,
     models: list[nn.Module],
     tensors: Callable[[], Iterable[tuple[str, Tensor]]],
-    train_step: Callable[[int], tuple[float, float, Views]],
+    train_step: Callable[[int, bool], TrainedStep],
     steps: int,
+    whole_steps: int | None = None,
 ) -> None:
-    """Adds to the record what each step leaves behind: `train_step(step)` returns loss, gradient norm and gradients,
-    and `tensors()` the parameters after it.
+    """Adds to the record what each step leaves behind. `train_step` gets the number of the step and whether it is one
+    of the first `whole_steps`, whose tensors are kept; `tensors()` returns the parameters after it.
 
     Recorded of a module that has parameters are its outputs of all microbatches as one batch, where they have one
-    shape. Forwards that a backward recomputes and the parts of a compiled block are left out.
+    shape. Forwards that a backward recomputes, the parts of a compiled block and heads that leave their product to the
+    loss are left out.
     """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        if not is_in_backward() and isinstance(output, Tensor) and output.ndim >= 2:
+        is_output = isinstance(output, Tensor) and output.ndim >= 2
+        if is_output and not is_in_backward() and not getattr(module, "is_deferred", False):
             outputs[name].append(output.detach().clone())
 
     hidden, hooks = {module for model in models for module in inside_compiled(model)}, []
@@ -133,9 +151,12 @@ def record_steps(
                 hooks.append(module.register_forward_hook(partial(keep, plain_name(name))))
     for step in range(steps):
         outputs.clear()
-        loss, grad_norm, gradients = train_step(step)
-        alike = {name: torch.cat(parts) for name, parts in outputs.items() if len({part.shape for part in parts}) == 1}
-        record.steps.append(StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors())))
+        is_whole = whole_steps is None or step < whole_steps
+        loss, grad_norm, gradients = train_step(step, is_whole)
+        record.curve.append((loss, grad_norm))
+        if is_whole:
+            alike = {name: torch.cat(parts) for name, parts in outputs.items() if len({x.shape for x in parts}) == 1}
+            record.steps.append(StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors())))
     for hook in hooks:
         hook.remove()
 

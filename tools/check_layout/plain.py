@@ -1,0 +1,110 @@
+"""The reference of a recipe: its model, unsplit, trained in one process by plain PyTorch.
+
+It shares the model's class, the initial weights, the batches and the learning rate with the layout that is checked.
+The training loop, the loss, the gradients and the optimizer are PyTorch's own, so that a fault of the trainer cannot be
+on both sides of the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+from parallel3d.config.recipe import OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.layers.dropout import dropout_key
+from parallel3d.layers.parameter import initialize
+from parallel3d.layers.vocabulary import VocabParallelHead
+from parallel3d.models import model_class
+from parallel3d.parallelize import tied_names
+from parallel3d.tools.bench.plain_torch.llama import adamw, parameter_groups
+from parallel3d.tools.check_layout.data import TrainingRecord
+from parallel3d.tools.check_layout.record import TrainedStep, collect, jitter, random_batches, record_steps
+from parallel3d.training.update import learning_rate
+
+
+def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
+    """Trains in one process and records what `record.record_recipe` records of a layout. Each global batch is one
+    microbatch."""
+    recipe = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size))
+    train, sizes = recipe.train, recipe.model
+    model = model_class(sizes.architecture)(
+        sizes, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+    )
+    initialize(model, train.seed, "cpu")
+    record = TrainingRecord(recipe.parallel, tied=sorted(set(tied_names(model).values())))
+    record.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    record.initial = collect(model.named_parameters())
+    jitter(model.named_parameters(), train.seed)
+    record.start = collect(model.named_parameters())
+    batches = random_batches(recipe)
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    matrices = [part.weight for part in linears if not isinstance(part, VocabParallelHead)]
+    optimizers = plain_optimizers(model, recipe.optimizer, matrices)
+
+    def rate(step: int) -> float:
+        return learning_rate(recipe.optimizer, step + 1, train.steps) / recipe.optimizer.lr
+
+    schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
+
+    def loss_of(step: int, smoothing: float, z_loss: float) -> Tensor:
+        batch = batches.batch(step)
+        keywords = {} if batch.documents is None else {"documents": batch.documents[0]}
+        if sizes.dropout or sizes.attention_dropout:
+            keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
+        logits, labels = model(batch.inputs[0], **keywords).double().flatten(0, -2), batch.labels.flatten()
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        is_label = labels != -100
+        return loss + z_loss * logits.logsumexp(-1).square()[is_label].mean()
+
+    def train_step(step: int, is_whole: bool) -> TrainedStep:
+        model.zero_grad()
+        loss = loss_of(step, train.label_smoothing, train.z_loss)
+        loss.backward()
+        gradients = collect((name, p.grad) for name, p in model.named_parameters()) if is_whole else {}
+        limit = float("inf") if train.grad_clip is None else train.grad_clip
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        with mock.patch.object(Tensor, "bfloat16", Tensor.double):  # torch's Muon rounds to bfloat16
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+        return loss.item(), norm.item(), gradients
+
+    record_steps(record, [model], model.named_parameters, train_step, train.steps, whole_steps)
+    model.eval()
+    with torch.no_grad():
+        record.start_loss = float(loss_of(train.steps - 1, 0.0, 0.0))
+    return record
+
+
+def plain_optimizers(
+    model: nn.Module, config: OptimizerConfig, matrices: Sequence[nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """Returns torch's own optimizers, at the peak learning rate. Muon steps `matrices`."""
+    config = config.resolved
+    if config.name == "muon":
+        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        muon = torch.optim.Muon(
+            matrices,
+            lr=config.lr if config.muon_lr is None else config.muon_lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,  # type: ignore[arg-type]
+            nesterov=config.nesterov,  # type: ignore[arg-type]
+            ns_steps=config.ns_steps,  # type: ignore[arg-type]
+            adjust_lr_fn=config.lr_adjust,
+        )
+        return [muon, adamw(rest, config)]
+    groups = parameter_groups(model.parameters(), config)
+    if config.name == "sgd":
+        momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+        return [torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)]
+    if config.name == "adafactor":
+        decay, clip = config.beta2_decay, config.update_clip
+        assert decay is not None and clip is not None
+        return [torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=decay, d=clip)]
+    return [adamw(model.parameters(), config)]
