@@ -223,7 +223,7 @@ class PackedProduct(Function):
         return (
             grad_x,
             _given(ctx.weight, of_weight) if needs_weight else None,
-            _given(ctx.bias, joined[rows]) if needs_bias else None,
+            _given(ctx.bias, joined[rows].clone()) if needs_bias else None,  # a view would keep all of `joined`
             None,
         )
 

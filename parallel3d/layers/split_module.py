@@ -56,6 +56,9 @@ class SplitModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitModule:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        for parameter in self._parameters.values():
+            if parameter is not None and isinstance(parameter.grad, DTensor):  # torch copies no view into a buffer
+                memo[id(parameter.grad)] = parameter.grad.clone()
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 

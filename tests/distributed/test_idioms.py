@@ -23,12 +23,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import LayerNorm
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.split_module import draw
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
+from parallel3d.sharding.apply import shard
 
 PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
 VOCAB, HIDDEN, S = 101, 32, 12
@@ -106,6 +108,23 @@ def copy_it(kind: str) -> None:
     logits(other(IDS)).sum().backward()
     assert torch.equal(logits(model(IDS)), before) and all(p.grad is None for p in model.parameters())
     assert [type(p) for p in other.parameters()] == [type(p) for p in model.parameters()]
+
+
+def copy_after_backward() -> None:
+    """Copies models with gradients: their own tensors, or views into the buckets of data parallelism."""
+    axes = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    for kind in KINDS:
+        for is_sharded in (False, True):
+            model = build(kind, axes["tp"])
+            if is_sharded:
+                shard(model, axes, "NO_SHARD")
+            logits(model(IDS)).sum().backward()
+            for other in (copy.deepcopy(model), AveragedModel(model).module):
+                pairs = zip(model.parameters(), other.parameters(), strict=True)
+                assert all(torch.equal(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs)
+            for name, parameter in () if is_sharded else model.named_parameters():
+                gradient = local_tensor(parameter.grad)
+                assert gradient.untyped_storage().nbytes() < 2 * gradient.nbytes, f"{name} keeps other gradients"
 
 
 def average_it(kind: str) -> None:
@@ -272,6 +291,10 @@ def print_it(kind: str) -> str:
 )
 def test_it_gives_what_it_gives_on_one_process(world: Callable, idiom: Callable[[str], None], kind: str) -> None:
     world(2).run(idiom, kind)
+
+
+def test_a_model_is_copied_after_a_backward_pass_and_no_gradient_keeps_anothers_memory(world: Callable) -> None:
+    world(4).run(copy_after_backward)
 
 
 @pytest.mark.parametrize("kind", ["layers", "llama"])
