@@ -23,8 +23,9 @@ import itertools
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -63,6 +64,7 @@ from parallel3d.convert.rules import (
     SplitExperts,
     Style,
     Vocab,
+    Word,
     names_matching,
 )
 from parallel3d.layers.agreement import differ, fingerprints
@@ -70,6 +72,7 @@ from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import Axis
 
 _log = logging.getLogger("parallel3d")
+_SPLIT_FORMS = (ColumnForm, RowForm, EmbeddingForm, SplitEmbeddingForm, ExpertsForm)
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,13 @@ class Part:
     tp: int
 
     def size_of_weight(self, dim: int) -> int:
-        weight = self.module._parameters["weight"]
-        assert weight is not None
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            raise ValueError(
+                f"{self.name}: computes its weight in each forward pass, by weight_norm, spectral_norm or another "
+                "parametrization, and cannot be split; remove that first, for example by "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+            )
         return weight.shape[dim]
 
     def count(self, attribute: str, owner: nn.Module) -> int:
@@ -158,6 +166,9 @@ def tensor_parallelize(
         for plan in plans:  # at last: two layers of one parent may ask for the same new count
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
+    for plan in plans:
+        if plan.form in _SPLIT_FORMS:
+            plan.part.module.refuse_additions = partial(_refuse_additions, module, plan.part.name)  # type: ignore[assignment]
     if hasattr(module, "save_pretrained") and not isinstance(module, SavingForm):
         reform(module, SavingForm, axis)
     return module
@@ -180,6 +191,12 @@ def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
             if name in styles:
                 raise ValueError(f"{name}: matched by two rules, {by_pattern[name]!r} and {pattern!r}; keep one")
             styles[name], by_pattern[name] = WORDS[rule] if isinstance(rule, str) else rule, pattern
+    if inner_rules := _rules_inside_wrappers(module, styles, by_pattern):
+        first = next(name for name in by_pattern if by_pattern[name] in inner_rules)
+        raise ValueError(
+            f"{first}: is a {type(module.get_submodule(first)).__name__} around several linears, as LoRA's; give these "
+            f"rules of their own, for example rules | {inner_rules}"
+        )
     return [
         _plan(Part(name, part, module.get_submodule(name.rpartition(".")[0]), tp), styles)
         for name, part in module.named_modules()
@@ -208,9 +225,7 @@ def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
         return ModulePlan(part, ReplicatedForm if whole else None, {}, whole, is_ruled=False)
     match style:
         case Column():
-            # A module around this one may sum the gradient of its input.
-            around = itertools.accumulate(part.name.split("."), "{}.{}".format)
-            return _plan_column(part, style, any(isinstance(styles.get(name), Enter) for name in around))
+            return _plan_column(part, style, _is_entered(part.name, styles))
         case Row():
             dim = 0 if _is_transposed(part) else 1
             if part.size_of_weight(dim) % part.tp:
@@ -325,6 +340,37 @@ def _is_transposed(part: Part) -> bool:
     return False
 
 
+def _rules_inside_wrappers(
+    module: nn.Module, styles: Mapping[str, Style], by_pattern: Mapping[str, str]
+) -> dict[str, Style | Word]:
+    """Returns rules for the linears inside of modules that a rule splits and that are around several linears. A linear
+    of the full width of what is split is split as its wrapper was to be; the others are whole on each rank."""
+    words = {style: word for word, style in WORDS.items()}
+    rules: dict[str, Style | Word] = {}
+    for name, style in styles.items():
+        wrapper, pattern = module.get_submodule(name), by_pattern[name]
+        linears = {
+            each: part for each, part in wrapper.named_modules() if each and (is_linear(part) or is_conv1d(part))
+        }
+        if not isinstance(style, Column | Row) or len(linears) < 2:
+            continue
+        is_column = isinstance(style, Column)
+        own = replace(style, unit=None, heads=None, shared=None) if isinstance(style, Column) else style
+        other = Replicate(partial_gradient=_is_entered(name, styles) if is_column else style.sequence)
+        widths = {each: part.weight.shape[is_column == is_conv1d(part)] for each, part in linears.items()}
+        rules[pattern] = "replicate"
+        for each, width in widths.items():
+            found = own if width == max(widths.values()) else other
+            rules[f"{pattern}.{each}"] = words.get(found, found)
+    return rules
+
+
+def _is_entered(name: str, styles: Mapping[str, Style]) -> bool:
+    """Returns whether a module around this one sums the gradient of its input."""
+    around = itertools.accumulate(name.split("."), "{}.{}".format)
+    return any(isinstance(styles.get(each), Enter) for each in around)
+
+
 def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:
     """Returns the dim that every parameter is split in. Raises ValueError where two names of a tied one disagree."""
     dims: dict[nn.Parameter, int | None] = {}
@@ -337,6 +383,16 @@ def split_dims(plans: list[ModulePlan]) -> dict[nn.Parameter, int | None]:
                     f"{dims[parameter]}, and not {dim}; give both modules rules that agree, such as vocab and column"
                 )
     return dims
+
+
+def _refuse_additions(module: nn.Module, name: str) -> None:
+    """Raises RuntimeError for a parameter that was added inside a layer after it was split."""
+    for own, parameter in module.get_submodule(name).named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise RuntimeError(
+                f"{name}.{own}: was added after {name} was split over tp, and would see only a part of its input or "
+                "output; add adapters such as LoRA before tensor_parallelize, and give their layers rules of their own"
+            )
 
 
 def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> None:

@@ -23,13 +23,14 @@ from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
 
-Example = Mapping[str, Any] | tuple[Any, ...]  # what the module is called with, by name or in order
+Example = Tensor | Mapping[str, Any] | tuple[Any, ...]  # what the module is called with, by name or in order
 _TOLERANCE = 1e-3  # float32 of deep models differs by 1e-5 between layouts, and a wrong table by 1e-2 at least
 _FLOOR = 1e-2  # a gradient below this share of the largest may be noise around 0, as that of a key's bias is
 _CHUNK = 2**22  # numbers that are summed at a time
 _OUTPUT_CAUSES = (
     "a product that is split the wrong way, two products (q and k and v, gate and up) in one weight that is split as "
-    "one, or a forward that reads a count of heads which no rule divides"
+    "one, a forward that reads a count of heads which no rule divides, or one that takes a size of what is split from "
+    "its whole input (B, T, C = x.size(), then view(B, T, self.n_head, C // self.n_head)): write -1 for that size"
 )
 _GRADIENT_CAUSES = (
     "a module that works on split activations, such as a norm of each head, without Replicate(partial_gradient=True), "
@@ -106,7 +107,8 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
     found = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     with _hooked(module, found), _as_in_evaluation(module), torch.enable_grad(), torch.random.fork_rng():
-        output = module(**example) if isinstance(example, Mapping) else module(*example)
+        arguments = (example,) if isinstance(example, Tensor) else example
+        output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
         if result is None:
             raise ValueError("its output has no tensor of floats")
@@ -155,7 +157,7 @@ def guess_example(module: nn.Module, tp: int) -> Example:
     if "input_ids" not in known or not isinstance(vocab, int):
         raise ValueError(
             f"the split of this {type(module).__name__} is checked with an example, which is not known; try "
-            "example=(tensor,) or example={'x': tensor}, what its forward takes, or check=False"
+            "example=tensor or example={'x': tensor}, what its forward takes, or check=False"
         )
     device = next(module.parameters()).device
     ids = (torch.arange(8 * tp, device=device) * 7 + 1).view(2, -1) % vocab  # tp divides the sequence

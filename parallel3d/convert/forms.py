@@ -6,7 +6,7 @@ each class says what it sends. A weight is [O, I], or [I, O] in transformers' Co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,10 +73,18 @@ class Form(SplitModule):
     axis: Axis
     is_transposed: bool  # whether the weight is [I, O]
     prefix = "TensorParallel"  # the class that has the form is named so
+    refuse_additions: Callable[[], None] | None = None  # is called once, in the first forward pass
+
+    def refuse_misuse(self) -> None:
+        """Raises RuntimeError for what a forward pass of this layer would compute wrong."""
+        refuse_function_transforms()
+        if self.refuse_additions is not None and not is_compiling():
+            self.refuse_additions()
+            self.refuse_additions = None
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter of this module, for autograd; None where it has none."""
-        refuse_function_transforms()
+        self.refuse_misuse()
         parameter = self._parameters.get(name)
         if parameter is None:
             return None
@@ -104,7 +112,7 @@ class Form(SplitModule):
 
     def adding_product(self, x: Tensor) -> Tensor:
         """Returns the output of this layer, with what it sends, by one function of autograd."""
-        refuse_function_transforms()
+        self.refuse_misuse()
         y: Tensor = AddingProduct.apply(x, self._parameters["weight"], self._parameters.get("bias"), self)
         return y
 
@@ -166,7 +174,7 @@ class ColumnForm(Form):
         return gather_from_region(F.pad(y, (0, each - y.shape[-1])), self.axis)[..., : self.features]
 
     def _packed_product(self, x: Tensor) -> Tensor:
-        refuse_function_transforms()
+        self.refuse_misuse()
         both = [self._parameters.get(name) for name in ("weight", "bias")]
         given = [each if each is None or self.adds_to(each) else local_tensor(each) for each in both]
         pack = Pack(self.axis, self.packed, self.is_transposed, self.entered)

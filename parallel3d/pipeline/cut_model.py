@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -121,15 +122,15 @@ def cut_model(
     rules: CutRules | None = None,
     *,
     check: bool = True,
-    example: Tensor | None = None,
+    example: Tensor | tuple[Tensor] | None = None,
 ) -> list[nn.Module]:
     """Cuts a model into stages, which share its modules and keep its parameters' names. `boundaries` are the numbers of
     the first block of each stage but the first. A stage takes the ids, or what the stage before gives, and gives one
     tensor; keywords go to the model's own forward. Without `rules` the table is that of the model's family in
     `FAMILIES`. Cut after `tensor_parallelize` and before `shard`.
 
-    With `check` the ids `example` go through the model and through its stages, and must come out alike; a model of
-    transformers needs no example, and one on the meta device is not compared.
+    With `check` the ids `example`, a tensor or a tuple of it, go through the model and through its stages, and must
+    come out alike; a model of transformers needs no example, and one on the meta device is not compared.
 
     Raises ValueError for a family without a table, a name that the model does not have, a stage without blocks, a
     parameter that no rule gives to a stage, or one that two stages would share, a setting that no stage could compute;
@@ -161,7 +162,8 @@ def cut_model(
     if check and not any(tensor.is_meta for tensor in tensors):
         if example is None:
             raise ValueError("the stages are checked with an example of ids; try example=ids, or check=False")
-        _check(model, stages, rules, example.to(tensors[0].device))
+        (ids,) = (example,) if isinstance(example, Tensor) else example
+        _check(model, stages, rules, ids.to(tensors[0].device))
     return stages
 
 
@@ -247,16 +249,25 @@ def _refuse_lost_or_shared(model: nn.Module, rules: CutRules, ranges: Sequence[r
 def _check(model: nn.Module, stages: Sequence[nn.Module], rules: CutRules, example: Tensor) -> None:
     were = [(part, part.training) for each in (model, *stages) for part in each.modules()]
     model.eval()
+    outputs: list[Any] = []
+    block = next(model.get_submodule(rules.blocks).children())
+    hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
     try:
         made = model(example, **rules.settings)
         wanted, x = made if isinstance(made, Tensor) else made[0], example
         for stage in stages:
             x = stage.eval()(x)
     except Exception as error:
+        advice = "see CutRules"
+        if outputs and isinstance(outputs[0], tuple) != rules.tuples:
+            advice = f"a block returns a {type(outputs[0]).__name__}; write CutRules(..., tuples={not rules.tuples})"
+        elif rules.hidden is None and "inputs_embeds" in signature(model.forward).parameters:
+            advice = "its forward takes hidden states by a keyword; write CutRules(..., hidden='inputs_embeds')"
         raise ValueError(
-            f"{type(model).__name__}: its stages cannot be computed with the example: {error}; see CutRules"
+            f"{type(model).__name__}: its stages cannot be computed with the example: {error}; {advice}"
         ) from error
     finally:
+        hook.remove()
         for part, was in were:
             part.training = was
     difference = float((x - wanted).abs().max() / wanted.abs().max()) if x.shape == wanted.shape else float("inf")
