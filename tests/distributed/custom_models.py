@@ -76,11 +76,11 @@ class TwoTies(Llama):
 
 
 class SharedNorms(Llama):
-    """Shares a norm's weight between its second block and the next one."""
+    """Shares a norm's weight between its first block and the next one."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.layers["2"].mlp_norm.weight = self.layers["1"].mlp_norm.weight
+        self.layers["1"].mlp_norm.weight = self.layers["0"].mlp_norm.weight
 
 
 class Frozen(Llama):
