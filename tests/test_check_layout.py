@@ -137,6 +137,28 @@ def test_without_a_pattern_the_kind_of_parameter_tells_where_to_look(name: str, 
     assert first(change).causes[0].startswith(cause)
 
 
+def test_a_gradient_of_a_frozen_parameter_is_named() -> None:
+    alone = record()
+    del alone.steps[0].gradients["up.weight"]
+    found = compare(alone, record(LAYOUT)).first
+    assert found is not None and (found.what, found.name) == ("gradient", "up.weight")
+    assert found.causes[0].startswith("one process has no gradient for it: it is frozen")
+
+
+def test_the_norm_of_right_gradients_raises_no_alarm_however_steep_the_model() -> None:
+    def round_gradients(layout: TrainingRecord) -> None:
+        for name, views in layout.steps[1].gradients.items():
+            layout.steps[1].gradients[name] = dict.fromkeys(views, views[0] * np.float32(1 + 5e-6))
+        layout.steps[1].grad_norm *= 1 + 5e-6
+
+    layout = record(LAYOUT)
+    round_gradients(layout)
+    assert compare(record(), layout).first is None
+    layout.steps[1].grad_norm *= 1 + 5e-6  # which no gradient has
+    found = compare(record(), layout).first
+    assert found is not None and found.what == "gradient norm"
+
+
 def test_a_missing_gradient_is_named() -> None:
     found = first(lambda layout: layout.steps[0].gradients.pop("up.weight", None) and None)
     assert found.name == "up.weight" and found.size == float("inf")

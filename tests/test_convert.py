@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import utils
 
 from parallel3d.convert.apply import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.families import FAMILIES
@@ -37,6 +41,29 @@ class Model(nn.Module):
         self.embed = nn.Embedding(10, 16)
         self.blocks = nn.ModuleList(nn.ModuleDict({"attn": Attention(heads, kv_heads)}) for _ in range(2))
         self.norm = nn.LayerNorm(16)
+
+
+class Lora(nn.Module):
+    """A linear with an adapter, as peft wraps it."""
+
+    def __init__(self, base_layer: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        features = base_layer.out_features, base_layer.in_features
+        if isinstance(base_layer.weight, DTensor):
+            features = base_layer.weight.to_local().shape
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(features[1], rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, features[0], bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x)
+        return y + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def add_adapters(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        module.set_submodule(name, Lora(module.get_submodule(name)))
+    return module
 
 
 RULES: Rules = {
@@ -113,6 +140,25 @@ def test_a_linear_of_another_forward_is_refused() -> None:
 
     with pytest.raises(ValueError, match="0: is a Scaled; only nn.Linear and Conv1D can be split so"):
         plans(nn.Sequential(Scaled(4, 4)), {"0": "column"})
+
+
+def test_a_linear_that_is_wrapped_before_the_split_is_refused_with_rules_for_the_linears_inside_it() -> None:
+    model = add_adapters(Model(), *(f"blocks.{i}.attn.{name}" for i in range(2) for name in "qo"))
+    with pytest.raises(ValueError, match=r"^blocks.0.attn.q: is a Lora around several linears") as caught:
+        plans(model, RULES)
+    found = plans(model, eval(str(caught.value).partition("for example ")[2], {**globals(), "rules": RULES}))
+    forms = {name.partition("attn.")[2]: plan.form for name, plan in found.items() if name.startswith("blocks.0.attn.")}
+    assert forms["q.base_layer"] is forms["q.lora_B.default"] is ColumnForm
+    assert forms["o.base_layer"] is forms["o.lora_A.default"] is RowForm
+    assert forms["q.lora_A.default"] is forms["o.lora_B.default"] is ReplicatedForm
+    assert found["blocks.0.attn.q.lora_A.default"].settings["partial_gradient"] is True  # the attention sums dx
+
+
+@pytest.mark.parametrize("norm", [utils.weight_norm, utils.spectral_norm, utils.parametrizations.weight_norm])
+def test_a_weight_that_is_computed_in_each_forward_pass_is_refused(norm: Callable) -> None:
+    model = nn.Sequential(norm(nn.Linear(4, 8)))
+    with pytest.raises(ValueError, match=r"^0: computes its weight in each forward pass, by weight_norm"):
+        plans(model, {"0": "column"})
 
 
 def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,8 @@ def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
         cut_model(model, [2], table, example=ids)
     del model.scale
     model.register_buffer("scale", torch.ones(()))
-    assert torch.equal(through(cut_model(model, [2], table, example=ids), ids), model(ids))
+    for example in (ids, (ids,)):
+        assert torch.equal(through(cut_model(model, [2], table, example=example), ids), model(ids))
     wrong = CutRules("blocks", ("embed", "positions"), ("head",))
     with pytest.raises(ValueError, match=r"^the stages of Own give another output than the model, by "):
         cut_model(model, [2], wrong, example=ids)
@@ -138,6 +140,28 @@ def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
         cut_model(model, [2], CutRules("blocks", ("embed",), ("norm", "head")))
     with pytest.raises(ValueError, match=r"^Own: there is no table for it, but for the decoders llama, "):
         cut_model(model, [2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "rules"),
+    [
+        ("gptj", {"n_embd": 16, "n_layer": 4, "n_head": 2, "rotary_dim": 4}, ("transformer.h", "wte", "ln_f")),
+        ("mpt", {"d_model": 16, "n_layers": 4, "n_heads": 2}, ("transformer.blocks", "wte", "norm_f")),
+    ],
+)
+def test_blocks_that_return_tuples_are_refused_with_the_setting_that_cuts_them(
+    kind: str, sizes: dict[str, Any], rules: tuple[str, str, str]
+) -> None:
+    config = hf.AutoConfig.for_model(kind, **sizes, vocab_size=VOCAB, tie_word_embeddings=False)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    blocks, first, last = rules
+    table = CutRules(blocks, (f"transformer.{first}",), (f"transformer.{last}", "lm_head"))
+    with pytest.raises(ValueError, match=r"a block returns a tuple; write CutRules\(..., tuples=True\)"):
+        cut_model(model, [2], table)
+    if kind == "mpt":
+        with pytest.raises(ValueError, match="by a keyword; write CutRules\\(..., hidden='inputs_embeds'\\)"):
+            cut_model(model, [2], replace(table, tuples=True))
+    assert len(cut_model(model, [2], replace(table, tuples=True, hidden="inputs_embeds"))) == 2
 
 
 def test_a_loss_of_all_routers_is_refused() -> None:

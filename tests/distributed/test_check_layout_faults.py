@@ -22,6 +22,7 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.layers import loss as layers_loss
 from parallel3d.layers.parameter import ParameterSpec, normal
 from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
+from parallel3d.models import check_model, custom
 from parallel3d.pipeline.execution import StageError
 from parallel3d.tools.check_layout.compare import compare
 from parallel3d.tools.check_layout.data import TrainingRecord
@@ -113,6 +114,9 @@ FAULTS = {
     ),
     "frozen parameters move": Fault("Frozen", {"tp": 2}, ((parallelize, "cut", forget_frozen),)),
     "frozen parameters move in one process": Fault("Frozen", {}, ((parallelize, "cut", forget_frozen),)),
+    "a parameter that no forward pass uses decays": Fault(
+        "Unused", {"dp_shard": 2, "zero_stage": 1}, ((custom, "_unused", lambda model: []),), is_refused=True
+    ),
     "gathered logits are taken for split ones": Fault(
         "Gathered", {"tp": 2}, ((training_loss.MeanLoss, "_is_split", lambda *args: True),)
     ),
@@ -134,6 +138,7 @@ def record(name: str, is_planted: bool) -> TrainingRecord | str:
     """Returns the record of a layout, or the error that refuses it."""
     with planted(name) if is_planted else ExitStack():
         try:
+            check_model(FAULTS[name].recipe.model)
             return record_recipe(FAULTS[name].recipe)
         except (Parallel3dError, StageError) as error:
             return str(error)

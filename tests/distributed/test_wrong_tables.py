@@ -10,10 +10,11 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,6 +28,7 @@ from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from tests.distributed.test_convert import KINDS, VOCAB, build
 from tests.distributed.test_convert import PRELOAD as PRELOAD
+from tests.test_convert import add_adapters
 
 DRAWN = 40
 
@@ -228,12 +230,76 @@ def ask_for_an_example() -> None:
     torch.manual_seed(0)
     table: Rules = {"0": "column", "2": "row"}
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match=r"example=\(tensor,\)"):
+    with pytest.raises(ValueError, match=r"example=tensor"):
         tensor_parallelize(model, tp, table)
     tensor_parallelize(copy.deepcopy(model), tp, table, check=False)
-    split = tensor_parallelize(model, tp, table, example=(torch.ones(2, 4),))
-    assert split(torch.ones(1, 4)).shape == (1, 3)
-    assert all(parameter.grad is None for parameter in split.parameters()) and split.training
+    x = torch.ones(2, 4)
+    for example in (x, (x,), {"input": x}):
+        split = tensor_parallelize(copy.deepcopy(model), tp, table, example=example)
+        assert split(torch.ones(1, 4)).shape == (1, 3)
+        assert all(parameter.grad is None for parameter in split.parameters()) and split.training
+
+
+class NanoAttention(nn.Module):
+    """nanoGPT's attention, with the sizes that its forward takes from its whole input, or with -1."""
+
+    def __init__(self, features: int, n_head: int, *, is_original: bool) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.n_head, self.n_embd, self.is_original = n_head, features, is_original
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        width, joined = (C // self.n_head, C) if self.is_original else (-1, -1)
+        q, k, v = (each.view(B, T, self.n_head, width).transpose(1, 2) for each in self.c_attn(x).split(self.n_embd, 2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        z: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(B, T, joined))
+        return z
+
+
+def split_nanogpt() -> None:
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    heads = Divide(("n_head", "n_embd"))
+    table: Rules = {"0": heads, "0.c_attn": Column(parts=3), "0.c_proj": "row"}
+    for is_original in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(NanoAttention(16, 4, is_original=is_original))
+        with pytest.raises(ValueError, match=r"C // self.n_head\)\): write -1") if is_original else nullcontext():
+            tensor_parallelize(model, tp, table, example=torch.randn(2, 3, 16))
+
+
+def test_nanogpts_original_forward_is_refused_with_its_cause(world: Callable) -> None:
+    world(2).run(split_nanogpt)
+
+
+def add_adapters_after_the_split() -> None:
+    tp, x = init_device_mesh("cpu", (get_world_size(),)), torch.ones(2, 4)
+    for name in ("0", "2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        split = tensor_parallelize(model, tp, {"0": "column", "2": "row"}, example=x)
+        for changed in (copy.deepcopy(split), split):
+            add_adapters(changed, name)
+            with pytest.raises(RuntimeError, match=rf"^{name}.lora_A.default.weight: was added after {name} was split"):
+                changed(x)
+
+
+def test_adapters_that_are_added_after_the_split_are_refused_in_the_first_forward_pass(world: Callable) -> None:
+    world(2).run(add_adapters_after_the_split)
+
+
+def split_adapters_by_the_rules_of_the_message() -> None:
+    tp, x = init_device_mesh("cpu", (get_world_size(),)), torch.randn(2, 4, generator=torch.manual_seed(0))
+    model = add_adapters(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), "0", "2")
+    table: Rules = {"0": "column", "2": "row"}
+    with pytest.raises(ValueError, match="for example rules | ") as caught:
+        tensor_parallelize(model, tp, table, example=x)
+    rules = eval(str(caught.value).partition("for example ")[2], {**globals(), "rules": table})
+    tensor_parallelize(model, tp, rules, example=x)  # which compares every output and gradient
+
+
+def test_adapters_are_split_by_the_rules_of_the_message(world: Callable) -> None:
+    world(2).run(split_adapters_by_the_rules_of_the_message)
 
 
 def stay_in_bfloat16() -> None:

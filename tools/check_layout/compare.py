@@ -80,6 +80,8 @@ def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
     rows = []
     before = alone.start
     for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), start=1):
+        for name, views in ours.gradients.items():  # a frozen parameter has no gradient in plain PyTorch
+            reference.gradients.setdefault(name, {0: np.zeros_like(next(iter(views.values())))})
         found = _sizes(reference, ours, before, layout.parallel)
         worst = {}
         for what, sizes in found.items():

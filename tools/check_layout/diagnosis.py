@@ -70,6 +70,8 @@ def causes_of_gradient(
     parallel, views, wanted = layout.parallel, ours.get(name, {}), reference[name]
     if not views:
         return ["no rank has a gradient for it: it is cut off from the loss, frozen, or on no pipeline stage"]
+    if not wanted.any():
+        return ["one process has no gradient for it: it is frozen (requires_grad=False), or no forward pass uses it"]
     causes = [*_missing_sums(wanted, views, layout)]
     ratios = [r for n in differing if ours.get(n) and (r := _ratio(next(iter(ours[n].values())), reference[n]))]
     ratio = _ratio(next(iter(views.values())), wanted)
