@@ -354,9 +354,12 @@ def _rules_inside_wrappers(
         }
         if not isinstance(style, Column | Row) or len(linears) < 2:
             continue
-        is_column = isinstance(style, Column)
-        own = replace(style, unit=None, heads=None, shared=None) if isinstance(style, Column) else style
-        other = Replicate(partial_gradient=_is_entered(name, styles) if is_column else style.sequence)
+        is_column, own = isinstance(style, Column), style
+        if isinstance(style, Column):
+            own, is_partial = replace(style, unit=None, heads=None, shared=None), _is_entered(name, styles)
+        else:
+            is_partial = style.sequence
+        other = Replicate(partial_gradient=is_partial)
         widths = {each: part.weight.shape[is_column == is_conv1d(part)] for each, part in linears.items()}
         rules[pattern] = "replicate"
         for each, width in widths.items():

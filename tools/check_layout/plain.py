@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,7 +45,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     record.start = collect(model.named_parameters())
     batches = random_batches(recipe)
     linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    matrices = [part.weight for part in linears if not isinstance(part, VocabParallelHead)]
+    matrices = [part.get_parameter("weight") for part in linears if not isinstance(part, VocabParallelHead)]
     optimizers = plain_optimizers(model, recipe.optimizer, matrices)
 
     def rate(step: int) -> float:
@@ -54,7 +55,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
 
     def loss_of(step: int, smoothing: float, z_loss: float) -> Tensor:
         batch = batches.batch(step)
-        keywords = {} if batch.documents is None else {"documents": batch.documents[0]}
+        keywords: dict[str, Any] = {} if batch.documents is None else {"documents": batch.documents[0]}
         if sizes.dropout or sizes.attention_dropout:
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
         logits, labels = model(batch.inputs[0], **keywords).double().flatten(0, -2), batch.labels.flatten()

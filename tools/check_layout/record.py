@@ -140,8 +140,9 @@ def record_steps(
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        is_output = isinstance(output, Tensor) and output.ndim >= 2
-        if is_output and not is_in_backward() and not getattr(module, "is_deferred", False):
+        if is_in_backward() or getattr(module, "is_deferred", False):
+            return
+        if isinstance(output, Tensor) and output.ndim >= 2:
             outputs[name].append(output.detach().clone())
 
     hidden, hooks = {module for model in models for module in inside_compiled(model)}, []
