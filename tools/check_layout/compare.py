@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -75,13 +75,13 @@ Sizes = dict[str, dict[int, float]]  # name -> rank -> size of the difference
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
     """Compares step by step; within a step in the order in which things are computed."""
+    pairs = zip(alone.steps, layout.steps, strict=True)
+    alone = replace(alone, steps=[_with_zeros(reference, ours) for reference, ours in pairs])
     weights = _view_sizes(alone.initial, layout.initial, _only(alone.initial))
     first = _first_difference(0, {"initial weight": weights}, alone, layout)
     rows = []
     before = alone.start
     for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), start=1):
-        for name, views in ours.gradients.items():  # a frozen parameter has no gradient in plain PyTorch
-            reference.gradients.setdefault(name, {0: np.zeros_like(next(iter(views.values())))})
         found = _sizes(reference, ours, before, layout.parallel)
         worst = {}
         for what, sizes in found.items():
@@ -92,6 +92,12 @@ def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
             first = _first_difference(number, found, alone, layout)
         before = reference.parameters
     return LayoutComparison(layout.parallel, tuple(rows), first)
+
+
+def _with_zeros(reference: StepRecord, ours: StepRecord) -> StepRecord:
+    """Adds a gradient of zeros for each parameter that only the layout has one of, such as a frozen parameter."""
+    zeros = {name: {0: np.zeros_like(next(iter(views.values())))} for name, views in ours.gradients.items()}
+    return replace(reference, gradients={**zeros, **reference.gradients})
 
 
 def _sizes(reference: StepRecord, ours: StepRecord, before: Views, parallel: ParallelConfig) -> dict[What, Sizes]:
