@@ -77,7 +77,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     for option, (_, words) in _SAMPLING.items() if command == "generate" else ():
         parser.add_argument(option, help=words)
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message")
     options = parser.parse_intermixed_args(rest)
     if options.run is None:
         parser.error("no RUN is given; name the folder of a run, such as runs/quickstart")

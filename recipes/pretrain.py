@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,10 +25,10 @@ from parallel3d.checkpoint.store import check_manifests, find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
-from parallel3d.errors import ClusterError, ConfigError, CtrlCError, Parallel3dError, PreemptedError, printable
+from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
 from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
 from parallel3d.launch.devices import choose_device, may_refuse_the_device, refuse_without_torch
-from parallel3d.launch.failure import Failure, end_process, print_error
+from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
@@ -42,7 +41,7 @@ from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
-from parallel3d.tools.reply import status_of
+from parallel3d.tools.reply import exit_status
 
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
 # These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
@@ -68,7 +67,7 @@ exit status:
    69  the workers did not find each other
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
-   73  a checkpoint cannot be written, another run writes into the folder, or a replay to a dashboard failed
+   73  a checkpoint or stdout cannot be written, another run writes into the folder, or a replay failed
    75  stopped by SIGTERM, with the state saved
   130  stopped by Ctrl-C, with the state saved where checkpoint.every is set (a second Ctrl-C ends at once)
   143  stopped by SIGTERM, with nothing saved
@@ -77,30 +76,23 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        is_on_a_run = bool(arguments) and arguments[0] in finished_run.COMMANDS
-        options = finished_run.parse(arguments) if is_on_a_run else _parse(arguments)
-        if options.command == "replay":
-            return finished_run.replay(options)
-        if options.command == "from-deepspeed":
-            return _translate(Path(options.from_deepspeed))
-        rendezvous = Rendezvous.from_environment()
-        if options.print_config:
-            recipe = options.load(options).recipe
-            print(to_yaml(recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)), end="")
-            return 0
-        with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
-            return _launch(options) if rendezvous is None else _join(options, rendezvous)
-    except Parallel3dError as error:
-        print_error(str(error))
-        if {"-v", "--verbose"} & set(arguments):
-            traceback.print_exc()
-        return error.exit_status
-    except OSError as error:
-        return status_of(error)
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(argv, _run)
+
+
+def _run(arguments: list[str]) -> int:
+    is_on_a_run = bool(arguments) and arguments[0] in finished_run.COMMANDS
+    options = finished_run.parse(arguments) if is_on_a_run else _parse(arguments)
+    if options.command == "replay":
+        return finished_run.replay(options)
+    if options.command == "from-deepspeed":
+        return _translate(Path(options.from_deepspeed))
+    rendezvous = Rendezvous.from_environment()
+    if options.print_config:
+        recipe = options.load(options).recipe
+        print(to_yaml(recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)), end="")
+        return 0
+    with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
+        return _launch(options) if rendezvous is None else _join(options, rendezvous)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -116,7 +108,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--from-deepspeed", metavar="DS.JSON", help="print a recipe's keys for a DeepSpeed configuration"
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors that have a message")
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
     is_range_test = arguments[:1] == ["range-test"]
@@ -218,7 +209,8 @@ def run_rank(
     speaks = rendezvous.rank == 0
     outcome = RunOutcome()
     try:
-        work()
+        with writing_output():
+            work()
     except (PreemptedError, ConfigError, ClusterError) as error:  # all ranks raise it
         if speaks:
             print_error(str(error))

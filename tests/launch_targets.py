@@ -60,6 +60,11 @@ def rank_0_leaves_early(recipe: Recipe, rendezvous: Rendezvous) -> None:
         time.sleep(60)
 
 
+def prints_on_both(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    sys.stderr.write("progress\n")
+    print("a result")
+
+
 def exits_with_75(recipe: Recipe, rendezvous: Rendezvous) -> None:
     sys.exit(75)
 

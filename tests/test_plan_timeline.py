@@ -192,12 +192,6 @@ def test_it_answers_without_torch_or_omegaconf() -> None:
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m parallel3d.tools.plan {SMALL} | head -c 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_the_pages_examples_are_what_is_printed(capsys: Said) -> None:
     page = (Path(__file__).parents[1] / "docs" / "pipeline.md").read_text()
     examples = re.findall(r"```\n\$ parallel3d-plan (.*)\n((?:.*\n)*?)```", page)

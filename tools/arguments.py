@@ -16,6 +16,7 @@ from parallel3d.errors import ConfigError
 
 HARDWARE = Path(__file__).parent / "hardware"  # the files of devices and clusters that come with the project
 
+VERBOSE = ("-v", "--verbose")
 _MOST_SIZES = 32  # sizes of a cluster that are tried at once
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -29,7 +30,12 @@ _NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are ConfigErrors of one line, which says where to read on."""
+    """A parser with --verbose, whose usage errors are ConfigErrors of one line, which says where to read on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = "show tracebacks of errors that have a message"
+        self.add_argument(*VERBOSE, action="store_true", help=words)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(_MISSING):

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
-from parallel3d.errors import ConfigError, Parallel3dError, printable
-from parallel3d.launch.failure import print_error
+from parallel3d.errors import ConfigError, Parallel3dError, SaveError, printable
+from parallel3d.launch.failure import print_error, writing_output
+from parallel3d.tools.arguments import VERBOSE
 
 NOTHING_FITS = 3  # the exit status of a question without an answer
 _INTERRUPTED = 130
-_VERBOSE = ("-v", "--verbose")
+_SIGPIPE = 141  # what a shell reports of a command whose reader has gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,38 +34,32 @@ class Reply:
         """Prints the page, or the JSON object where there is one and it is asked for. Returns the exit status."""
         for line in [json.dumps(self.tree())] if as_json and self.tree else self.page():
             print(printable(line))
-        sys.stdout.flush()
         return self.status
 
 
-def exit_status(arguments: list[str], run: Callable[[list[str]], int]) -> int:
-    """Runs a command on its arguments but for -v, which shows the traceback of an error beside its line. Returns the
-    exit status."""
+def exit_status(arguments: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
+    """Runs a command on `arguments` (default: the command line), and writes what it has printed. Every command ends
+    here. With -v, an error shows its traceback. Returns the exit status."""
+    words = sys.argv[1:] if arguments is None else [*arguments]
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows other letters as escapes
     try:
-        return run([word for word in arguments if word not in _VERBOSE])
+        with writing_output():
+            return run(words)
     except Parallel3dError as error:
+        if isinstance(error, SaveError) and isinstance(error.__cause__, BrokenPipeError):
+            return _SIGPIPE  # silent, as other commands before `| head`
         print_error(str(error))
-        if {*_VERBOSE} & {*arguments}:
+        if {*VERBOSE} & {*words}:
             traceback.print_exc()
         return error.exit_status
-    except BrokenPipeError:  # the reader of a pipe has gone, such as `| head`; nothing is to be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
-        return status_of(error)
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print_error(f"{error.filename}: no file has a name so long; see --help")
+        return ConfigError.exit_status
     except KeyboardInterrupt:
         return _INTERRUPTED
-
-
-def status_of(error: OSError) -> int:
-    """Tells of an argument that is too long for the name of a file, and returns the exit status. Raises any other error
-    again."""
-    if error.errno != errno.ENAMETOOLONG:
-        raise error
-    print_error(f"{error.filename}: no file has a name so long; see --help")
-    return ConfigError.exit_status
 
 
 def write_output(option: str, path: Path, text: str) -> None:

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TextIO
 
-from parallel3d.errors import Parallel3dError, RankError, RendezvousError, printable
+from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
@@ -94,7 +95,50 @@ def print_error(message: str) -> None:
     """Writes `error: ...` on stderr, further lines of the message below its first. Of a word that fills a page, such as
     an argument that is a whole file, the beginning and the end are shown."""
     message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(message))
-    print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk leaves the exit status as it is
+        print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
+
+
+class _Output:
+    """Passes text on to stdout or stderr, and keeps the error of a write that fails. Later text is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., object], *text: str) -> None:
+        try:
+            act(*text)
+        except OSError as error:
+            self.error = error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # Python flushes again when it ends
+
+
+@contextmanager
+def writing_output() -> Iterator[None]:
+    """Writes what the block prints, and ignores errors of stderr. Raises SaveError at the end of the block if stdout
+    could not be written."""
+    if sys.stdout is None:  # the next file that is opened would get its descriptor
+        raise SaveError("stdout: it is closed; try > /dev/null")
+    with open(os.devnull, "w") as nowhere:  # gets the descriptor of stderr if that is closed
+        stdout: Any = _Output(sys.stdout)
+        stderr: Any = _Output(sys.stderr or nowhere)
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            try:
+                yield
+            finally:
+                stdout.flush()
+                if stdout.error is not None:
+                    raise SaveError(f"stdout: cannot be written: {stdout.error.strerror}") from stdout.error
 
 
 def any_ranks(ranks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
-from parallel3d.launch.failure import Failure, end_process
+from parallel3d.launch.failure import Failure, end_process, writing_output
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.signals import STOP_SIGNALS
 
@@ -54,7 +54,8 @@ def run_worker_process(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves elsewhere is no obstacle
     try:
         module, _, name = target.partition(":")
-        getattr(import_module(module), name)(recipe, rendezvous, *arguments)
+        with writing_output():
+            getattr(import_module(module), name)(recipe, rendezvous, *arguments)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Literal
 
-from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
+from parallel3d.tools.reply import exit_status
 
 # The module NAME has `bench_NAME`, with - as _.
 BENCHMARKS = ("checkpoint", "data", "data-loading", "faults", "step", "layers", "local_sgd", "pipeline", "planner")
@@ -46,6 +47,10 @@ more GPUs than there are is left out.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark that the command line names; returns the exit status."""
+    return exit_status(arguments, _run)
+
+
+def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog="python -m parallel3d.tools.bench",
         description="Runs a benchmark of parallel3d against its peer, in turn, and prints both with their ratio.",
@@ -60,16 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): GPUs where they can be used"
     )
-    try:
-        args = parser.parse_args(arguments)
-        name = args.name.replace("-", "_")
-        module = import_module(f"parallel3d.tools.bench.{name}")  # imports torch, which --help does not wait for
-        bench: Callable[[Options], list[ResultRow]] = vars(module)[f"bench_{name}"]
-        device = _device(args.name, args.device)
-        rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case, device=device))
-    except Parallel3dError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    args = parser.parse_args(arguments)
+    name = args.name.replace("-", "_")
+    module = import_module(f"parallel3d.tools.bench.{name}")  # imports torch, which --help does not wait for
+    bench: Callable[[Options], list[ResultRow]] = vars(module)[f"bench_{name}"]
+    device = _device(args.name, args.device)
+    rows = bench(Options(rounds=args.rounds, steps=args.steps, case=args.case, device=device))
     print(as_json(rows) if args.json else as_table(rows))
     return 0
 

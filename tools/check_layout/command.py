@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import parallel3d
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.errors import ConfigError, Parallel3dError
-from parallel3d.launch.failure import print_error
+from parallel3d.errors import ConfigError
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
 from parallel3d.tools.check_layout.shrink import VOCAB, shrink
+from parallel3d.tools.reply import exit_status
 
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.data import TrainingRecord
@@ -43,6 +43,10 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
+    return exit_status(arguments, _run)
+
+
+def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog="parallel3d-check-layout",
         description="Trains a few steps in a layout and in one process, from the same weights on the same batches, and "
@@ -60,20 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
     )
-    try:
-        options = parser.parse_intermixed_args(arguments)
-        alone, layout, parallel = _model_check(options) if options.model else _recipe_check(options)
-        from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
-        from parallel3d.tools.check_layout.compare import compare
-        from parallel3d.tools.check_layout.report import as_json, as_text
+    options = parser.parse_intermixed_args(arguments)
+    alone, layout, parallel = _model_check(options) if options.model else _recipe_check(options)
+    from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
+    from parallel3d.tools.check_layout.compare import compare
+    from parallel3d.tools.check_layout.report import as_json, as_text
 
-        reference = run_ranks(*alone, world_size=1)
-        comparison = compare(reference, run_ranks(*layout, world_size=parallel.world_size))
-    except Parallel3dError as error:
-        print_error(str(error))
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+    reference = run_ranks(*alone, world_size=1)
+    comparison = compare(reference, run_ranks(*layout, world_size=parallel.world_size))
     print(as_json(comparison) if options.json else as_text(comparison))
     return 0 if comparison.first is None else 1
 

@@ -4,7 +4,6 @@ subcommand is imported when it is asked for something."""
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    return exit_status(list(sys.argv[1:] if arguments is None else arguments), _run)
+    return exit_status(arguments, _run)
 
 
 def find_checkpoint(text: str) -> Path:

@@ -26,13 +26,14 @@ exit status:
     0  done
     2  usage, or what cannot be done as asked
    65  an input or a folder of tokens that is damaged
+   73  stdout cannot be written
   130  interrupted; the same `tokenize` command goes on
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    return exit_status(list(sys.argv[1:] if arguments is None else arguments), _run)
+    return exit_status(arguments, _run)
 
 
 def _run(words: list[str]) -> int:

@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from parallel3d.errors import ConfigError, Parallel3dError
+from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import print_error
 from parallel3d.tools.arguments import Parser
 from parallel3d.tools.gpu_check.findings import Check, Outcome
 from parallel3d.tools.gpu_check.report import page_with, summary
 from parallel3d.tools.gpu_check.runner import answer_as_child, run_checks
 from parallel3d.tools.gpu_check.table import CHECKS
-from parallel3d.tools.reply import write_output
+from parallel3d.tools.reply import exit_status, write_output
 
 NO_DEVICE = 3
 _NO_CUDA = "no CUDA device: run this where torch.cuda.is_available(), or prove the checks' own code by --device cpu"
@@ -38,6 +38,10 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
+    return exit_status(arguments, _run)
+
+
+def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog="python -m parallel3d.tools.gpu_check",
         description="Runs the acceptance of the CUDA path on one GPU, each check in a process of its own with a limit. "
@@ -58,23 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the report into a page, such as docs/gpu.md")
     for name, kind in (("--child", str), ("--limit", float), ("--answer", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # what `runner` tells a child
-    try:
-        options = parser.parse_args(arguments)
-        if options.child:
-            return answer_as_child(options.child, options.device, options.limit, options.answer)
-        if options.page is not None and options.device == "cpu":
-            raise ConfigError(f"--page {options.page}: a report is of a GPU; leave out --device cpu, or --page")
-        checks = chosen_checks(options.only)
-        if options.list:
-            for check in checks:
-                print(f"{check.id:<6}{check.limit_s:>4.0f} s  {check.title}: {check.bound}")
-            return 0
-        return _run(checks, options)
-    except Parallel3dError as error:
-        print_error(str(error))
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+    options = parser.parse_args(arguments)
+    if options.child:
+        return answer_as_child(options.child, options.device, options.limit, options.answer)
+    if options.page is not None and options.device == "cpu":
+        raise ConfigError(f"--page {options.page}: a report is of a GPU; leave out --device cpu, or --page")
+    checks = chosen_checks(options.only)
+    if not options.list:
+        return _check(checks, options)
+    for check in checks:
+        print(f"{check.id:<6}{check.limit_s:>4.0f} s  {check.title}: {check.bound}")
+    return 0
 
 
 def chosen_checks(only: str | None) -> list[Check]:
@@ -92,7 +90,7 @@ def chosen_checks(only: str | None) -> list[Check]:
     return [check for check in CHECKS if check.id in chosen]
 
 
-def _run(checks: Sequence[Check], options: argparse.Namespace) -> int:
+def _check(checks: Sequence[Check], options: argparse.Namespace) -> int:
     """Runs checks, and prints and writes what they found; returns the exit status."""
     # The table is for people: it makes place on stdout for the JSON lines where they are asked for there.
     people = sys.stderr if options.json == "-" else sys.stdout

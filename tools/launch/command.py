@@ -49,7 +49,7 @@ _HELP = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: returns the exit status."""
-    return exit_status(list(sys.argv[1:] if argv is None else argv), _run)
+    return exit_status(argv, _run)
 
 
 def _run(arguments: list[str]) -> int:

@@ -8,7 +8,6 @@ its top, and an entry in commands.toml, which holds all options and the texts of
 from __future__ import annotations
 
 import argparse
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 import parallel3d
 from parallel3d.errors import ConfigError
 from parallel3d.schedules.registry import SCHEDULES
-from parallel3d.tools.arguments import PARSERS, Parser
+from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
 from parallel3d.tools.reply import Reply, exit_status
 
 _DEFAULT = "recommend"
@@ -79,10 +78,11 @@ COMMANDS = {name: Command(**entry) for name, entry in _TABLE["commands"].items()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit status."""
-    return exit_status(list(sys.argv[1:] if argv is None else argv), _run)
+    return exit_status(argv, _run)
 
 
 def _run(words: list[str]) -> int:
+    words = [word for word in words if word not in VERBOSE]
     name = words[0] if words else ""
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
