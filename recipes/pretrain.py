@@ -46,6 +46,21 @@ from parallel3d.tools.reply import exit_status
 _MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
 # These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
+_USAGE = """\
+%(prog)s [options] RECIPE [key=value ...]
+       %(prog)s {range-test,evaluate,generate,replay} ...
+"""
+_DESCRIPTION = """\
+Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is one worker.
+"""
+_RANGE_TEST = """\
+Trains a recipe for 100 steps while the learning rate rises to optimizer.lr, and prints the loss at each rate.
+"""
+_RANGE_TEST_EPILOG = """\
+examples:
+  parallel3d-train range-test quickstart
+  parallel3d-train range-test my.yaml train.steps=200 optimizer.lr=0.1
+"""
 _EPILOG = """\
 examples:
   parallel3d-train quickstart
@@ -96,11 +111,12 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    is_range_test = arguments[:1] == ["range-test"]
     parser = Parser(
-        prog="parallel3d-train",
-        description="Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is "
-        "one worker.",
-        epilog=_EPILOG,
+        prog="parallel3d-train range-test" if is_range_test else "parallel3d-train",
+        usage=None if is_range_test else _USAGE,
+        description=_RANGE_TEST if is_range_test else _DESCRIPTION,
+        epilog=_RANGE_TEST_EPILOG if is_range_test else _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser, shipped_recipes())
@@ -110,7 +126,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
-    is_range_test = arguments[:1] == ["range-test"]
     options, unknown = parser.parse_known_intermixed_args(arguments[is_range_test:])
     if unknown:
         meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""

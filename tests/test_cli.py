@@ -125,6 +125,17 @@ def test_the_version_is_the_packages(capsys: Said) -> None:
     assert capsys.readouterr().out == f"parallel3d {parallel3d.__version__}\n"
 
 
+@pytest.mark.parametrize("name", ["range-test", "evaluate", "generate", "replay"])
+def test_every_command_of_the_help_has_a_help_of_its_own(name: str, capsys: Said) -> None:
+    for arguments in (["--help"], [name, "--help"]):
+        with pytest.raises(SystemExit):
+            pretrain.main(arguments)
+    usage, own = capsys.readouterr().out.split("usage: ")[1:]
+    assert name in usage.partition("\n\n")[0]
+    first, second = own.split("\n\n")[:2]
+    assert first.startswith(f"parallel3d-train {name} ") and second.endswith(".")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["quickstart", "--print-config"], ["quickstart", "parallel.tp=3"]])
 def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> None:
     program = textwrap.dedent(f"""

@@ -376,6 +376,13 @@ def test_a_users_mistake_is_one_line_and_status_2(
     assert not (tmp_path / "tokens").exists()
 
 
+def test_every_help_says_what_its_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tokenize", "inspect", "check", "merge"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert capsys.readouterr().out.split("\n\n")[1].endswith(".")
+
+
 def test_help_waits_for_no_library() -> None:
     code = (
         "import sys\nfrom parallel3d.tools.data.command import main\ntry:\n    main(['tokenize', '--help'])\n"

@@ -62,7 +62,8 @@ def _parser() -> Parser:
         command.add_argument("path", metavar="DIR|PREFIX", type=Path)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.set_defaults(answer=answer)
-    merge = commands.add_parser("merge", help="several folders of one tokenizer into one")
+    summary = "several folders of one tokenizer into one"
+    merge = commands.add_parser("merge", help=summary, description=f"Joins {summary}.")
     merge.add_argument("paths", metavar="DIR", nargs="+", type=Path, help="folders, in the order of the result")
     merge.add_argument("--out", metavar="DIR", type=new_path, required=True, help="the new folder")
     merge.set_defaults(answer=_merge, json=False)
