@@ -65,6 +65,8 @@ BAD_INPUTS = [
     (f"{ASKED} --fix tp=1 pp=1 mb=3", "parallel.microbatch_size 3 = 48; try 96 or 144"),
     (f"{ASKED} --fix schedule=1f1b vpp=2", "virtual_stages = 2: needs parallel.schedule = interleaved_1f1b,"),
     (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
+    (f"{ASKED} --fix tp=2 --fix tp=4", "--fix tp=4: tp is given twice; keep one of the two"),
+    (f"{ASKED} --emit-recipe p.yaml --emit-launch slurm a --emit-launch k8s b", "--emit-launch slurm a k8s b: must be"),
     (f"{ASKED} --fix tp", "--fix tp: has no value; try tp=8"),
     (f"{ASKED} --fix tpp=8", "--fix tpp=8: not a key of the layout with its value, such as tp=8; did you mean tp?"),
     (f"{ASKED} --fix cp=8", "cp = 8: context parallelism is not among the axes of parallel3d; longer"),
