@@ -10,12 +10,15 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.timeline import simulate
+from parallel3d.timeline.spans import Span
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.reply import Reply
 
@@ -114,7 +117,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
         (SMALL + " --split 1 nan", "--split: 'nan' must be a time"),
         (SMALL + " --svg /no/such/folder/x.svg", "--svg /no/such/folder/x.svg: cannot be written (No such file"),
         (SMALL + " --frobnicate", "unrecognized arguments: --frobnicate; see parallel3d-plan timeline --help"),
-        (SMALL + "88888888", "actions on 4 ranks, and at most 5,000,000 are simulated; try --microbatches 16"),
+        (SMALL + "88888888", "actions on 4 ranks, and at most 5,000,000 are simulated; try --pp 8 --microbatches 32"),
         ("timeline --schedule-file /no/such/file", "/no/such/file: cannot be read: No such file"),
     ],
 )
@@ -125,6 +128,29 @@ def test_a_mistake_is_one_line_and_status_2(arguments: str, message: str, capsys
     assert said.err.startswith("error: ")
     assert message in said.err
     assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
+def test_what_is_suggested_for_too_many_actions_can_be_simulated(name: str, capsys: Said) -> None:
+    assert run(f"timeline --schedule {name} --pp 100000 --microbatches 100000") == 2
+    suggested = capsys.readouterr().err.partition("; try ")[2]
+    assert run(f"timeline --schedule {name} {suggested} --json") == 0
+
+
+def test_a_picture_of_many_actions_reads_each_action_a_few_times(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    """The start of a timeline of 1,200 actions was found anew for each of them."""
+    reads = 0
+
+    class CountedSpan(Span):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal reads
+            reads += name == "start_s"
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(simulate, "Span", CountedSpan)
+    assert run("timeline --schedule 1f1b --pp 6 --microbatches 100") == 0
+    assert "actions: 1,200" in capsys.readouterr().out
+    assert reads < 20 * 1200
 
 
 def test_a_schedule_file_that_stops_names_rank_action_and_reason(tmp_path: Path, capsys: Said) -> None:

@@ -34,11 +34,11 @@ class Timeline:
             rows[span.rank].append(span)
         return tuple(map(tuple, rows))
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         return min((span.start_s for span in self.spans), default=0.0)
 
-    @property
+    @cached_property
     def end_s(self) -> float:
         return max((span.end_s for span in self.spans), default=0.0)
 

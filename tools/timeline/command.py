@@ -21,7 +21,7 @@ from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
 from parallel3d.tools.reply import Reply, write_output
 
-_MOST_ACTIONS = 5_000_000  # some ten seconds and gigabytes
+_MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes
 _WIDTH_WHERE_PIPED = 200
 _FORWARD_ONLY = "forward_only"
 
@@ -72,7 +72,7 @@ def _build(options: argparse.Namespace) -> Schedule:
     if actions > _MOST_ACTIONS:
         raise ConfigError(
             f"--microbatches {options.microbatches}: up to {actions:,} actions on {options.pp} ranks, and at most "
-            f"{_MOST_ACTIONS:,} are simulated; try --microbatches {options.pp * 4}"
+            f"{_MOST_ACTIONS:,} are simulated; try --pp 8 --microbatches 32 --virtual-stages {usual}"
         )
     numbers = {"pp": options.pp, "microbatches": options.microbatches, "virtual_stages": virtual_stages}
     if options.schedule == _FORWARD_ONLY:
