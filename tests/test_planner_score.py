@@ -105,6 +105,7 @@ def scored(tmp_path: Path, *rows: object) -> Score:
     [
         ("model", "hidden", None, "model.hidden: is missing"),
         ("model", "layers", -1, "model.layers = -1: must be a whole number, at least 1"),
+        ("model", "shape", "abacus", "model abacus: unknown"),
         ("model", "vocab", "n/a", "model.vocab = n/a: must be a whole number"),
         ("parallel", "pp", 32, "parallel.pp = 32: must not exceed model.layers = 24"),
         ("parallel", "tp", 3, "hardware.gpus = 32: must be a multiple of tp x pp x cp = 3"),

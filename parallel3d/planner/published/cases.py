@@ -81,7 +81,7 @@ def read_cases(
                 measured = leave_out != "device"
                 known[source] = Knowledge(hardware, frozenset({source} - {""}), measured, engine)
             cases.append(_case(name, fields, known[source]))
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
             skipped.append((name, str(problem)))
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
 
