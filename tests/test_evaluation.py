@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config.recipe import DataConfig, EvaluationConfig
+from parallel3d.config.recipe import DataConfig, EvaluationConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.data.corpus import load_corpora
 from parallel3d.data.evaluation import evaluation_windows
+from parallel3d.data.loader import IGNORED
 from parallel3d.data.token_files import FolderWriter, ShardTokenizer
 from parallel3d.errors import ConfigError
+from parallel3d.training.worker import build_loaders
 
 
 def config(of: Path, sequences: int | None = None, **data: object) -> DataConfig:
@@ -63,3 +66,17 @@ def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.seq_len = 9: .* and data.evaluation\[0\].path = .* has 9; try train"):
         evaluation_windows(config(path), 9)
     assert evaluation_windows(replace(config(path), evaluation=()), 9) == []
+
+
+def test_a_run_that_never_evaluates_takes_any_batch_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None:
+    """5 does not divide the default of train.eval_sequences, which such a run does not read."""
+    (tmp_path / "text").write_text("It was the best of times. " * 100)
+    recipe = Recipe(
+        model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+        parallel=ParallelConfig(microbatch_size=5),
+        train=TrainConfig(steps=1, global_batch_size=10, seq_len=16),
+        data=DataConfig(source="text", path=str(tmp_path / "text"), validation_fraction=0.5),
+    )
+    _, (validation,) = build_loaders(recipe, load_corpora(recipe.data), 0)
+    labels = sum(int((batch.labels != IGNORED).sum()) for batch in validation.batches)
+    assert labels == recipe.train.eval_sequences * recipe.train.seq_len

@@ -211,13 +211,17 @@ def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple
     train, end = training_windows(recipe, [corpus.train for corpus in corpora]), corpora[0].document_end
     loader = training_loader(recipe, train, rank, end)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
-    own = loader.evaluating(validation, recipe.train.eval_sequences)
+    sequences = recipe.train.eval_sequences
+    if recipe.train.eval_every is None:  # `evaluate` takes any number, which no rule has compared with the layout
+        own = EvaluationSet.of(VALIDATION, loader, validation, sequences)
+    else:
+        own = EvaluationSet(VALIDATION, loader.evaluating(validation, sequences))
     sources = evaluation_windows(recipe.data, recipe.train.seq_len)
     others = [
         EvaluationSet.of(chosen.name, loader, source, chosen.sequences)
         for chosen, source in zip(recipe.data.evaluation, sources, strict=True)
     ]
-    return loader, [EvaluationSet(VALIDATION, own), *others]
+    return loader, [own, *others]
 
 
 def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_end: int | None) -> BatchLoader:
