@@ -57,6 +57,20 @@ def test_the_trainer_takes_an_emitted_recipe_as_it_is(arguments: str, capsys: Sa
     assert "error" not in capsys.readouterr().err
 
 
+def test_a_short_emitted_run_saves_and_evaluates_before_its_end(capsys: Said) -> None:
+    """100 steps of a few milliseconds: an hour would be longer than the run."""
+    recipe = emit(f"{TINY} --tokens 51200", capsys)
+    assert recipe.train.steps == 100
+    assert recipe.checkpoint.every == recipe.train.eval_every == 25
+
+
+def test_an_emitted_recipe_evaluates_on_sequences_that_divide_over_its_data_ranks(capsys: Said) -> None:
+    recipe = emit(
+        f"{TINY.replace('--global-batch 8', '--global-batch 96')} --tokens 1M --fix dp_shard=4,mbs=24", capsys
+    )
+    assert recipe.train.eval_sequences == 96
+
+
 def test_its_comments_say_why(capsys: Said) -> None:
     emit(f"{SMALL} --fix tp=2,pp=2", capsys)
     text = Path("plan.yaml").read_text()

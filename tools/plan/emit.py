@@ -83,9 +83,10 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     parallel = own if own.strategy == best.parallel.strategy else best.parallel
     steps = _TRIAL_STEPS if plan.tokens is None else ceil(plan.tokens / (q.global_batch_size * q.seq_len))
     planned: dict[str, Any] = {key: getattr(q, key) for key in ("global_batch_size", "seq_len", "precision")}
+    evaluated = TrainConfig.eval_sequences if base is None else base.train.eval_sequences
+    slice_ = parallel.dp * parallel.microbatch_size
+    planned["eval_sequences"] = ceil(evaluated / slice_) * slice_
     if base is not None:
-        slice_ = parallel.dp * parallel.microbatch_size
-        planned["eval_sequences"] = ceil(base.train.eval_sequences / slice_) * slice_
         train = replace(base.train, **planned, steps=base.train.steps if plan.tokens is None else steps)
         is_early = base.optimizer.step_in_backward and can_step_in_backward(
             parallel, q.global_batch_size, tied_embeddings=q.shape.tied_embeddings
@@ -101,11 +102,11 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
         config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
     large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
     warmup_steps = 0 if plan.tokens is None else min(2000, steps // 10)
-    # About once an hour; a trial needs none.
-    every = None if plan.tokens is None else max(1, round(3600 / best.cost.step_time_s))
+    # A trial needs none.
+    every = None if plan.tokens is None else max(1, min(round(3600 / best.cost.step_time_s), steps // 4))
     return Recipe(
         model=replace(config, vocab=q.shape.vocab),
-        train=TrainConfig(steps=steps, **planned),
+        train=TrainConfig(steps=steps, eval_every=every, **planned),
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1.5e-4 if large else 3e-4, warmup_steps=warmup_steps),
         checkpoint=CheckpointConfig(every=every),
@@ -192,7 +193,7 @@ def _comments(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy)
         if plan.tokens is None:
             yield "train.steps", f"a trial: a step is {si(tokens)} tokens"
         else:
-            yield "checkpoint.every", "steps: about an hour"
+            yield "checkpoint.every", "steps: about an hour, at most a quarter of the run"
         yield "optimizer.lr", "Llama 2's for this size; yours may differ"
         yield "data.source", "a stand-in that is there everywhere; your corpus: source: text, path: ..."
 
