@@ -114,7 +114,9 @@ _NOT_HERE = {
     "zero_optimization.zero_quantized_nontrainable_weights": "parameters are gathered in the type that they compute in",
     "zero_optimization.zero_quantized_weights": "parameters are gathered in the type that they compute in",
 }
-_AS_HERE = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}  # these values change nothing
+_AS_HERE = {  # these values change nothing
+    **{"gradient_allreduce_op": "mean", "sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32"}
+}
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # DeepSpeed's defaults
 _SGD = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}  # torch's
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -257,6 +259,10 @@ class _Translator:
         for key, value in {"bf16_master_weights_and_grads": pure, "bf16_optimizer_states": states}.items():
             if value is not None and not value:
                 done.idle.append(f"bf16.{key} = false: off")
+        own, accumulated = "bf16" if pure else "fp32", self._config.get("data_types.grad_accum_dtype")
+        if self._reduce_dtype(accumulated) == own:
+            self._pop("data_types.grad_accum_dtype")
+            done.taken.append(f"data_types.grad_accum_dtype = {accumulated}: gradients are added up in {own}")
         self._take("communication_data_type", "parallel.reduce_dtype", self._reduce_dtype)
         self._loss_scale(is_on=done.keys.get("train.precision") == "fp16")
 

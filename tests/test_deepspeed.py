@@ -112,6 +112,16 @@ def test_every_key_is_told_of(tmp_path: Path, config: dict[str, Any]) -> None:
     assert [name for name in leaves(config) if not any(name in line for line in said)] == []
 
 
+@pytest.mark.parametrize(("pure", "own", "other"), [(False, "fp32", "bf16"), (True, "bf16", "fp32")])
+def test_gradients_that_are_added_up_as_they_are_here_are_taken(
+    tmp_path: Path, pure: bool, own: str, other: str
+) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": pure}
+    assert not translated(tmp_path, {"bf16": bf16, "data_types": {"grad_accum_dtype": own}}).refused
+    (refused,) = translated(tmp_path, {"bf16": bf16, "data_types": {"grad_accum_dtype": other}}).refused
+    assert refused.startswith(f"data_types.grad_accum_dtype = {other}: ")
+
+
 def test_what_the_trainer_fills_in_is_still_to_be_given(tmp_path: Path) -> None:
     found = translated(tmp_path, filled_in_by_trainer())
     assert found.keys["parallel.zero_stage"] == 3
