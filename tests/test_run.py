@@ -53,9 +53,7 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "RuntimeWarning" not in done.stderr  # a worker that runs the main module once more
     assert done.stdout.startswith("--- sample after step 10\ndef ")
-    assert re.search(
-        r"step 10/10  loss \d\.\d{4}  val \d\.\d{4} \(ppl \d+\.?\d*\)  grad .* tok/s  mem .* MiB  eta 0:00", done.stderr
-    )
+    assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s", done.stderr)
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert all(set(line) == METRICS for line in lines)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
 from parallel3d.errors import printable
-from parallel3d.reporting.metrics import StepMetrics, perplexity
+from parallel3d.reporting.metrics import StepMetrics
+
+_LEAST_NEEDED = ("mem", "eta", "lr", "grad", "scale", "mfu", "tok/s")  # metrics.jsonl has all of them
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -37,24 +40,28 @@ def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
     return Bar(steps, done, sys.stderr) if can_redraw else Lines(steps, sys.stderr)
 
 
-def describe(metrics: StepMetrics, steps: int) -> str:
-    """Returns the line of a step: `step 20/300  loss 3.1234  grad 0.812  lr 1.0e-03  8,192 tok/s  mem 412 MiB`."""
-    parts = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
-    own = {} if metrics.val_loss is None else {"val": metrics.val_loss}
-    parts += [
-        f"{name} {loss:.4f} (ppl {perplexity(loss):.4g})" for name, loss in (own | {**metrics.set_losses}).items()
-    ]
-    parts += [
-        f"grad {metrics.grad_norm:.3f}",
-        f"lr {metrics.lr:.2e}",
-        f"{metrics.tokens_per_s:,.0f} tok/s",
-        *([] if metrics.loss_scale is None else [f"scale {metrics.loss_scale:g}"]),
-        *([f"skipped {metrics.skipped_steps}"] if metrics.skipped_steps else []),
-        *([] if metrics.mfu is None else [f"mfu {metrics.mfu:.1%}"]),
-        f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB",
-        f"eta {clock((steps - metrics.step) * metrics.step_time_s)}",
-    ]
-    return "  ".join(parts)
+def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
+    """Returns the line of a step: `step 20/300  loss 3.1234  grad 0.812  lr 1.00e-03  8,192 tok/s  eta 1:10`. Leaves
+    out the fields of `_LEAST_NEEDED` as far as the line is longer than `columns`."""
+    fields = {"step": f"step {metrics.step}/{steps}", "loss": f"loss {metrics.loss:.4f}"}
+    if metrics.val_loss is not None:
+        fields["val"] = f"val {metrics.val_loss:.4f}"
+    fields |= {f"set {name}": f"{name} {loss:.4f}" for name, loss in metrics.set_losses.items()}
+    fields["grad"] = f"grad {metrics.grad_norm:.3f}"
+    fields["lr"] = f"lr {metrics.lr:.2e}"
+    fields["tok/s"] = f"{metrics.tokens_per_s:,.0f} tok/s"
+    if metrics.loss_scale is not None:
+        fields["scale"] = f"scale {metrics.loss_scale:g}"
+    if metrics.skipped_steps:
+        fields["skipped"] = f"skipped {metrics.skipped_steps}"
+    if metrics.mfu is not None:
+        fields["mfu"] = f"mfu {metrics.mfu:.1%}"
+    fields["mem"] = f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB"
+    fields["eta"] = f"eta {clock((steps - metrics.step) * metrics.step_time_s)}"
+    for name in _LEAST_NEEDED:
+        if len("  ".join(fields.values())) > columns:
+            fields.pop(name, None)
+    return "  ".join(fields.values())
 
 
 def clock(seconds: float) -> str:
@@ -76,7 +83,7 @@ class Lines(ProgressDisplay):
             print(printable(text), file=self._stream, flush=True)
 
     def measured(self, metrics: StepMetrics) -> None:
-        self.say(describe(metrics, self._steps))
+        self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
 
 
 class Bar(Lines):
