@@ -130,6 +130,15 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
     assert "test_callbacks.py:" in line and line.endswith("the run goes on, and further failures are not told")
 
 
+def test_a_method_that_no_run_calls_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "misnamed.py").write_text(
+        "import parallel3d\n\nclass Mine(parallel3d.Callback):\n    def on_step_end(self, run): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"callback Mine\.on_step_end: .* step_done"):
+        callback_classes(Recipe(model=MODEL, train=replace(TRAIN, callbacks=("misnamed:Mine",))))
+
+
 def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config.named_class import named_class
 from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
 
 if TYPE_CHECKING:  # a wrong recipe is answered without torch
     from parallel3d.reporting.metrics import StepMetrics
@@ -44,6 +45,17 @@ class RunView:
 
 class Callback:
     """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is done."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuses a public method that no run calls, such as `on_step_end`."""
+        super().__init_subclass__()
+        known = [name for name in vars(Callback) if not name.startswith("_")]
+        for name, value in vars(cls).items():
+            if callable(value) and not name.startswith("_") and name not in known:
+                raise ConfigError(
+                    f"callback {cls.__name__}.{name}: a run does not call this method; it calls {', '.join(known)}; "
+                    f"try one of them, or _{name} for a helper"
+                )
 
     def started(self, run: RunView) -> None:
         """Is called before the first step, or the first after a resume."""
