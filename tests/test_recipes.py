@@ -50,10 +50,11 @@ class Shipped:
         """The line of the file that says what the plan predicts."""
         own = Strategy(self.question, self.recipe.parallel)
         usable, cost = self.question.cluster.device.memory_bytes / GIB, own.cost
-        days = self.tokens / (cost.tokens_per_s_per_gpu * self.gpus) / 86400
+        hours = self.tokens / (cost.tokens_per_s_per_gpu * self.gpus) / 3600
+        length = f"{hours:.3g} hours" if hours < 24 else f"{hours / 24:.3g} days"
         return (
             f"# plan      a step of {cost.step_time_s:.3g} s, MFU {100 * cost.mfu:.1f}%, "
-            f"{own.memory.total / GIB:.1f} of {usable:.1f} GiB on the fullest device, {days:.3g} days"
+            f"{own.memory.total / GIB:.1f} of {usable:.1f} GiB on the fullest device, {length}"
         )
 
 
