@@ -132,8 +132,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"{unknown[0]}: no such option{meant}")
     if options.recipe is None and options.from_deepspeed is None:
         parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
-    if options.recipe is not None and options.from_deepspeed is not None:
-        parser.error(f"--from-deepspeed prints a recipe, and takes none; leave out {options.recipe}")
+    unread = "range-test" if is_range_test else options.recipe
+    if unread is not None and options.from_deepspeed is not None:
+        parser.error(f"--from-deepspeed prints a recipe, and takes none; leave out {unread}")
     if is_range_test:
         options.overrides = [*range_test_settings(options.recipe), *options.overrides]
     options.command = "train" if options.from_deepspeed is None else "from-deepspeed"

@@ -27,6 +27,7 @@ BAD_INPUTS = [
     ("", "no RECIPE is given; try quickstart, another that --help lists"),
     ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
     ("quickstart --train.steps=3", "--train.steps=3: no such option; write train.steps=3 to set a key"),
+    ("range-test --from-deepspeed ds.json", "--from-deepspeed prints a recipe, and takes none; leave out range-test"),
     ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),
     ("no/such/file.yaml", "recipe no/such/file.yaml: no such file or shipped recipe"),
     (".", "recipe .: a folder; name the YAML file in it"),
