@@ -54,6 +54,7 @@ class Job:
     function: str = "work"
     arguments: tuple[object, ...] = ()
     notes: tuple[str, ...] = ()  # what the user is to know before it begins
+    is_restart: bool = False  # its launcher has started it again
 
     @property
     def trains(self) -> bool:

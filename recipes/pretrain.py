@@ -26,13 +26,13 @@ from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
 from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
-from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
-from parallel3d.launch.devices import choose_device, may_refuse_the_device, refuse_without_torch
+from parallel3d.launch.attempt import join_attempt, was_requeued
+from parallel3d.launch.devices import may_refuse_the_device, refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_watch import SettledError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import RunOutcome, check_compiler, has_earlier_run, locked, prepare_run_dir
+from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir, locked
 from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.signals import SAVE_SIGNAL, handled
 from parallel3d.launch.worker_process import die_with_the_parent
@@ -157,7 +157,7 @@ def _translate(path: Path) -> int:
 def _launch(options: argparse.Namespace) -> int:
     """Starts the workers on this machine, even if it is only one. Returns the exit status."""
     job: Job = options.load(options)
-    job = _restarted(job) if was_requeued() else job
+    job = replace(_restarted(job), is_restart=True) if was_requeued() else job
     recipe = job.recipe
     world_size = recipe.parallel.world_size
     if world_size > _MOST_LOCAL_WORKERS:
@@ -173,8 +173,7 @@ def _launch(options: argparse.Namespace) -> int:
         if status := launch_local(target, nowhere, 1, preload=(*_PRELOAD, "parallel3d.recipes")):
             return status
     with _folder_of(job) as lock:
-        if lock is not None:
-            _begin(recipe, lock, notes)
+        _warn(lock, notes)
         target = f"parallel3d.recipes:{job.function}"
         status = launch_local(
             target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose
@@ -195,7 +194,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = replace(job, recipe=fit_to_workers(job.recipe, rendezvous.world_size))
         check_model(job.recipe.model)
         rendezvous = join_attempt(rendezvous, job.recipe.train.start_timeout_s)
-        job = _restarted(job) if rendezvous.is_restart else job
+        job = replace(_restarted(job), is_restart=True) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
             # Where the run is started again it has fitted before, and its last processes may not have gone yet.
@@ -205,11 +204,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
             raise
         return error.exit_status
     with _folder_of(job) if speaks else nullcontext() as lock:
-        if lock is not None:
-            if has_earlier_run(recipe) and may_refuse_the_device(recipe.train.device):
-                choose_device(recipe.train.device, rendezvous.local_rank)
-            _begin(recipe, lock, notes)
-            tell_prepared()
+        if speaks:
+            _warn(lock, notes)
         work = partial(getattr(recipes, job.function), recipe, rendezvous, *job.arguments)
         status, is_left_open = run_rank(work, recipe, rendezvous, verbose=options.verbose)
     if is_left_open:
@@ -231,7 +227,7 @@ def run_rank(
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure, is_ours = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))), True
         if isinstance(error, SettledError):
             failure, is_ours = error.failure, error.is_ours_to_tell
@@ -263,7 +259,7 @@ def _restarted(job: Job) -> Job:
     return replace(job, recipe=recipe, notes=(note,))
 
 
-def _record_for_torchrun(error: Exception) -> None:
+def _record_for_torchrun(error: BaseException) -> None:
     """Writes the error where torchrun reads the cause of a failure from, if torchrun has started this process."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -275,6 +271,8 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     """Checks the memory of this host, which runs so many ranks, the data, the compiler and the checkpoints: one process
     for all, before they meet, and before anything is written. Returns lines for the user."""
     recipe = job.recipe
+    if job.trains and not job.is_restart:
+        check_run_dir(recipe)
     if job.trains:
         from parallel3d.recipes.host_fit import check_host  # this imports the planner
 
@@ -300,13 +298,18 @@ def _check(job: Job, local_ranks: int) -> list[str]:
 
 def _folder_of(job: Job) -> AbstractContextManager[RunLock | None]:
     """Holds the folder that a job writes into; None for one that only reads."""
-    return locked(job.recipe.run_dir) if job.trains and job.recipe.run_dir is not None else nullcontext()
+    if not job.trains or job.recipe.run_dir is None:
+        return nullcontext()
+    return locked(job.recipe.run_dir, is_restart=job.is_restart)
 
 
-def _begin(recipe: Recipe, lock: RunLock, notes: Sequence[str]) -> None:
-    """Makes the folder that `lock` holds that of this run. What can be refused before the workers start has been."""
-    for line in (*notes, *prepare_run_dir(recipe, lock)):
-        print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
+def _warn(lock: RunLock | None, notes: Sequence[str]) -> None:
+    """Prints what the user of a job that trains should know before the workers start."""
+    if lock is None:
+        return
+    for line in (*notes, lock.notice):
+        if line:
+            print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.run_dir import locked, prepare_run_dir
+from parallel3d.launch.run_dir import locked
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.training.callbacks import Callback, RunView
@@ -70,8 +70,7 @@ def train_with_saves_behind(folder: Path, pipe: int) -> None:
 
 
 def _train(recipe: Recipe, folder: Path, pipe: int) -> None:
-    with locked(folder) as lock:
-        prepare_run_dir(recipe, lock)
+    with locked(folder):
         model = model_class(recipe.model.architecture)
         run_worker(recipe, _alone(folder), model, lambda name, precision: None, [Tells(pipe)])
 

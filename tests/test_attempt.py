@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.errors import RendezvousError
-from parallel3d.launch.attempt import join_attempt, tell_prepared, was_requeued
+from parallel3d.launch.attempt import join_attempt, tell_begun, was_requeued
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.recipes import Job
 from parallel3d.recipes.pretrain import _restarted
@@ -56,7 +56,7 @@ def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folde
     assert len({each.attempt for each in first}) == 1 and not any(each.is_restart for each in first)
     again = attempt(4, {0: "1", 1: "1"})  # the first has failed before it had a folder
     assert not any(each.is_restart for each in again)
-    tell_prepared(TORCHRUN)
+    tell_begun(TORCHRUN)
     fewer, more = attempt(2, {0: "1"}), attempt(5, {4: "1"})
     names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
     assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4

@@ -27,7 +27,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
 from parallel3d.errors import CheckpointError, ConfigError, Parallel3dError
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.run_dir import locked, prepare_run_dir
+from parallel3d.launch.run_dir import locked
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.training.state import load_trainer
@@ -112,8 +112,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps, with its checkpoint."""
     folder = tmp_path_factory.mktemp("fuzz") / "run"
     recipe = replace(RECIPE, run_dir=str(folder))
-    with locked(folder) as lock:
-        prepare_run_dir(recipe, lock)
+    with locked(folder):
         recipes.work(recipe, _place(folder.parent / "store"))
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, NonFiniteError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import locked, prepare_run_dir
+from parallel3d.launch.run_dir import begin_run
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, pretrain
 
@@ -157,18 +158,22 @@ def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> N
 def test_a_run_leaves_its_whole_recipe_in_its_folder(no_workers: list[Recipe]) -> None:
     assert pretrain.main(["quickstart", "train.steps=9", "optimizer.decay_steps=9", "optimizer.warmup_steps=0"]) == 0
     (recipe,) = no_workers
+    begin_run(recipe)
     assert load_recipe(Path("runs/quickstart/config.yaml"), cards=shape_cards()) == recipe
 
 
 def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(no_workers: list[Recipe], capsys: Said) -> None:
+    said = []
     for _ in range(3):
         assert pretrain.main(["quickstart"]) == 0
-        Path("runs/quickstart/metrics.jsonl").touch()
+        said += begin_run(no_workers[-1])
+        Path("runs/quickstart/metrics.jsonl").write_text('{"tokens_per_s_per_device": 1}')
     assert sorted(path.name for path in Path("runs").iterdir()) == ["quickstart", "quickstart.1", "quickstart.2"]
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: runs/quickstart held an earlier run, which is now runs/quickstart.1 (checkpoint.resume = none)",
-        "warning: runs/quickstart held an earlier run, which is now runs/quickstart.2 (checkpoint.resume = none)",
+    assert said == [
+        "runs/quickstart held an earlier run, which is now runs/quickstart.1 (checkpoint.resume = none)",
+        "runs/quickstart held an earlier run, which is now runs/quickstart.2 (checkpoint.resume = none)",
     ]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_resumes_goes_on_in_its_folder(
@@ -188,8 +193,7 @@ def test_a_run_that_resumes_goes_on_in_its_folder(
 def test_a_folder_that_only_holds_a_config_is_used_again(tmp_path: Path) -> None:
     recipe = replace(load_recipe(find_recipe("quickstart"), cards=shape_cards()), run_dir=str(tmp_path))
     for _ in range(2):
-        with locked(tmp_path) as lock:
-            assert prepare_run_dir(recipe, lock) == []
+        assert begin_run(recipe) == []
 
 
 @pytest.fixture
@@ -252,3 +256,30 @@ def test_a_recipe_is_found_by_path_before_it_is_guessed(tmp_path: Path) -> None:
     assert find_recipe("mine.yaml") == Path("mine.yaml")
     with pytest.raises(ConfigError, match=r"did you mean mine\.yaml\?"):
         find_recipe("mime.yaml")
+
+
+@pytest.mark.parametrize("words", [["run_dir=runs/caf\udce9"], ["data.path=\udcff", "data.source=text"], ["odd.yaml"]])
+def test_a_path_that_is_not_utf_8_is_refused_in_a_line(words: list[str], capsys: Said) -> None:
+    Path("odd.yaml").write_text('train: {sample_prompt: "\\ud800"}\n')
+    recipe = [] if words[0] == "odd.yaml" else ["quickstart"]
+    assert pretrain.main([*recipe, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": must be text in UTF-8; try plain letters")
+
+
+def test_a_recipe_whose_name_is_not_utf_8_is_refused_in_a_line(capsys: Said) -> None:
+    Path("caf\udce9.yaml").write_text(find_recipe("quickstart").read_text().replace("run_dir", "# run_dir"))
+    assert pretrain.main(["caf\udce9.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run_dir = runs/caf\\udce9: must be text in UTF-8, and in this locale's utf-8; try")
+
+
+def test_accents_under_an_ascii_locale_are_refused_in_a_line(tmp_path: Path) -> None:
+    text = find_recipe("quickstart").read_text().replace("run_dir", "# run_dir")
+    (tmp_path / "r.yaml").write_text(f"{text}\nrun_dir: runs/café\n")
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    program = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(tmp_path / "r.yaml"), "--print-config"]
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | ascii_only, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: run_dir = runs/caf\\xe9: must be text in UTF-8, and in this locale's ascii; try")

@@ -12,7 +12,6 @@ import torch
 from parallel3d import recipes
 from parallel3d.config.recipe import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import locked, prepare_run_dir
 from parallel3d.recipes import finished_run, pretrain
 from parallel3d.reporting import sinks
 from parallel3d.reporting.sinks import Line, SinkRun
@@ -33,8 +32,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     recipe = replace(RECIPE, run_dir=str(folder))
-    with locked(folder) as lock:
-        prepare_run_dir(recipe, lock)
     recipes.work(recipe, place(folder.parent))
     return folder
 

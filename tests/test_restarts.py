@@ -99,7 +99,8 @@ def test_a_killed_worker_is_started_again_from_the_last_save_ten_times_of_ten(tm
     expected = losses(tmp_path / "straight")
     for trial in range(10):
         folder = tmp_path / f"trial{trial}"
-        (folder / "run" / "checkpoints").mkdir(parents=True)
+        (folder / "run").mkdir(parents=True)
+        (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "tokens_per_s_per_device": 1.0}\n')
         recipe = write_recipe(folder, "run", ParallelConfig(dp_shard=2))
         plan(folder, 4 + trial, signal.SIGKILL, rank=trial % 2)
         agent = torchrun(recipe, *STANDALONE, "--max-restarts", "1")

@@ -129,7 +129,9 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     assert told.startswith(f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: ")
     (goes_on,) = [line for line in said if line.startswith("go on with: ")]
     assert goes_on == f"go on with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
-    assert json.loads((run_dir / "outcome.json").read_text())["exit_status"] == process.returncode
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["exit_status"], outcome["status"]) == (process.returncode, "stopped" if is_ctrl_c else "preempted")
+    assert f"saved: {run_dir}/checkpoints/step_{last:08d}" in outcome["reason"]
 
 
 def descendants(pid: int) -> list[int]:

@@ -119,9 +119,11 @@ def test_a_job_that_its_launcher_starts_again_elsewhere_takes_over_its_own_lock(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job5")
     leave(tmp_path, replace(ELSEWHERE, job="torchrun job6"), silent_s=0)
     with pytest.raises(RunLockedError):
-        RunLock(tmp_path)
+        RunLock(tmp_path, is_restart=True)
     leave(tmp_path, replace(ELSEWHERE, job="torchrun job5"), silent_s=0)
-    with RunLock(tmp_path) as lock:
+    with pytest.raises(RunLockedError):  # another job of the same name, which is no restart
+        RunLock(tmp_path)
+    with RunLock(tmp_path, is_restart=True) as lock:
         assert "taken over" in lock.notice
 
 
@@ -133,7 +135,7 @@ def test_a_launcher_that_gives_its_job_no_name_shares_none(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     leave(tmp_path, replace(ELSEWHERE, job=LockHolder().job), silent_s=0)
     with pytest.raises(RunLockedError):
-        RunLock(tmp_path)
+        RunLock(tmp_path, is_restart=True)
 
 
 def test_the_lock_file_may_be_removed_by_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,17 +183,6 @@ def test_a_lock_file_that_says_nothing_is_believed_by_its_heartbeat_alone(tmp_pa
         assert lock.notice == ""
 
 
-def test_a_folder_that_is_set_aside_is_free_and_the_new_one_is_held(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "run") as lock:
-        (tmp_path / "run" / "metrics.jsonl").touch()
-        lock.set_aside(tmp_path / "run.1")
-        with pytest.raises(RunLockedError):
-            RunLock(tmp_path / "run")
-        assert [path.name for path in (tmp_path / "run.1").iterdir()] == ["metrics.jsonl"]
-        with RunLock(tmp_path / "run.1"):
-            assert (tmp_path / "run.1" / LOCK_FILE).exists()
-
-
 Said = pytest.CaptureFixture[str]
 
 
@@ -224,7 +215,7 @@ def test_a_second_start_moves_nothing_of_the_run_that_trains(
     assert [path.name for path in earlier.parent.iterdir()] == ["quickstart"]
 
 
-def test_a_device_that_is_refused_moves_nothing(earlier: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+def test_a_device_that_is_refused_moves_nothing(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process of this host asks torch for all ranks before the folder of the earlier run is touched."""
     asked: list[str] = []
 
@@ -237,11 +228,6 @@ def test_a_device_that_is_refused_moves_nothing(earlier: Path, monkeypatch: pyte
     monkeypatch.setattr(devices, "has_gpu_files", lambda: True)
     assert pretrain.main(["quickstart", "train.device=cuda"]) == 2
     assert asked == ["parallel3d.launch.devices:check_devices"]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert pretrain.main(["quickstart", "train.device=cuda"]) == 2
-    assert "train.device = cuda: " in capsys.readouterr().err
     assert [path.name for path in earlier.parent.iterdir()] == ["quickstart"]
     assert sorted(each.name for each in earlier.iterdir()) == ["config.yaml", "metrics.jsonl"]
     assert (earlier / "config.yaml").read_text() == ""

@@ -23,6 +23,7 @@ from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError, writing
 
 _NAME = re.compile(r"step_\d{8,}")
+_STEP = f"step_{'[0-9]' * 8}*"  # other programs have step_5.partial
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -31,7 +32,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the whole checkpoints of a folder, oldest first."""
-    return [path for path in _candidates(folder) if is_whole(path)]
+    return [path for path in step_folders(folder) if is_whole(path)]
 
 
 def is_whole(path: Path) -> bool:
@@ -39,11 +40,15 @@ def is_whole(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file()
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """Returns the folders that have the name of a checkpoint, oldest first, also those that are not whole."""
+    return sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume tells what is wrong
     with one that has lost its manifest."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and any(path.glob("*"))]
-    return sorted(found, key=step_of)
+    return [path for path in step_folders(folder) if any(path.glob("*"))]
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
@@ -89,19 +94,24 @@ def commit(partial: Path, final: Path) -> None:
     _delete(replaced)
 
 
-def tidy(folder: Path) -> None:
-    """Ends what a crash or a failed save has cut off: takes a replaced checkpoint back where its successor is not in
-    place, and deletes what is half written or half deleted. No save may be under way."""
-    for replaced in sorted(folder.glob("step_[0-9]*.replaced")):
+def take_back(folder: Path) -> None:
+    """Gives the checkpoints that were replaced their names again if their successors are not in place."""
+    for replaced in sorted(folder.glob(f"{_STEP}.replaced")):
         final = replaced.with_suffix("")
         if is_whole(final):
-            _delete(replaced)
             continue
         if final.exists():
             set_aside(final, "damaged")
         replaced.rename(final)
-    for path in (*folder.glob("step_[0-9]*.partial"), *folder.glob("step_[0-9]*.dropped")):
-        shutil.rmtree(path)
+
+
+def tidy(folder: Path) -> None:
+    """Ends what a crash or a failed save has cut off: takes replaced checkpoints back, and deletes what has a successor
+    and what is half written or half deleted. No save may be under way."""
+    take_back(folder)
+    for ending in ("replaced", "partial", "dropped"):
+        for path in folder.glob(f"{_STEP}.{ending}"):
+            shutil.rmtree(path)
 
 
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:

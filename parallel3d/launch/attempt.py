@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LOOK_S = 0.05
-_PREPARED = "prepared"
+_BEGUN = "begun"
 
 
 def was_requeued(environ: Mapping[str, str] = os.environ) -> bool:
@@ -34,7 +34,7 @@ def was_requeued(environ: Mapping[str, str] = os.environ) -> bool:
 
 def join_attempt(rendezvous: Rendezvous, timeout_s: float, environ: Mapping[str, str] = os.environ) -> Rendezvous:
     """Returns the rendezvous with the attempt's name and whether this is a restart: an earlier attempt of the same
-    launch has prepared the run's folder. Every rank calls it. Raises RendezvousError where not all ranks come in
+    launch has begun the run. Every rank calls it. Raises RendezvousError where not all ranks come in
     time. Under another launcher than torchrun every start has a store of its own, and nothing is asked."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return replace(rendezvous, is_restart=was_requeued(environ))
@@ -47,10 +47,10 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float, environ: Mapping[str,
     return replace(rendezvous, attempt=str(told["attempt"]), is_restart=bool(told["is_restart"]))
 
 
-def tell_prepared(environ: Mapping[str, str] = os.environ) -> None:
-    """Notes at the launcher's store that this launch has prepared the run's folder, which a restart then goes on in."""
+def tell_begun(environ: Mapping[str, str] = os.environ) -> None:
+    """Notes at the launcher's store that this launch has begun a run in the folder, which a restart then continues."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _store_of_the_launch(10.0, environ).set(_PREPARED, "")
+        _store_of_the_launch(10.0, environ).set(_BEGUN, "")
 
 
 def _restarts(environ: Mapping[str, str]) -> int:
@@ -75,12 +75,12 @@ def _invite(store: dist.Store, size: int, timeout_s: float, environ: Mapping[str
     """Rank 0's part: it invites whoever says to be here, until all have accepted. What a rank of an earlier attempt has
     left is invited, too, and does not answer.
 
-    A store that has seen an earlier attempt knows whether that has prepared the folder. One that is new was lost with
+    A store that has seen an earlier attempt knows whether that has begun a run. One that is new was lost with
     its node where any agent has restarted its workers before."""
     attempt, is_new = uuid4().hex, store.add("attempts", 1) == 1
-    is_prepared = store.check([_PREPARED]) or was_requeued(environ)
+    has_begun = store.check([_BEGUN]) or was_requeued(environ)
     invited, deadline = set[str](), time.monotonic() + timeout_s
-    told = {"attempt": attempt, "is_restart": is_prepared or (is_new and _restarts(environ) > 0)}
+    told = {"attempt": attempt, "is_restart": has_begun or (is_new and _restarts(environ) > 0)}
     while (joined := store.add(f"{attempt}/joined", 0)) < size - 1:
         present = [rank for rank in range(1, size) if store.check([f"here/{rank}"])]
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""What one process (the launcher, or rank 0 where somebody else launched the workers) prepares before the first worker
-of a run starts, its compiler and its folder, and the outcome that closes the folder after the last has ended."""
+"""The folder of a run: what is checked before the first worker starts, what rank 0 writes when the run begins, and the
+outcome that closes the folder after the last worker has ended."""
 
 from __future__ import annotations
 
@@ -9,16 +9,32 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.run_lock import RunLock
+from parallel3d.launch.signals import STOP_SIGNALS
+
+_STEP = f"step_{'[0-9]' * 8}*"
+# The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml may be another's.
+_RUN_FILES = (
+    *(f"checkpoints/{_STEP}", f"export/{_STEP}", "profile/rank_*", "timeline_step_*.json", "range_test.json"),
+    *("nccl_flight_record_rank_*", "tensorboard/events.out.tfevents.*", "wandb.id", "mlflow.id"),
+    *("outcome.json", "config.yaml", "metrics.jsonl*"),
+)
+# The files that a run overwrites, and what each has in its first bytes if a run has written it.
+_MARKS = {
+    "config.yaml": b"\nlocal_sgd:",
+    "metrics.jsonl": b'"tokens_per_s_per_device"',
+    "outcome.json": b'"exit_status"',
+}
+_HEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +45,25 @@ class RunOutcome:
     rank: int | None = None  # the rank that failed
     reason: str | None = None
 
+    @property
+    def status(self) -> str:
+        """`done`, `preempted` (SIGTERM or SIGHUP, and saved), `stopped` (another signal, or not saved) or `failed`."""
+        known = {0: "done", PreemptedError.exit_status: "preempted"}
+        known |= {128 + signum: "stopped" for signum in STOP_SIGNALS}
+        return known.get(self.exit_status, "failed")
+
     @classmethod
     def of(cls, failure: Failure) -> RunOutcome:
         return cls(exit_status=failure.exit_status, rank=failure.rank, reason=failure.line().partition("\n")[0])
 
     def write(self, run_dir: str | None) -> None:
-        """Writes `outcome.json`, if the folder exists."""
-        outcome = {"status": "failed" if self.exit_status else "done", **asdict(self)}
-        try:
-            if run_dir is not None:
-                _write(Path(run_dir) / "outcome.json", json.dumps(outcome, indent=2) + "\n")
-        except OSError:
-            return  # the run is over, and its error (such as a full disk) has been reported
+        """Writes `outcome.json`, if the folder exists. The outcome of a run that this start has not continued stays."""
+        path = Path(run_dir or ".") / "outcome.json"
+        if run_dir is None or (path.exists() and holds_run(path.parent)):
+            return
+        outcome = {"status": self.status, **asdict(self)}
+        with suppress(OSError):  # the run is over, and its error (such as a full disk) has been reported
+            _write(path, json.dumps(outcome, indent=2) + "\n")
 
 
 def check_compiler() -> None:
@@ -55,51 +78,92 @@ def check_compiler() -> None:
 
 
 @contextmanager
-def locked(run_dir: str | Path) -> Iterator[RunLock]:
+def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[RunLock]:
     """Makes the folder of a run where there is none, and holds its lock for a block. Raises RunLockedError where
     another run holds it, and ConfigError where the folder cannot be had."""
     try:
-        lock = RunLock(Path(run_dir))
+        lock = RunLock(Path(run_dir), is_restart=is_restart)
     except (OSError, ValueError) as error:
-        raise _cannot_be_written(run_dir, error) from error
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as run_dir=/tmp/run"
+        ) from error
     with lock:
         yield lock
 
 
-def has_earlier_run(recipe: Recipe) -> bool:
-    """True if `run_dir` holds a run that this one would set aside, because it resumes nothing."""
-    traces = (Path(recipe.run_dir or ".") / trace for trace in ("metrics.jsonl", "checkpoints"))
-    return recipe.checkpoint.resume == "none" and any(trace.exists() for trace in traces)
+def holds_run(run_dir: Path) -> bool:
+    """True if a run has left metrics or checkpoints in a folder."""
+    metrics = run_dir / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(run_dir.glob(f"checkpoints/{_STEP}"))
 
 
-def prepare_run_dir(recipe: Recipe, lock: RunLock) -> list[str]:
-    """Writes `config.yaml` into `run_dir`, which `lock` holds. Returns one line for each thing that the user should
-    know.
+def check_run_dir(recipe: Recipe) -> None:
+    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has written, or if it holds
+    another run than the one whose checkpoint `checkpoint.resume` names."""
+    run_dir, resume = Path(recipe.run_dir or "."), recipe.checkpoint.resume
+    if foreign := _foreign_file(run_dir):
+        raise ConfigError(
+            f"run_dir = {shown(str(run_dir))}: a run would overwrite the {foreign} there, which no run has written; "
+            "try a folder of its own, such as run_dir=runs/mine"
+        )
+    is_own = Path(resume).resolve().parent == (run_dir / "checkpoints").resolve()
+    if resume not in ("none", "auto") and holds_run(run_dir) and not is_own:
+        raise ConfigError(
+            f"checkpoint.resume = {resume}: is of another run than that in run_dir = {shown(str(run_dir))}; try a new "
+            "run_dir, or checkpoint.resume=auto to continue the run that is there"
+        )
 
-    A run that resumes nothing never mixes with an earlier one: the earlier folder is renamed to `<run_dir>.1` (or the
-    next free number). Raises ConfigError where the folder cannot be written.
-    """
-    assert recipe.run_dir is not None
-    run_dir = Path(recipe.run_dir)
-    notes = [lock.notice] if lock.notice else []
-    try:
-        if has_earlier_run(recipe):
+
+def _foreign_file(run_dir: Path) -> str | None:
+    """Returns the name of a file that a run would overwrite and that no run has written. A config.yaml without anything
+    else of a run is a recipe."""
+    there = [name for name in _MARKS if os.path.lexists(run_dir / name)]
+    ours = [name for name in there if _has_mark(run_dir / name, _MARKS[name])]
+    if "config.yaml" in ours and (len(there) > 1 or holds_run(run_dir)):
+        return None
+    return next((name for name in there if name == "config.yaml" or name not in ours), None)
+
+
+def _has_mark(path: Path, mark: bytes) -> bool:
+    """True if a file is empty, or has the mark near its beginning."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return not head or mark in head
+
+
+def begin_run(recipe: Recipe) -> list[str]:
+    """Makes `run_dir` the folder of this run, once nothing can refuse it any more: writes `config.yaml` and removes the
+    outcome of an earlier start. Returns lines for the user.
+
+    A run that resumes nothing never mixes with an earlier one, whose files move to `<run_dir>.1` (or the next free
+    number). Raises SaveError if the folder cannot be written."""
+    run_dir, notes = Path(recipe.run_dir or "."), []
+    with writing(run_dir):
+        if recipe.checkpoint.resume == "none" and holds_run(run_dir):
             named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir
             free = (named.with_name(f"{named.name}.{number}") for number in itertools.count(1))
             earlier = next(path for path in free if not path.exists())
-            lock.set_aside(earlier)
+            _move_run(run_dir, earlier)
             notes.append(f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "metrics.jsonl").touch()  # with it config.yaml counts as a run's
+        (run_dir / "outcome.json").unlink(missing_ok=True)
         _write(run_dir / "config.yaml", to_yaml(recipe))
-    except OSError as error:
-        raise _cannot_be_written(run_dir, error) from error
     return notes
 
 
-def _cannot_be_written(run_dir: str | Path, error: OSError | ValueError) -> ConfigError:
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return ConfigError(
-        f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as run_dir=/tmp/run"
-    )
+def _move_run(run_dir: Path, earlier: Path) -> None:
+    """Moves the files that a run writes, and no others."""
+    for path in [found for pattern in _RUN_FILES for found in run_dir.glob(pattern)]:
+        target = earlier / path.relative_to(run_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+        if path.parent != run_dir:
+            with suppress(OSError):  # it has files of others
+                path.parent.rmdir()
 
 
 def _write(path: Path, text: str) -> None:

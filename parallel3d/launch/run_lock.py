@@ -81,10 +81,13 @@ _TYPES = {key: type(each) for key, each in asdict(LockHolder(machine="", job="")
 
 class RunLock:
     """Holds the folder of a run for a block. Raises RunLockedError where another run holds it, and OSError where the
-    folder cannot be written. `notice` is a line for the user where a run that has gone had left its lock."""
+    folder cannot be written. `notice` is a line for the user where a run that has gone had left its lock. `is_restart`
+    says that a launcher has started its job again, which takes over its own lock at once. The id of the job alone does
+    not say so: two jobs may have the same."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._own, self.notice = folder, LockHolder(), ""
+    def __init__(self, folder: Path, *, is_restart: bool = False) -> None:
+        self._folder, self._own, self._is_restart = folder, LockHolder(), is_restart
+        self.notice = ""
         self._is_free, self._changes = threading.Event(), threading.Lock()
         self._is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,19 +108,11 @@ class RunLock:
             with suppress(OSError):  # it holds something by now
                 self._folder.rmdir()
 
-    def set_aside(self, earlier: Path) -> None:
-        """Renames the folder to `earlier`, and holds a new one in its place."""
-        with self._changes:
-            self._folder.rename(earlier)
-            left = self._fd
-            self._fd = self._take()
-            self._release(left)
-
     def _take(self) -> int:
         """Returns a descriptor of the folder, which is locked, and says in `run.lock` who holds it."""
         while True:
             self._folder.mkdir(exist_ok=True)
-            with suppress(FileNotFoundError):  # another run has just set the folder aside
+            with suppress(FileNotFoundError):  # another run has just ended, and removed the empty folder
                 fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     has_flock = _flock(fd)
@@ -145,7 +140,7 @@ class RunLock:
             silent_s = os.stat(own, dir_fd=folder).st_mtime - beat
             is_known = earlier is not None and earlier.run_id != self._own.run_id
             ended_here = earlier is not None and has_flock and earlier.machine == self._own.machine
-            same_job = earlier is not None and earlier.job == self._own.job != ""
+            same_job = self._is_restart and earlier is not None and earlier.job == self._own.job != ""
             if silent_s < _STALE_S and not (ended_here or same_job):
                 raise self._refused(earlier, beat)
             os.rename(own, LOCK_FILE, src_dir_fd=folder, dst_dir_fd=folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.checkpoint.start import find_start
-from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, tidy
+from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, take_back, tidy
 from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
 from parallel3d.config.flops import PeakOf, cost_of_fp32
 from parallel3d.config.recipe import Recipe
@@ -24,8 +25,10 @@ from parallel3d.data.mixture import drawn_by_source, training_windows, validatio
 from parallel3d.data.order import LeftOut
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import NotSavedInTimeError, printable, writing
+from parallel3d.launch.attempt import tell_begun
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
+from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
@@ -68,8 +71,7 @@ def run_worker(
         checkpoints = run_dir / "checkpoints"
         if speaks:
             with writing(checkpoints):
-                (run_dir if recipe.checkpoint.every is None else checkpoints).mkdir(parents=True, exist_ok=True)
-                tidy(checkpoints)
+                take_back(checkpoints)
         dist.barrier()
         saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
         start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
@@ -85,6 +87,14 @@ def run_worker(
         trainer.data_fingerprint = data_fingerprint(recipe.data, corpora)
         trainer.hooks += [WaitLessAfterTheFirstStep(train.timeout_s), CountForThePulse(pulse)]
         resumed = resume_from(trainer, saved, checkpoints)[1] if saved else start_from(trainer, start)
+        if speaks:  # nothing can refuse the run any more
+            for note in begin_run(recipe):
+                print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
+            with writing(checkpoints):
+                if recipe.checkpoint.every is not None:
+                    checkpoints.mkdir(exist_ok=True)
+                tidy(checkpoints)
+            tell_begun()
         # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
         signals = (
             nullcontext(StopRequest())
