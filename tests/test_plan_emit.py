@@ -219,6 +219,18 @@ def test_torchrun_is_told_how_the_nodes_meet(gpus: int, meets: str, capsys: Said
     assert done.stdout.endswith("--nproc-per-node 8 -m parallel3d.recipes.pretrain plan.yaml checkpoint.resume=auto\n")
 
 
+def test_two_jobs_of_one_script_have_different_rendezvous_ids(capsys: Said) -> None:
+    """By an equal id one would join the other."""
+    assert plan.main(shlex.split(f"{SMALL} --gpus 16 --emit-recipe plan.yaml --emit-launch torchrun")) == 0
+    fake("torchrun", 'echo "$*"')
+    found = set()
+    for job in ({"JOB_ID": "a"}, {"JOB_ID": "b"}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}):
+        command = ["bash", "launch.sh"]
+        said = subprocess.run(command, env=with_fakes(HEAD="node-1", **job), capture_output=True, text=True).stdout
+        found.add(said.partition("--rdzv-id ")[2].split()[0])
+    assert len(found) == 4
+
+
 def test_a_recipe_has_what_differs_from_the_defaults_and_in_full_every_key(capsys: Said) -> None:
     short = emit(f"{SMALL} --tokens 300B", capsys)
     text = Path("plan.yaml").read_text()

@@ -180,7 +180,8 @@ class Launcher:
     def _rendezvous(self, name: str, port: int) -> str:
         if self.nodes == 1:
             return "--standalone"
-        return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {name}'
+        job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'  # each job has its own, as far as the launcher knows it
+        return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'
 
     def _check(self, values: Mapping[str, str]) -> Iterator[str]:
         """Yields the lines that check the nodes. What they find broken ends the script, and names the node."""
