@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+import parallel3d
 from parallel3d.checkpoint.integrity import damaged_extents, find_damage, share_of
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
@@ -181,9 +182,7 @@ def forged(folder: Path, old: str, new: str) -> None:
         ('"step": 1', '"step": "1"', "progress.step is 1, not of the type <class 'int'>"),
         ('"shape": [0, 3]', f'"shape": [0, {10**30}]', "empty of the shape (0, 1000"),
         ('"step": 1, ', "", "has no key step"),
-        ('"step": 1', '"stop": 1', "unknown key stop"),
         ('"torch": "0"', f'"torch": {"[" * 200_000}', "recursion"),
-        ('"files"', '"folders"', "unknown key folders"),
     ],
 )
 def test_a_forged_manifest_is_refused_though_its_checksum_is_right(
@@ -219,17 +218,30 @@ def test_a_manifest_larger_than_any_is_not_parsed(saved: Path, monkeypatch: pyte
         read_manifest(saved)
 
 
-def test_another_format_is_refused_in_one_line_and_is_no_damage(saved: Path, tmp_path: Path) -> None:
-    forged(saved, f'"format": {FORMAT}', '"format": 999')
-    former = tmp_path / "former"
-    former.mkdir()
-    (former / FORMER_FILE).touch()
-    for folder, words in ((saved, "is of format 999"), (former, "is of a form before format 1")):
-        with pytest.raises(
-            CheckpointError, match=rf"^\S+: {words}; this parallel3d reads format {FORMAT} alone$"
-        ) as told:
-            read_manifest(folder)
-        assert not isinstance(told.value, DamagedCheckpointError)
+@pytest.mark.parametrize(
+    ("old", "new", "refusal"),
+    [
+        (f'"format": {FORMAT}', '"format": 999', f"is of format 999, and not of format {FORMAT}"),
+        ('"step": 1', '"step": 1, "stop": 1', "progress has an unknown key stop"),
+        ('"files"', '"folders"', "has an unknown key folders"),
+    ],
+)
+def test_a_manifest_of_another_version_is_refused_with_that_version_and_is_no_damage(
+    saved: Path, old: str, new: str, refusal: str
+) -> None:
+    forged(saved, old, new)
+    with pytest.raises(CheckpointError) as told:
+        read_manifest(saved)
+    versions = f"parallel3d 0 has written it, and this is {parallel3d.__version__}: use that version or a newer one"
+    assert str(told.value) == f"{saved / MANIFEST_FILE}: {refusal}; {versions}"
+    assert not isinstance(told.value, DamagedCheckpointError)
+
+
+def test_the_form_before_format_1_is_refused_and_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / FORMER_FILE).touch()
+    with pytest.raises(CheckpointError, match=r"^\S+: is of a form before format 1; this parallel3d reads") as told:
+        read_manifest(tmp_path)
+    assert not isinstance(told.value, DamagedCheckpointError)
 
 
 def test_a_checksum_of_a_file_that_was_edited_with_it_is_still_one(saved: Path) -> None:

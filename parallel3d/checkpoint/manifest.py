@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from parallel3d import __version__
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.spikes import SpikeHistory
@@ -131,6 +132,10 @@ def in_line(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
+class _UnknownKeyError(ValueError):
+    """A manifest says something that this version does not know."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     format: int
@@ -180,8 +185,8 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint alone; parallel3d.checkpoint.integrity compares the files with it. Raises
-    DamagedCheckpointError where it is not what was saved, and CheckpointError where the checkpoint is of another
-    format."""
+    DamagedCheckpointError where it is not what was saved, and CheckpointError where another version has written the
+    checkpoint: in another format, or with keys that this version does not know."""
     path = folder / MANIFEST_FILE
     try:
         if not path.exists() and (folder / FORMER_FILE).exists():
@@ -202,12 +207,14 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(tree, dict) or not isinstance(tree.get("format"), int):
             raise ValueError("has no format number")
         if tree["format"] != FORMAT:
-            raise CheckpointError(
-                f"{folder}: is of format {tree['format']}; this parallel3d reads format {FORMAT} alone"
-            )
+            raise _UnknownKeyError(f" is of format {tree['format']}, and not of format {FORMAT}")
         del tree["crc32"]
         manifest: Manifest = _as(Manifest, tree)
         _check(manifest)
+    except _UnknownKeyError as error:
+        versions = f"parallel3d {in_line(str(tree.get('parallel3d')))} has written it, and this is {__version__}"
+        words = in_line(str(error).lstrip(". "))
+        raise CheckpointError(f"{path}: {words}; {versions}: use that version or a newer one") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = f"cannot be read: {error}" if isinstance(error, OSError | RecursionError) else str(error).lstrip(". ")
         raise Damage(MANIFEST_FILE, reason).error(folder) from error
@@ -250,13 +257,15 @@ def _as(kind: Any, value: Any) -> Any:
     else:
         kinds, required = _fields(cast(type, kind))
         for name in (*(value.keys() - kinds.keys()), *(required - value.keys())):
-            raise ValueError(f" has {'no' if name in required else 'an unknown'} key {name}")
+            if name in required:
+                raise ValueError(f" has no key {name}")
+            raise _UnknownKeyError(f" has an unknown key {name}")
     found = {}
     for name, item in value.items():
         try:
             found[name] = _as(kinds[name], item)
         except ValueError as error:
-            raise ValueError(f".{name}{error}") from None
+            raise type(error)(f".{name}{error}") from None
     return found if origin is dict else cast(type, kind)(**found)
 
 
