@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,15 +23,21 @@ from torch import Tensor
 from parallel3d.checkpoint.hugging_face import TensorOfTheirs, tensors_of_theirs
 from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
 from parallel3d.checkpoint.reader import read_box
+from parallel3d.checkpoint.start import CONFIG_JSON
 from parallel3d.checkpoint.store import sync_folder
 from parallel3d.checkpoint.writer import save_file
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer
+from parallel3d.data.tokenizers import TOKENIZER_FILES
 from parallel3d.errors import CheckpointError, ConfigError, DataError, SaveError, writing
 
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SPARE_BYTES = 16 << 20  # for what is not a tensor: headers, the index, a tokenizer
+# The files of an export, by which an earlier one is known. A config.json of transformers has one of the two keys.
+_FILES = (CONFIG_JSON, "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES)
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_IN_OUR_CONFIG = ('"dtype"', '"torch_dtype"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +87,10 @@ def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> 
     Raises ConfigError where no family of transformers has the model or `to` is not free, CheckpointError for a
     checkpoint that cannot be read or is of another model, and SaveError where the folder cannot be written."""
     _check_free(checkpoint, to, overwrite)
+    to = to.resolve()
     manifest = read_manifest(checkpoint)
     tensors = _planned(checkpoint, manifest, form)
-    partial, replaced = (to.with_name(f"{to.name}.{kind}") for kind in ("partial", "replaced"))
+    partial, replaced = _beside(to)
     try:
         with writing(to):
             shutil.rmtree(partial, ignore_errors=True)
@@ -111,15 +119,35 @@ def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> 
 
 
 def _check_free(checkpoint: Path, to: Path, overwrite: bool) -> None:
-    """Raises ConfigError unless an export may be put at `to`."""
-    if to.resolve().is_relative_to(checkpoint.resolve()):
+    """Raises ConfigError unless an export may be put at `to`, with which nothing is lost but an earlier export."""
+    place = to.resolve()
+    if place.is_relative_to(checkpoint.resolve()):
         raise ConfigError(f"DIR = {to}: lies in the checkpoint, which would then count as damaged; try another folder")
-    if not to.exists() or (to.is_dir() and not any(to.iterdir())):
-        return
-    if not overwrite:
+    if Path.cwd().is_relative_to(place):
+        raise ConfigError(f"DIR = {to}: the current folder is in it and cannot be replaced; try a new folder")
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
         raise ConfigError(f"DIR = {to}: is there already; try another folder, or --overwrite")
-    if not (to / "config.json").is_file():
-        raise ConfigError(f"DIR = {to}: is no exported model, and is not deleted for one; try another folder")
+    for folder in (place, *_beside(place)):
+        if foreign := _foreign_file(folder):
+            raise ConfigError(f"DIR = {to}: {foreign} is not of an exported model, and is kept; try another folder")
+
+
+def _beside(to: Path) -> tuple[Path, Path]:
+    """Returns where an export is written, and where an earlier one is moved, before it takes its place at `to`."""
+    return to.with_name(f"{to.name}.partial"), to.with_name(f"{to.name}.replaced")
+
+
+def _foreign_file(folder: Path) -> Path | None:
+    """Returns what is at `folder`, or in it, and was not written by an export."""
+    if not folder.is_dir():
+        return folder if folder.exists() else None
+    for path in folder.iterdir():
+        is_ours = path.name in _FILES or _WEIGHTS.fullmatch(path.name) is not None
+        if path.name == CONFIG_JSON and path.is_file():
+            is_ours = all(key in path.read_text(errors="replace") for key in _IN_OUR_CONFIG)
+        if not is_ours or not path.is_file() or path.is_symlink():
+            return path
+    return None
 
 
 def _planned(checkpoint: Path, manifest: Manifest, form: ExportForm) -> list[ExportedTensor]:
@@ -184,7 +212,7 @@ def _write_others(folder: Path, tensors: list[ExportedTensor], form: ExportForm)
     dtype, eos = tensors[0].dtype, form.end_of_text
     config = to_hugging_face(form.model, seq_len=form.seq_len, dtype=dtype, end_of_text=eos)
     trees: dict[str, Any] = {
-        "config.json": config,
+        CONFIG_JSON: config,
         "generation_config.json": {} if eos is None else {"eos_token_id": eos},
     }
     files = _files(tensors, form.largest_file_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,6 @@ from parallel3d.config.rules import validate
 from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
-from parallel3d.launch.run_dir import locked, prepare_run_dir
 from parallel3d.tools.checkpoint.command import main
 from tests.test_finished_run import place
 
@@ -46,8 +46,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, saved after step 2 and after the last one."""
     folder = tmp_path_factory.mktemp("exported") / "run"
     recipe = replace(RECIPE, run_dir=str(folder))
-    with locked(Path(recipe.run_dir or "")) as lock:
-        prepare_run_dir(recipe, lock)
     recipes.work(recipe, place(folder.parent))
     return folder
 
@@ -76,8 +74,6 @@ def test_a_run_exports_its_last_checkpoint_and_the_command_writes_the_same(
 def test_a_run_exports_every_checkpoint(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig(every=2, keep=1, export="all")
     recipe = replace(RECIPE, run_dir=str(tmp_path / "run"), checkpoint=checkpoint)
-    with locked(Path(recipe.run_dir or "")) as lock:
-        prepare_run_dir(recipe, lock)
     recipes.work(recipe, place(tmp_path))
     assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == ["step_00000002", "step_00000003"]
 
@@ -156,11 +152,51 @@ def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said)
     assert weights(there)["model.norm.weight"].dtype == torch.bfloat16
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter").touch()
-    assert "is no exported model, and is not deleted" in answer(str(tmp_path / "thesis"), "--overwrite")
+    assert f"{tmp_path}/thesis/chapter is not of an exported" in answer(str(tmp_path / "thesis"), "--overwrite")
     assert "lies in the checkpoint" in answer(str(checkpoint / "out"))
     (tmp_path / "file").touch()
     assert "cannot be written: " in answer(str(tmp_path / "file/out"))
+    assert "file is not of an exported model" in answer(str(tmp_path / "file"), "--overwrite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there", "thesis"]
+
+
+def test_overwrite_replaces_an_earlier_export_and_no_folder_with_files_of_others(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
+    assert main(["export", str(checkpoint), str(there)]) == 0
+    (there / "results.csv").write_text("dear")  # what a user has put next to the model
+    project = tmp_path / "project"
+    shutil.copytree(checkpoint, project / "step_00000002")
+    (project / "config.json").write_text("{}")
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    for name in ("config.json", "model.safetensors"):  # with names of an export, and not written by one
+        (downloaded / name).write_text('{"model_type": "llama", "dtype": "float32"}')
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "dear").touch()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for source, to, named in (
+        (checkpoint, there, there / "results.csv"),
+        (project / "step_00000002", project, project / "step_00000002"),
+        (checkpoint, downloaded, downloaded / "config.json"),
+        (checkpoint, tmp_path / "out", tmp_path / "out.partial/dear"),
+    ):
+        assert main(["export", str(source), str(to), "--overwrite"]) == 2
+        said = capsys.readouterr().err
+        assert str(named) in said or f"{project}/config.json" in said
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for to in (".", "..", "/"):
+        assert main(["export", str(checkpoint), to, "--overwrite"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: DIR = {to}: the current folder is in it")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (there / "results.csv").unlink()
+    (tmp_path / "link").symlink_to(there)
+    assert main(["export", str(checkpoint), str(tmp_path / "link"), "--overwrite", "--dtype", "bf16"]) == 0
+    assert (tmp_path / "link").is_symlink() and weights(there)["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:

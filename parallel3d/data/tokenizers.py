@@ -139,17 +139,17 @@ class JsonTokenizer:
         cannot be read."""
         files = _tokenizer_config(self.library.id_to_token(self.end_of_text) or "")
         try:
-            beside = (self.path.with_name(name) for name in _BESIDE)
+            beside = (self.path.with_name(name) for name in TOKENIZER_FILES[1:])
             files |= {path.name: path.read_bytes() for path in beside if path.is_file()}
             return files | {"tokenizer.json": self.path.read_bytes()}
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
-# What published tokenizers have beside their tokenizer.json, which readers of the slower form need.
-_BESIDE = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja"),
+# A tokenizer.json, and what published tokenizers have next to it, which readers of the slower form need.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 
 
