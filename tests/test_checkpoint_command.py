@@ -21,6 +21,7 @@ from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.layers.parameter import named_specs
 from parallel3d.models.llama import Llama
 from parallel3d.tools.checkpoint.command import main
+from tests.test_manifest import forged
 from tests.test_start import RECIPE, run
 
 Said = pytest.CaptureFixture[str]
@@ -186,6 +187,14 @@ def test_import_names_what_a_recipe_cannot_say(
     assert not (tmp_path / "recipe.yaml").exists()
 
 
+def test_import_does_not_overwrite_a_file_of_the_model(tmp_path: Path, capsys: Said) -> None:
+    write_pretrained(MODEL, tmp_path)
+    config = (tmp_path / "config.json").read_bytes()
+    assert main(["import", str(tmp_path), "-o", str(tmp_path / "config.json")]) == 2
+    assert "config.json: is a file of the model in DIR" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_bytes() == config
+
+
 def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Said) -> None:
     write_pretrained(MODEL, tmp_path, num_hidden_layers=3, vocab_size=301)
     assert main(["import", str(tmp_path)]) == 65
@@ -223,3 +232,27 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     assert max(tuned[0], imported[0]) < before[0] - 1.0, "the first loss is that of trained weights"
     for said in ("1 whole of 1", "step 40, ", "step_00000040: every byte is what was saved"):
         assert said in done.stdout
+
+
+def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_older_one_is_taken(
+    run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    newest = run_dir / "checkpoints/step_00000004"
+    (newest / "manifest.json").unlink()
+    assert main(["verify", str(run_dir)]) == 65
+    assert f"{newest}: 1 damaged\n  manifest.json: cannot be read" in capsys.readouterr().out
+    note = f"step 2: {newest} is incomplete (no manifest.json)"
+    assert main(["inspect", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == note
+    assert main(["export", str(run_dir), str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [note]
+    shutil.rmtree(newest)
+    newest.mkdir()
+    assert main(["verify", str(run_dir)]) == 65
+
+
+def test_ls_calls_a_checkpoint_of_another_version_unknown_and_not_damaged(run_dir: Path, capsys: Said) -> None:
+    forged(run_dir / "checkpoints/step_00000004", '"files"', '"folders"')
+    assert main(["ls", str(run_dir), "--json"]) == 0
+    older, newer = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (older["state"], newer["state"]) == ("whole", "unknown")

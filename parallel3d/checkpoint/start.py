@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallel3d.checkpoint.store import is_checkpoint, list_checkpoints
+from parallel3d.checkpoint.store import find_checkpoints, is_checkpoint
 from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.yaml_text import shown
@@ -30,7 +30,7 @@ def find_start(start_from: str | None) -> list[Path]:
     path = Path(start_from)
     if is_checkpoint(path) or is_pretrained(path):
         return [path]
-    if found := (list_checkpoints(path / "checkpoints") or list_checkpoints(path))[::-1]:
+    if found := find_checkpoints("auto", path / "checkpoints") or find_checkpoints("auto", path):
         return found
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     words = "has no whole checkpoint" if is_run else "is no checkpoint" if path.exists() else "there is no such folder"

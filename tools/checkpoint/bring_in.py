@@ -19,6 +19,8 @@ def import_from(folder: Path, to: Path | None) -> Reply:
     each thing, where `folder` has a model that a recipe cannot say, and CheckpointError where its tensors are not those
     of its config.json."""
     path = folder / CONFIG_JSON
+    if to is not None and to.exists() and to.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"-o {to}: is a file of the model in DIR; try another file")
     if not is_pretrained(folder):
         words = "has no safetensors (pickles are not read)" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"DIR = {folder}: {words}; try a folder with config.json and model.safetensors")

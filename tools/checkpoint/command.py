@@ -9,7 +9,7 @@ from pathlib import Path
 
 import parallel3d
 from parallel3d.checkpoint.manifest import MANIFEST_FILE
-from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.checkpoint.store import list_checkpoints, step_folders, step_of
 from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, memory_bytes
 from parallel3d.tools.reply import Reply, exit_status
@@ -39,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(arguments, _run)
 
 
-def find_checkpoint(text: str) -> Path:
-    """Returns the checkpoint that CKPT means. Raises ConfigError where there is none."""
+def find_checkpoint(text: str) -> tuple[Path, list[str]]:
+    """Returns the checkpoint that CKPT means, and a line for each newer one of the run that is passed over. Raises
+    ConfigError where there is none."""
     path = Path(text)
     if (path / MANIFEST_FILE).is_file():
-        return path
+        return path, []
     if found := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
-        return found[-1]
+        newer = [each for each in step_folders(found[-1].parent) if step_of(each) > step_of(found[-1])]
+        return found[-1], [f"step {step_of(found[-1])}: {each} is incomplete (no {MANIFEST_FILE})" for each in newer]
     words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
     raise ConfigError(f"CKPT = {text}: {words}; try a .../step_00000100 folder, or the folder of a run that has saved")
 
@@ -103,9 +105,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 def _export(options: argparse.Namespace) -> Reply:
     from parallel3d.tools.checkpoint.export import export_from
 
+    checkpoint, notes = find_checkpoint(options.checkpoint)
     return export_from(
-        find_checkpoint(options.checkpoint),
+        checkpoint,
         options.to,
+        notes=notes,
         dtype=options.dtype,
         largest_file_bytes=int(options.max_shard_size),
         overwrite=options.overwrite,
@@ -139,7 +143,7 @@ def _list(options: argparse.Namespace) -> Reply:
 def _inspect(options: argparse.Namespace) -> Reply:
     from parallel3d.tools.checkpoint.contents import inspect
 
-    return inspect(find_checkpoint(options.path))
+    return inspect(*find_checkpoint(options.path))
 
 
 def _verify(options: argparse.Namespace) -> Reply:

@@ -13,10 +13,10 @@ from typing import Literal
 from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.integrity import find_damage, missing_files
 from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
-from parallel3d.checkpoint.store import list_checkpoints
+from parallel3d.checkpoint.store import step_folders
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
-from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from parallel3d.tools.reply import Reply
 
 _DAMAGED = CheckpointError.exit_status
@@ -39,7 +39,7 @@ class Listed:
     path: str
     bytes: int
     saved: str | None
-    state: Literal["whole", "damaged", "aside"]
+    state: Literal["whole", "damaged", "unknown", "aside"]  # unknown: another version has written it
     reason: str | None = None  # why it is not whole
     val_loss: float | None = None
     best: bool = False  # no other has a lower loss
@@ -80,16 +80,17 @@ def _listed(path: Path, name: re.Match[str]) -> Listed:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return replace(row, state="damaged", reason=str(error).removeprefix(str(path)).lstrip("/: "))
+        state: Literal["damaged", "unknown"] = "damaged" if isinstance(error, DamagedCheckpointError) else "unknown"
+        return replace(row, state=state, reason=str(error).removeprefix(str(path)).lstrip("/: "))
     damage = next(missing_files(path, manifest), None)
     if damage is not None:
         return replace(row, state="damaged", reason=f"{damage.file}: {damage.reason}")
     return replace(row, val_loss=manifest.progress.val_loss)
 
 
-def inspect(checkpoint: Path) -> Reply:
-    """Says what a checkpoint holds: how far its run was, the layout that saved it, tensors and recipe. Raises
-    CheckpointError where its manifest cannot be read."""
+def inspect(checkpoint: Path, notes: list[str]) -> Reply:
+    """Says what a checkpoint holds: how far its run was, the layout that saved it, tensors and recipe, after `notes`.
+    Raises CheckpointError where its manifest cannot be read."""
     manifest = read_manifest(checkpoint)
     recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
     tensors = {name: {"dtype": each.dtype, "shape": list(each.shape)} for name, each in manifest.tensors.items()}
@@ -97,6 +98,7 @@ def inspect(checkpoint: Path) -> Reply:
     progress = manifest.progress
 
     def page() -> Iterator[str]:
+        yield from notes
         yield f"{checkpoint}: format {manifest.format}, parallel3d {manifest.parallel3d}, torch {manifest.torch}"
         yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
         yield f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
@@ -118,7 +120,13 @@ def inspect(checkpoint: Path) -> Reply:
         yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
 
     tree = {
-        **{"checkpoint": str(checkpoint), "saved": _saved(checkpoint), "bytes": total, "format": manifest.format},
+        **{
+            "checkpoint": str(checkpoint),
+            "notes": notes,
+            "saved": _saved(checkpoint),
+            "bytes": total,
+            "format": manifest.format,
+        },
         **{"parallel3d": manifest.parallel3d, "torch": manifest.torch, "progress": asdict(progress)},
         **{
             "files": {name: asdict(file) for name, file in manifest.files.items()},
@@ -132,9 +140,9 @@ def inspect(checkpoint: Path) -> Reply:
 def verify(path: Path) -> Reply:
     """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and its tensors. Raises
     ConfigError where there is no checkpoint."""
-    chosen = [path] if _STEP.fullmatch(path.name) else list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    chosen = [path] if _STEP.fullmatch(path.name) else step_folders(path / "checkpoints") or step_folders(path)
     if not path.is_dir() or not chosen:
-        words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
+        words = "has no checkpoint" if path.is_dir() else "there is no such folder"
         raise ConfigError(f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run")
     found = {checkpoint: [*find_damage(checkpoint)] for checkpoint in chosen}
 

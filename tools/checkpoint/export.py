@@ -16,9 +16,11 @@ from parallel3d.tools.reply import Reply
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
-def export_from(checkpoint: Path, to: Path, *, dtype: str | None, largest_file_bytes: int, overwrite: bool) -> Reply:
-    """Exports a checkpoint to the folder `to`, and says what is there. Raises DamagedCheckpointError, before anything
-    is written, where a byte of the checkpoint is not what was saved."""
+def export_from(
+    checkpoint: Path, to: Path, *, notes: list[str], dtype: str | None, largest_file_bytes: int, overwrite: bool
+) -> Reply:
+    """Exports a checkpoint to the folder `to`, and says what is there, with `notes`. Raises DamagedCheckpointError,
+    before anything is written, where a byte of the checkpoint is not what was saved."""
     for damage in find_damage(checkpoint):
         raise damage.error(checkpoint)
     form = ExportForm.of(load_recipe(checkpoint / CONFIG_FILE, cards=shape_cards()))
@@ -33,11 +35,12 @@ def export_from(checkpoint: Path, to: Path, *, dtype: str | None, largest_file_b
         "architecture": config["architectures"][0],
         "dtype": config["dtype"],
         "files": files,
-        "notes": form.notes,
+        "notes": [*notes, *form.notes],
     }
     page = [
         f"{checkpoint} is in {to}: {config['architectures'][0]}, {config['dtype']}",
         *(f"  {size:>15,}  {name}" for name, size in files.items()),
+        *notes,
         *form.notes,
     ]
     return Reply(page=lambda: page, tree=lambda: tree)
