@@ -65,6 +65,14 @@ def prints_on_both(recipe: Recipe, rendezvous: Rendezvous) -> None:
     print("a result")
 
 
+def exits_with_0(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    sys.exit(0)
+
+
+def ends_at_once_with_0(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    os._exit(0)
+
+
 def exits_with_75(recipe: Recipe, rendezvous: Rendezvous) -> None:
     sys.exit(75)
 

@@ -15,9 +15,11 @@ from typing import Any
 import launch_targets
 import pytest
 
+from parallel3d.config.recipe import ModelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, RankError, RendezvousError
 from parallel3d.launch.failure import Failure, is_lost_peer, root_cause
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.recipes.pretrain import run_rank
 
 PROGRAM = launch_targets.__file__
 
@@ -110,6 +112,25 @@ def test_ranks_that_stay_when_another_is_done_are_a_hang(tmp_path: Path) -> None
     assert done.returncode == 70
     assert "error: rank 1 (" in done.stderr
     assert "after rank 0 (" in done.stderr
+
+
+def test_a_worker_that_exits_early_with_status_0_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    causes = {"exits_with_0": "SystemExit: 0", "ends_at_once_with_0": "ended with status 0 before its work was done"}
+    for target, cause in causes.items():
+        done = launched(target, 1, tmp_path)
+        assert done.returncode == 70 and cause in done.stderr.splitlines()[0], done.stderr
+        assert outcome(tmp_path)["exit_status"] == 70
+
+
+def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_path: Path) -> None:
+    recipe = Recipe(
+        model=ModelConfig(layers=1, hidden=8, heads=2, ffn_hidden=8, vocab=16),
+        train=TrainConfig(steps=1, global_batch_size=1, seq_len=4),
+        run_dir=str(tmp_path),
+    )
+    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method="env://")
+    assert run_rank(lambda: sys.exit(0), recipe, where) == (70, False)
+    assert "SystemExit: 0" in outcome(tmp_path)["reason"]
 
 
 def test_a_status_that_a_worker_exits_with_is_passed_on(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Failure:
         if isinstance(error, Parallel3dError):
             message, exit_status = str(error), error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            exit_status = error.code
+            exit_status = error.code or exit_status  # a worker that exits has not done its work
         return cls(
             rank=rank,
             coordinates=coordinates,

@@ -136,14 +136,18 @@ class _Worker:
         self.process.join()
         self.ended_at = time.monotonic()
         exitcode = self.process.exitcode
-        try:
-            report: Failure | None = self._reports.recv() if self._reports.poll() else None
-        except (EOFError, OSError):
-            report = None
-        if report is not None or not exitcode:
+        report: Failure | None = None
+        is_done = False
+        with suppress(EOFError, OSError):
+            if self._reports.poll():
+                report = self._reports.recv()
+                is_done = report is None
+        if report is not None or (is_done and not exitcode):
             return report
         if exitcode == -signal.SIGKILL:
             message = f"was killed by SIGKILL{last_seen}; if nobody sent it, the host ran out of memory (see dmesg)"
+        elif not exitcode:
+            message = f"ended with status 0 before its work was done{last_seen}"
         elif exitcode < 0:
             message = f"was killed by {signal.Signals(-exitcode).name}{last_seen}"
         else:

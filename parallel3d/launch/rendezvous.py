@@ -163,7 +163,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous, pulse: Pulse | None = 
         ignore_stop_signals()
         _leave(watch)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if watch is None:
             raise
         ignore_stop_signals()  # a launcher sends them as soon as it sees a peer end, and this rank has not told why

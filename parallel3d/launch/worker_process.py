@@ -33,8 +33,9 @@ def run_worker_process(
     left: Sequence[str],
     beside_recipes: Sequence[str],
 ) -> None:
-    """The main function of a worker process: returns when the target ("module:function") has, and ends the process
-    where it raises. Sets the variables that torchrun would, and defaults that suit several workers on one host.
+    """The main function of a worker process: reports None and returns when the target ("module:function") has, and
+    reports a Failure and ends the process where it raises, also SystemExit. Sets the variables that torchrun would,
+    and defaults that suit several workers on one host.
 
     The signals that the launcher has `heard` end the worker until it catches them; SIGUSR1 does nothing until then. A
     terminal sends Ctrl-C to every process, so what the launcher ignores the worker ignores, too. The folders `left`
@@ -56,9 +57,8 @@ def run_worker_process(
         module, _, name = target.partition(":")
         with writing_output():
             getattr(import_module(module), name)(recipe, rendezvous, *arguments)
+        reports.send(None)  # it is done, and has not just ended
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return
         failure = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank)))
         reports.send(failure.with_record(recipe.run_dir))  # before any group is touched, which may never return
         end_process(failure.exit_status)
