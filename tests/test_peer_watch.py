@@ -68,3 +68,34 @@ def test_a_neighbour_whose_process_has_ended_is_named_without_a_roll(store: dist
     error = watch(store, 0, places).settle(lost_peer(0))
     assert "rank 1 (here, tp 1) ended without a word" in str(error)
     assert not store.check(["roll"])
+
+
+CUT_OFF = """
+import os, threading
+from parallel3d.launch import peer_watch
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure
+from parallel3d.watch.pulse import Pulse
+
+class Store:
+    is_cut = False
+    def check(self, keys):
+        if self.is_cut:
+            threading.Event().wait()  # a host without power neither answers nor refuses
+        return False
+    def set(self, key, value):
+        self.check([key])
+
+peer_watch.LOST_S, peer_watch.BEAT_S, store = 1.0, 0.02, Store()
+places = [Place(host="lost", pid=1), Place(host="here", pid=os.getpid())]
+watch = peer_watch.PeerWatch(lambda: store, 1, places, str, None, Pulse())
+store.is_cut = True
+watch.settle(Failure(rank=1, coordinates="c", message="Connection closed by peer", secondary=True))
+"""
+
+
+def test_a_rank_whose_neighbour_ends_while_the_store_is_cut_off_ends_as_well() -> None:
+    """The neighbour's end brings the main thread to ask a store that never answers, which must not stop the guard."""
+    done = subprocess.run([sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 70
+    assert "its host is cut off, and its ranks end" in done.stderr

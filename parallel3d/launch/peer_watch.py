@@ -70,7 +70,7 @@ class PeerWatch:
         self._watched = {each: f"{_BEAT}/{each}" for each in watched if each != rank}
         self._judge = Judge([f"{each.host} {each.pid_namespace}" for each in places], f"{own.host} {own.pid_namespace}")
         self._answered_at = time.monotonic()  # when the store last did
-        self._is_ending, self._is_closed = False, threading.Event()
+        self._is_closed, self._is_settled = threading.Event(), threading.Event()  # the ends of the two threads
         self._ending = threading.Lock()  # held to the end of the process by the thread that tells why it ends
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self._thread.start()
@@ -79,13 +79,15 @@ class PeerWatch:
     def close(self) -> None:
         """Stops watching. Every rank closes its watch before the first of them ends."""
         self._is_closed.set()
+        self._is_settled.set()
         self._thread.join()
         with suppress(RuntimeError):
             self._beat("done")
 
     def settle(self, failure: Failure) -> SettledError:
         """Tells the others of this rank's failure, unless another has told of one before. Returns what is to be raised
-        in the place of the error."""
+        in the place of the error. Until then the guard goes on: a store that is cut off answers this thread no more
+        than the other one, and the neighbours' ends may be what has brought it here."""
         self._is_closed.set()
         self._ending.acquire()
         # The loss of a peer has a cause, which that peer tells, or which is seen when its process has ended.
@@ -93,6 +95,7 @@ class PeerWatch:
         if failure.secondary and cause is None:  # it is stopped, or was alone on its host
             cause = self._call_the_roll()
         teller, first = cause or self._tell(failure)
+        self._is_settled.set()
         if teller == self._rank:
             return SettledError(failure if first.rank == self._rank else first, True)
         time.sleep(0.5)  # launchers blame the process that ends first
@@ -103,6 +106,7 @@ class PeerWatch:
         deadline, cause = time.monotonic() + seconds, None
         while cause is None and time.monotonic() < deadline:
             cause = self._look()
+            self._answered_at = time.monotonic()
             time.sleep(0.1)
         return cause
 
@@ -123,18 +127,17 @@ class PeerWatch:
         while not self._is_closed.wait(BEAT_S):
             cause = self._look() or self._judge_beats()
             self._answered_at = time.monotonic()
-            if cause is not None:
-                self._is_ending = True
-                # A process that is judged from outside tells nothing more of itself.
-                if not self._is_closed.wait(BEAT_S if cause[1].died else _GRACE_S):
-                    self._end(*cause)
+            # A process that is judged from outside tells nothing more of itself.
+            if cause is not None and not self._is_closed.wait(BEAT_S if cause[1].died else _GRACE_S):
+                self._ending.acquire()
+                self._end(*cause)
 
     def _guard(self) -> None:
         """Ends this rank where the store does not answer the other thread: the host is cut off from that of the store,
         and what this host would tell or save may not count. But where rank 0 has the store, is on this host and is
         stopped, that is told. A look that comes late means that the process was held."""
         looked_at = time.monotonic()
-        while not self._is_closed.wait(BEAT_S) and not self._is_ending:
+        while not self._is_settled.wait(BEAT_S):
             now = time.monotonic()
             if now - looked_at > LOST_S / 2:
                 self._answered_at = now
@@ -219,7 +222,7 @@ class PeerWatch:
 
     def _end(self, teller: int, cause: Failure) -> None:
         """Ends this process, after one that is stopped or held and would keep a launcher waiting for its end."""
-        self._ending.acquire()
+        self._is_settled.set()
         try:
             if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
                 with suppress(ProcessLookupError):
