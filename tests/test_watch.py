@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d.watch import pulse
-from parallel3d.watch.pulse import Beat, Pulse, beat_file, beating_into
+from parallel3d.watch.pulse import Beat, Pulse, beat_file, beating_into, look_at
 from parallel3d.watch.verdict import Judge, process_state
 
 STEP_S = 0.2
@@ -256,3 +257,16 @@ def test_a_look_that_fails_costs_no_beat_and_nobody_is_named_for_it(monkeypatch:
     judge = Judge(["a", "a"], "a")
     for second in range(60):
         assert judge.look({0: replace(unseen, count=second), 1: beat(second)}, {}, float(second)) is None
+
+
+def test_a_step_without_compile_is_not_seen_in_compilation() -> None:
+    """Eager code passes through wrappers of torch._dynamo, too."""
+    seen = []
+
+    def compiled(graph: torch.fx.GraphModule, examples: object) -> object:
+        seen.append(look_at(sys._getframe())[0])
+        return graph.forward
+
+    assert torch.compiler.disable(lambda: look_at(sys._getframe())[0])() == "other"
+    torch.compile(lambda x: x + 1, backend=compiled)(torch.zeros(1))
+    assert seen == ["compilation"]

@@ -47,7 +47,8 @@ _PHASES = (
     ("training/update.py", "optimizer"),
     ("train_step", "forward or backward"),
 )
-_COMPILING = ("/torch/_dynamo/", "/torch/_inductor/")
+# What is on the stack while torch compiles. Other files of both packages are there in eager steps, too.
+_COMPILING = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 
 
 @dataclass(frozen=True, kw_only=True)
