@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.host_memory import segment
 from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, layout, reserve
+from parallel3d.host_memory.segment import own_folder
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +75,43 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     incoming.close()
     with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
         outgoing.send(tag_of(0), [torch.zeros(1), torch.zeros(())])
+
+
+def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: Path) -> None:
+    reserve(tmp_path / "small")
+    incoming = Incoming(tmp_path / "small", 0)
+    fcntl.fcntl(incoming.headers, fcntl.F_SETPIPE_SZ, 4096)
+    outgoing, count = Outgoing(tmp_path / "small", 1), 500
+
+    def send() -> None:
+        for number in range(count):
+            outgoing.send(tag_of(number), [torch.tensor(float(number))])
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    sender.join(timeout=10)
+    assert not sender.is_alive() and outgoing.is_waiting
+    into = [torch.empty(())]
+    for number in range(count):
+        outgoing.flush()
+        header = incoming.poll()
+        assert header is not None and header.tag == tag_of(number)
+        incoming.read(header, into)
+        assert into[0].item() == number
+
+
+def test_folders_of_killed_ranks_are_removed_by_the_next_and_those_in_use_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "MEMORY_FOLDER", tmp_path)
+    left, new = tmp_path / "parallel3d-left", tmp_path / "parallel3d-new"
+    with own_folder("cpu") as held:
+        assert held is not None
+        for folder in (left, new):
+            folder.mkdir()
+            (folder / "memory").touch()
+        for folder in (left, held):
+            os.utime(folder, (0, 0))
+        with own_folder("cpu") as own:
+            assert set(tmp_path.iterdir()) == {held, new, own}
+    assert [*tmp_path.iterdir()] == [new]

@@ -10,6 +10,7 @@ sends, receives or waits.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 from collections import deque
@@ -26,8 +27,9 @@ from parallel3d.host_memory.segment import Segment
 RING_BYTES = 4 * 2**20
 LARGEST_BYTES = RING_BYTES // 4  # the most of a message; a larger one takes the backend, which copies meanwhile
 ALIGNMENT = 64  # bytes, of each tensor in a message
-_MOST_IN_RING = 1024  # messages: their headers fit into a pipe
+_MOST_IN_RING = 1024  # messages
 _HEADER = struct.Struct("<16sII")
+_HEADER_IN_PIPE_BYTES = 32  # no header lies in two of a pipe's pages
 _HEADERS, _CREDITS = "headers", "credits"
 
 
@@ -65,6 +67,9 @@ class Outgoing(Segment):
         super().__init__(folder)
         self.peer = peer
         self._headers = self.open_pipe(_HEADERS, os.O_WRONLY)
+        # A user with many pipes gets small ones, and a write into a full pipe would block.
+        room = fcntl.fcntl(self._headers, fcntl.F_GETPIPE_SZ) // _HEADER_IN_PIPE_BYTES
+        self._most_in_ring = min(_MOST_IN_RING, room)
         self.credits = self.open_pipe(_CREDITS, os.O_RDONLY | os.O_NONBLOCK)
         self._queue: deque[tuple[bytes, Sequence[Tensor]]] = deque()
         self._in_ring: deque[int] = deque()  # bytes that each message takes, in order
@@ -109,7 +114,7 @@ class Outgoing(Segment):
         if not self._in_ring:
             self._next = 0  # the same memory again and again, which the caches then hold
         start, taken = (self._next, size) if self._next + size <= RING_BYTES else (0, size + RING_BYTES - self._next)
-        if sum(self._in_ring) + taken > RING_BYTES or len(self._in_ring) >= _MOST_IN_RING:
+        if sum(self._in_ring) + taken > RING_BYTES or len(self._in_ring) >= self._most_in_ring:
             return None
         self._in_ring.append(taken)
         self._next = start + size
