@@ -126,6 +126,8 @@ class TrainingLoop:
         signum, wants_save, is_stopped = self.requests_heard(result)
         self.saver.step_done()
         is_last = step == train.steps or (is_stopped and not signum)
+        if is_last and step < train.steps:
+            self.trainer.end_early()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", step, result)
         profiled = self.profiler.end_after(step)

@@ -147,6 +147,12 @@ class Trainer:
         self.skipped_steps += result.is_skipped
         return result
 
+    def end_early(self) -> None:
+        """Makes the step that is done the run's last: replicas that train apart come together; every rank calls it."""
+        if self.local_sgd is not None:
+            self.local_sgd.merge(self.step)
+            self._publish()
+
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, where the parameters or optimizer states of ranks that must hold the same
         ones differ; every rank calls it. `when` begins the message."""

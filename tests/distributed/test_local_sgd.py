@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,20 @@ def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], flo
     dist.all_gather(everyone, tied)
     loss = trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(50))
     return loss, [torch.equal(tied, other) for other in everyone], counted, formula
+
+
+def parameters_after_an_early_end(steps: int) -> list[list[float]]:
+    """Returns this rank's parameters when a run of replicas has ended after `steps`, which its recipe does not say."""
+    recipe = make_recipe(TIED, ParallelConfig(dp_replicate=2, dp_shard=2), steps=STEPS)
+    trainer = make_trainer(replace(recipe, local_sgd=DILOCO))
+    train(trainer, steps)
+    trainer.end_early()
+    return [parameter.local.detach().flatten().tolist() for parameter in trainer.parameters]
+
+
+def test_replicas_of_a_run_that_a_callback_ends_early_come_together(world: Callable) -> None:
+    found = world(4).run(parameters_after_an_early_end, DILOCO.sync_every + 1)
+    assert found[:2] == found[2:]
 
 
 def test_a_run_ends_with_one_model_whose_tied_weights_are_equal_and_sends_what_the_formula_says(

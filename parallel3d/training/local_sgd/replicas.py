@@ -143,12 +143,17 @@ class LocalSgd:
         for fragment in self.schedule.due(step):
             if fragment in self._on_their_way:  # not so after a resume from another schedule
                 self._receive(fragment, step, self.config.kept)
-        if step == self.steps:  # all replicas come together, so that the run's result is the same on all of them
-            for fragment in self.settle():
-                self._receive(fragment, step, self.config.kept)
-            for fragment in sorted(set(range(self.config.fragments)) - self._same):
-                self._send(fragment)
-                self._receive(fragment, step, 0.0)
+        if step == self.steps:
+            self.merge(step)
+
+    def merge(self, step: int) -> None:
+        """Brings all replicas together after `step`, the run's last, so that its result is the same on all of them.
+        Raises NonFiniteError as `after_step` does."""
+        for fragment in self.settle():
+            self._receive(fragment, step, self.config.kept)
+        for fragment in sorted(set(range(self.config.fragments)) - self._same):
+            self._send(fragment)
+            self._receive(fragment, step, 0.0)
 
     @contextmanager
     def outer_parameters(self, publish: Callable[[], None]) -> Iterator[None]:
