@@ -125,7 +125,8 @@ class PipelineRuntime:
         self._set_batch(schedule, inputs, labels, sizes, keywords)
         schedule = schedule.first_of_each_kind(self.links.rank)
         rehearsal = Rehearsal(self.links, schedule, self._crossings, self._buffers)
-        execution = Execution(schedule, self.stages, rehearsal, inputs, labels, keywords, self.loss_fn, None)
+        loss_fn = self.loss_fn if schedule.trains or labels is not None else None
+        execution = Execution(schedule, self.stages, rehearsal, inputs, labels, keywords, loss_fn, None)
         modules = [stage.module for stage in self.stages.values()]
         kept = [{name: x.clone() for name, x in module.named_buffers()} for module in modules]
         plain = [stage.module for stage in self.stages.values() if stage.drop_gradients is None]
@@ -202,8 +203,9 @@ class PipelineRuntime:
     ) -> Execution:
         """An execution with its receives posted. Raises ValueError where the batch does not suit the schedule."""
         self._set_batch(schedule, inputs, labels, sizes, keywords)
-        kind_of_step = schedule.microbatches, *sorted((sizes or {}).items())
-        if self.warms_up and schedule.trains and kind_of_step not in self._warm:
+        kind_of_step = schedule.trains, schedule.microbatches, *sorted((sizes or {}).items())
+        is_cold = schedule.trains or not self._warm  # what training has loaded serves evaluations, too
+        if self.warms_up and is_cold and kind_of_step not in self._warm:
             self._warm.add(kind_of_step)
             self.warm_up(inputs, labels, sizes=sizes, keywords=keywords, schedule=schedule)
         transport = Transport(self.links, schedule, self._crossings, self._buffers)

@@ -27,6 +27,7 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     local_weights,
+    make_loader,
     make_recipe,
     make_trainer,
     train,
@@ -175,3 +176,22 @@ def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:
     layout = ParallelConfig(pp=4, microbatch_size=2)
     curves = world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
     assert curves == world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
+
+
+def evaluated_first(recipe: Recipe) -> tuple[list[float], list[int]]:
+    """Returns the loss of an evaluation before the first step, and the forwards of a stage, cold and warmed up."""
+    losses, forwards = [], []
+    for warms_up in (False, True):
+        trainer = make_trainer(recipe)
+        trainer.pipeline.warms_up = warms_up
+        calls: list[int] = []
+        trainer.stages[0].module.register_forward_pre_hook(lambda module, inputs, calls=calls: calls.append(1))
+        losses.append(trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
+        forwards.append(len(calls))
+    return losses, forwards
+
+
+def test_an_evaluation_before_the_first_step_is_warmed_up_and_has_the_same_loss(world: Callable) -> None:
+    for recipe in recipes()["four"][:4]:
+        for losses, (cold, warm) in world(4).run(evaluated_first, recipe):
+            assert losses[0] == losses[1] and warm > cold
