@@ -22,7 +22,15 @@ from parallel3d.config.named_class import BESIDE_RECIPES
 from parallel3d.config.ranges import any_of, is_within
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse, validate
-from parallel3d.config.yaml_text import COMMAND_LINE, Setting, dump_yaml, parse_value, read_settings, shown
+from parallel3d.config.yaml_text import (
+    COMMAND_LINE,
+    Setting,
+    dump_yaml,
+    is_text,
+    parse_value,
+    read_settings,
+    shown,
+)
 from parallel3d.errors import ConfigError
 
 # Values that people try and this version does not support -> the reason, and a value that would do.
@@ -323,6 +331,9 @@ def _assign(config: DictConfig, name: str, key: Key, setting: Setting) -> Iterat
     numbers = value if isinstance(value, list) else [value]
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         yield f"{setting}: must be {key.wanted}, and finite"
+        return
+    if not all(is_text(each) for each in numbers if isinstance(each, str)):
+        yield f"{setting}: must be text in UTF-8; try plain letters"
         return
     # OmegaConf would convert anything to text, and a number to true or false: their writer has mistaken the key.
     is_mistaken = (str in key.choices and not isinstance(value, str | None)) or (

@@ -8,7 +8,9 @@ this file what an optimizer reads, which layouts can step in the backward, and w
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from math import prod
@@ -210,6 +212,18 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
         yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus.txt"
     if data.source == "tokens" and not is_named:
         yield "<data.path>: <data.source> needs a folder with a tokens.json, or Megatron's PREFIX; try data.path=tokens"
+    for key, tries in _PATHS.items():
+        path = attrgetter(key)(recipe) or ""
+        try:
+            path.encode()
+            longest = max((len(os.fsencode(name)) for name in Path(path).parts), default=0)
+        except UnicodeEncodeError:
+            words = f"must be text in UTF-8, and in this locale's {sys.getfilesystemencoding()}"
+            yield f"<{key}>: {words}; try {tries}, or LC_ALL=C.UTF-8"
+            return
+        if "\0" in path or len(path) > _LONGEST_PATH or longest > _LONGEST_NAME:
+            yield f"<{key}>: can be no path, which has names of at most {_LONGEST_NAME} bytes; try {tries}"
+            return
     yield from _kept_errors(recipe)
     if not recipe.checkpoint.resume:
         yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
@@ -217,11 +231,6 @@ def run_errors(recipe: Recipe) -> Iterator[str]:
     yield from _export_errors(recipe)
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt = '': a sample continues some text; try train.sample_prompt='def '"
-    for key, tries in _PATHS.items():
-        path = attrgetter(key)(recipe) or ""
-        if "\0" in path or len(path) > _LONGEST_PATH or any(len(p.encode()) > _LONGEST_NAME for p in Path(path).parts):
-            yield f"<{key}>: can be no path, which has names of at most {_LONGEST_NAME} bytes; try {tries}"
-            return
     run_dir = recipe.run_dir
     if run_dir is not None and not run_dir.strip():
         yield "run_dir = '': must be a folder; try run_dir=runs/mine"

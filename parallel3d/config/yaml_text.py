@@ -109,6 +109,11 @@ def dump_yaml(tree: object) -> str:
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
+def is_text(value: str) -> bool:
+    """True if UTF-8 can hold a text. It cannot hold surrogates, as which Python reads bytes that are not UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def shown(value: object) -> str:
     """Returns a value as a person would type it, cut to a length that fits an error's line."""
     value = list(value) if isinstance(value, tuple) else value
