@@ -21,7 +21,6 @@ from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfi
 from parallel3d.errors import Parallel3dError
 from parallel3d.layers import loss as layers_loss
 from parallel3d.layers.parameter import ParameterSpec, normal
-from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.models import check_model, custom
 from parallel3d.pipeline.execution import StageError
 from parallel3d.tools.check_layout.compare import compare
@@ -32,21 +31,8 @@ from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import loss as training_loss
 from parallel3d.training import update
 
-CALL, CUT, INITIAL = training_loss.MeanLoss.__call__, parallelize.cut, parallelize.initial_part
-TOKEN_LOSSES, COMPLETE, FORWARD = layers_loss.token_losses, update.GradientSync.complete, VocabParallelHead.forward
-heads: list[VocabParallelHead] = []
-
-
-def input_of_head(self: VocabParallelHead, x: Tensor) -> Tensor:
-    heads[:] = [self]
-    return x if self.is_deferred else FORWARD(self, x)
-
-
-def head_last(self: training_loss.MeanLoss, output: Tensor, labels: Tensor) -> Tensor:
-    if not heads[0].is_deferred or self.is_plain:
-        return CALL(self, output, labels)
-    assert self.chunk_tokens is not None
-    return head_cross_entropy(output, labels, heads[0], chunk_tokens=self.chunk_tokens).sum() / self.tokens
+CUT, INITIAL = parallelize.cut, parallelize.initial_part
+TOKEN_LOSSES, COMPLETE = layers_loss.token_losses, update.GradientSync.complete
 
 
 def overwrite_all(*args: Any, overwrite_logits: bool) -> Tensor:
@@ -99,8 +85,7 @@ class Fault:
 OVERWRITE = (training_loss, "token_losses", overwrite_all)
 FAULTS = {
     "work after the head is done before it": Fault(
-        "SoftCap",
-        patches=((VocabParallelHead, "forward", input_of_head), (training_loss.MeanLoss, "__call__", head_last)),
+        "SoftCap", patches=((training_loss, "head_at_end", lambda model: model.head),)
     ),
     "the gradient of transposed logits is written into a copy": Fault(
         "SequenceFirst", patches=(OVERWRITE, (layers_loss._CrossEntropy, "backward", staticmethod(into_a_copy)))

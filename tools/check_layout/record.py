@@ -80,7 +80,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
             gradients.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
 
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
-        trainer.loss.defer_head(modules)
+        trainer.loss.use_head(modules)
         result = trainer.train_step(loader.batch(step), observe=keep if is_whole else None)
         return result.loss, result.grad_norm, collect(gradients)
 
