@@ -30,6 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def emit(arguments: str, capsys: Said) -> Recipe:
+    Path("plan.yaml").unlink(missing_ok=True)
     assert plan.main(shlex.split(f"{arguments} --emit-recipe plan.yaml")) == 0
     capsys.readouterr()
     return load_recipe(Path("plan.yaml"), cards=shape_cards())
@@ -249,3 +250,20 @@ def test_a_page_says_that_its_recipe_has_a_stand_in_for_data(tmp_path: Path, cap
     Path("own.yaml").write_text(own)
     assert plan.main(shlex.split("--model own.yaml --gpu cpu --emit-recipe again.yaml")) == 0
     assert "stand-in" not in capsys.readouterr().out + Path("again.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{TINY} --emit-recipe mine",
+        f"{TINY} --emit-recipe new.yaml --emit-launch slurm mine",
+        f"{TINY} --emit-recipe new.yaml --html mine",
+        f"{TINY} --emit-recipe . --emit-launch slurm",
+        "timeline --schedule 1f1b --pp 2 --microbatches 2 --csv new.csv --svg mine",
+    ],
+)
+def test_no_output_replaces_a_file_or_is_written_without_the_others(words: str, capsys: Said) -> None:
+    Path("mine").write_text("mine")
+    assert plan.main(shlex.split(words)) == 2
+    assert capsys.readouterr().err.startswith("error: --")
+    assert [path.read_text() for path in Path().iterdir()] == ["mine"]

@@ -62,8 +62,21 @@ def exit_status(arguments: Sequence[str] | None, run: Callable[[list[str]], int]
         return _INTERRUPTED
 
 
+def check_free(option: str, path: Path | None) -> None:
+    """Raises ConfigError if the path that `option` gave is not free for a new file. A device or a pipe is."""
+    if path is None:
+        return
+    if path.is_file():
+        raise ConfigError(f"{option} {path}: is there already; delete it, or try another path")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written (Is a directory); try another path")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written (No such file or directory); try another path")
+
+
 def write_output(option: str, path: Path, text: str) -> None:
-    """Writes `text` to the path that `option` gave. Raises ConfigError where the path cannot be written."""
+    """Writes `text` to a new file at the path that `option` gave. Raises ConfigError if it cannot be written."""
+    check_free(option, path)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.tools.reply import Reply, write_output
+from parallel3d.tools.reply import Reply, check_free, write_output
 
 _PATIENCE_S = 1800.0  # timeout of a collective: under a launcher the others wait for rank 0
 
@@ -34,6 +34,8 @@ def answer(options: argparse.Namespace) -> Reply:
         print(f"{options.output}: there already, checked as it is (--again measures anew)", file=sys.stderr)
         text = options.output.read_text()
     else:
+        if not options.again:
+            check_free("-o", options.output)
         if rendezvous is not None:
             measured = _under_launcher(rendezvous, options)
             if rendezvous.rank > 0:
@@ -47,6 +49,8 @@ def answer(options: argparse.Namespace) -> Reply:
         if options.output is None:
             print(text, end="", flush=True)
         else:
+            if options.again:
+                options.output.unlink(missing_ok=True)
             write_output("-o", options.output, text)
             used = f"parallel3d-plan --hardware {options.output} --gpus N ..."
             print(f"wrote {options.output}; use it: {used}", file=sys.stderr)

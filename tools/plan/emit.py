@@ -22,7 +22,7 @@ from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.inputs import ParsedQuestion
-from parallel3d.tools.reply import write_output
+from parallel3d.tools.reply import check_free, write_output
 
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36
@@ -32,6 +32,8 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     """Returns where a launcher is written: as the user said, or beside the recipe. Raises ConfigError for what can be
     refused before the search is made."""
     outputs, file = [options.emit_recipe, options.html], None
+    check_free("--emit-recipe", options.emit_recipe)
+    check_free("--html", options.html)
     if options.full and options.emit_recipe is None:
         raise ConfigError("--full: writes a recipe with every key; add --emit-recipe plan.yaml")
     if options.emit_launch is not None:
@@ -45,6 +47,7 @@ def launch_file(options: argparse.Namespace) -> Path | None:
         file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
         outputs.append(file)
     named = [path.resolve() for path in outputs if path is not None]
+    check_free("--emit-launch", file)
     for number, path in enumerate(named):
         if path in named[:number]:
             raise ConfigError(f"{path.name}: named for two outputs, and the one would replace the other; rename one")

@@ -55,6 +55,8 @@ def answer(options: argparse.Namespace) -> Reply:
     }
     if options.record is not None:
         figures = accuracy_of(file, *(read(leave_out=kind) for kind in ("source", "device")))
+        if options.record.resolve() == RECORDED.resolve():
+            RECORDED.unlink()  # the figures that these replace
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
 
     def tree() -> Any:

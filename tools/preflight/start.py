@@ -21,6 +21,7 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.recipes.pretrain import run_rank
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.preflight.options import CheckOptions
+from parallel3d.tools.reply import check_free
 
 
 def check_cluster(recipe: Recipe, options: CheckOptions) -> int:
@@ -60,5 +61,6 @@ def _refuse(options: CheckOptions) -> None:
         raise ConfigError(f"--emit-hardware {path}: must end in .yaml, by which --hardware tells a file; try mine.yaml")
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"--emit-hardware {path}: there is no folder {path.parent}; try {path.name}")
+    check_free("--emit-hardware", path)
     if options.hardware is not None:
         load_cluster(options.hardware, [HARDWARE])

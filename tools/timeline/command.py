@@ -19,7 +19,7 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
-from parallel3d.tools.reply import Reply, write_output
+from parallel3d.tools.reply import Reply, check_free, write_output
 
 _MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes
 _WIDTH_WHERE_PIPED = 200
@@ -28,6 +28,8 @@ _FORWARD_ONLY = "forward_only"
 
 def answer(options: argparse.Namespace) -> Reply:
     """Simulates the schedule, and writes the files that were asked for."""
+    for option in ("csv", "svg", "trace"):
+        check_free(f"--{option}", vars(options)[option])
     try:
         schedule = _load(options) if options.schedule_file else _build(options)
     except ScheduleError as error:  # the user's numbers or file, not a run that failed
