@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,3 +246,18 @@ def test_common_names_of_devices_are_known() -> None:
     assert file_of("H100") == file_of("h100-sxm") == file_of("NVIDIA H100 SXM") == "h100-80gb"
     assert {file_of(name) for name in ("a100", "v100", "4090")} <= set(device_files())
     assert find_cluster("A100-40GB").device.memory_bytes < find_cluster("a100").device.memory_bytes
+
+
+def test_a_hardware_file_nested_without_end_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("device: " + "[" * 200_000)
+    command = [sys.executable, "-m", "parallel3d.tools.plan", "hardware", str(tmp_path / "deep.yaml")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+def test_a_hardware_file_that_grows_by_references_is_refused(tmp_path: Path, capsys: Said) -> None:
+    pairs = zip("abcdefgh", "bcdefghi", strict=True)
+    lines = [f"    {below}: &{below} [{', '.join([f'*{above}'] * 9)}]" for above, below in pairs]
+    text = "\n".join(["device:", "  peak_tflops:", "    a: &a [x, x]", *lines])
+    (tmp_path / "grows.yaml").write_text(text)
+    assert plan.main(["hardware", str(tmp_path / "grows.yaml")]) == 2
+    assert "refers to another part of it" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
 from parallel3d.planner.hardware.units import GIB
@@ -31,6 +32,9 @@ _NUMBERS: dict[str, dict[str, tuple[str, float]]] = {
     "node": {"gpus": ("gpus_per_node", 1), **_LINK},
     "network": {**_LINK, "oversubscription": ("oversubscription", 1.0), "whole_nodes": ("whole_nodes", 1)},
 }
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LARGEST_BYTES = 4 << 20
+_DEEPEST = 20  # levels of a hardware file, with what `calibrate` has measured
 _WHOLE = ("processors", "gpus", "whole_nodes")
 _OPTIONAL = ("kernel_s", "launch_s", "price_per_hour", "oversubscription", "whole_nodes")
 _DEVICE_KEYS = ("name", "family", "cuda_names", "peak_tflops", "attention_tflops", "price_from")  # beside its numbers
@@ -147,7 +151,7 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
         device_file = path.parent / device if is_file else _path(device, [*folders, path.parent])
         below = _load(device_file)
         if isinstance(below.get("device"), str):
-            raise ConfigError(f"hardware {path}: device = {device}: is a cluster's file; name a device's")
+            raise ConfigError(f"hardware {path}: device = {shown(device)}: is a cluster's file; name a device's")
         price = {key: tree.get(key) for key in _PRICE_KEYS}
         links = {section: {**below.get(section, {}), **tree.get(section, {})} for section in ("node", "network")}
         tree = {"device": {**below.get("device", {}), **price}, **links}
@@ -176,7 +180,9 @@ def _path(name: str, folders: list[Path]) -> Path:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        text = read_short(path, "a hardware file has some kB", _LARGEST_BYTES).decode()
+        _check_nesting(text)
+        tree = yaml.load(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as problem:
         line = "" if problem.problem_mark is None else f":{problem.problem_mark.line + 1}"
         raise ConfigError(f"hardware {path}{line}: not valid YAML: {problem.problem}") from problem
@@ -195,12 +201,25 @@ def _load(path: Path) -> Mapping[str, Any]:
     return tree
 
 
+def _check_nesting(text: str) -> None:
+    """Raises ValueError for YAML that would need stack or memory without bound: deep nesting ends the process in
+    libyaml, and references make a short text a large tree."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+            raise ValueError("it is nested too deep, or refers to another part of it")
+
+
 def _check_keys(given: Iterable[str], keys: tuple[str, ...], where: str) -> None:
     for key in given:
         if key not in keys:
             near = get_close_matches(str(key), keys, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(keys)}"
-            raise ConfigError(f"{where}{key}: unknown key; {advice}")
+            raise ConfigError(f"{where}{shown(key)}: unknown key; {advice}")
 
 
 def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
@@ -215,11 +234,13 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
         own, rates = tree["device"], {}
         for key in ("peak_tflops", "attention_tflops"):
             if not isinstance(own[key], Mapping):
-                raise ValueError(f"{key} = {own[key]}: must hold a number for each name, such as {{bf16: 989.4}}")
+                raise ValueError(
+                    f"{key} = {shown(own[key])}: must hold a number for each name, such as {{bf16: 989.4}}"
+                )
             said = {f"{key}.{each}": value for each, value in own[key].items()}
             rates[key] = {each: 1e12 * _number(said, f"{key}.{each}") for each in own[key]}
         if not isinstance(names := own.get("cuda_names", []), list):
-            raise ValueError(f"cuda_names = {names}: must be a list, such as [NVIDIA H100 PCIe]")
+            raise ValueError(f"cuda_names = {shown(names)}: must be a list, such as [NVIDIA H100 PCIe]")
         if sorted(rates["attention_tflops"]) != ["backward", "forward"]:
             there = ", ".join(rates["attention_tflops"])
             raise ValueError(f"attention_tflops: has {there}, and must have forward and backward")
@@ -274,9 +295,9 @@ def _number(tree: Mapping[str, Any], key: str) -> float:
     try:
         number = float(tree[key])
     except (TypeError, ValueError):
-        raise ValueError(f"{key} = {tree[key]}: must be a number") from None
+        raise ValueError(f"{key} = {shown(tree[key])}: must be a number") from None
     if key in _WHOLE and (isinstance(tree[key], bool) or number % 1):
-        raise ValueError(f"{key} = {tree[key]}: must be a whole number")
+        raise ValueError(f"{key} = {shown(tree[key])}: must be a whole number")
     return int(number) if key in _WHOLE else number
 
 
