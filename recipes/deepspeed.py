@@ -13,6 +13,7 @@ from parallel3d.config.yaml_text import dump_yaml, shown
 from parallel3d.errors import ConfigError
 
 _OFF = (False, None, 0, "none", "null", "")
+_LONGEST_KEY = 200
 _AUTO = "auto"  # which transformers' Trainer replaces by what its own arguments say
 _FIXED_BY_TORCH = "torch's fully_shard decides it; parallel.prefetch says how many blocks are gathered ahead"
 _BUCKETS = "has a default of its own here; parallel.bucket_mib is the key"
@@ -167,7 +168,11 @@ class Translation:
 def from_deepspeed(path: Path) -> Translation:
     """Translates a DeepSpeed configuration. Raises ConfigError for a file that cannot be read as JSON, and for a
     word where a number must be."""
-    return _Translator(dict(_flat(read_config_json(path))), str(path)).translate()
+    config = dict(_flat(read_config_json(path)))
+    for key in config:
+        if len(key) > _LONGEST_KEY or not key.isprintable():
+            raise ConfigError(f"{path}: {shown(key)}: no key of DeepSpeed has such a name; delete it")
+    return _Translator(config, str(path)).translate()
 
 
 class _Translator:
@@ -336,7 +341,7 @@ class _Translator:
         if name is None:
             done.open.append("optimizer.schedule: the program that reads the file makes its own")
             return
-        if name not in _SCHEDULES:
+        if str(name) not in _SCHEDULES:
             hint = "; parallel3d-train range-test is that run" * (name == "LRRangeTest")
             done.refused.append(f"scheduler.type = {shown(name)}: optimizer.schedule has nothing like it{hint}")
             self._rest("scheduler.params.", "see scheduler.type")
@@ -462,6 +467,8 @@ class _Translator:
 
     def _set(self, name: str, value: Any, key: str, said: Any) -> None:
         """Sets a key of the recipe from `said`, or where nothing is said (None) from DeepSpeed's default."""
+        if isinstance(value, list) and any(isinstance(each, list | dict) for each in value):
+            raise ConfigError(f"{self._file}: {key} = {shown(value)}: must be a value or a flat list of values")
         self._done.keys[name] = value
         self._tell(key, said, f"{name}={shown(value)}")
 

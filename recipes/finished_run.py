@@ -115,7 +115,7 @@ def replay(options: argparse.Namespace) -> int:
     file = folder / "metrics.jsonl"
     if not file.exists():
         raise ConfigError(f"{folder}: has no metrics.jsonl; nothing was trained there")
-    *whole, _cut_off = file.read_text().split("\n")
+    *whole, _cut_off = file.read_text(errors="replace").split("\n")
     with locked(folder):
         run.id_file(options.sink).unlink(missing_ok=True)  # a new run, which later lines go to as well
         try:

@@ -259,3 +259,10 @@ def test_the_file_of_the_page_becomes_what_the_page_prints(tmp_path: Path, capsy
     written = [line for line in printed.out.splitlines() if not line.startswith("# ")]
     assert yaml.safe_load("\n".join(written)) == yaml.safe_load(recipe)
     assert printed.err.split("refused:")[1].split(" = ")[0].strip() == "zero_optimization.offload_optimizer.device"
+
+
+@pytest.mark.parametrize("broken", [{"scheduler": {"type": ["cosine"]}}, {"steps_per_print": [[[1]]]}, {"\x1b[2J": 1}])
+def test_a_broken_configuration_is_refused_in_words(broken: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(broken))
+    assert main(["--from-deepspeed", str(tmp_path / "ds.json")]) == 2
+    assert "\x1b" not in capsys.readouterr().err

@@ -151,3 +151,10 @@ def test_a_users_mistake_is_one_line_and_status_2(
         message = message.replace(name, path)
     assert said.out == "" and said.err.startswith("error: ") and message in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_replay_of_metrics_that_are_not_utf8_ends_in_words(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    assert pretrain.main(["replay", str(tmp_path), "tensorboard"]) == 73
+    assert capsys.readouterr().err.startswith("error: tensorboard: ")
