@@ -656,3 +656,11 @@ def test_check_shows_letters_that_an_ascii_stdout_lacks_as_escapes(tmp_path: Pat
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "caf\\xe9" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_a_megatron_prefix_that_is_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words\n")
+    (tmp_path / "out").mkdir()
+    words = ["tokenize", str(tmp_path / "text.txt"), "--format", "megatron", "--workers", "1"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]

@@ -58,7 +58,7 @@ def tokenize(job: TokenizeJob, say: Callable[[str], None]) -> None:
     partial = job.out.with_name(f"{job.out.name}.partial")
     goals = [job.out]
     if job.megatron:
-        goals = [job.out.with_name(f"{job.out.name}.{suffix}") for suffix in ("idx", TOKENIZER_JSON, "bin")]
+        goals += [job.out.with_name(f"{job.out.name}.{suffix}") for suffix in ("idx", TOKENIZER_JSON, "bin")]
     settings = _settings(job, files)
     try:
         for goal in goals:
