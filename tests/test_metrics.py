@@ -290,3 +290,10 @@ def test_a_stopwatch_forgets_what_it_has_told() -> None:
     seconds, blocks = watch.read()
     assert seconds > 0.0 and blocks == 1
     assert watch.read() == (0.0, 0)
+
+
+def test_rewriting_the_metrics_leaves_the_file_of_another_program_next_to_them(tmp_path: Path) -> None:
+    other = tmp_path / ".metrics.jsonl.partial"
+    other.write_text("mine")
+    MetricsFile(tmp_path / "metrics.jsonl", resumed_step=0)
+    assert other.read_text() == "mine"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import resource
 import shutil
 import sys
@@ -102,7 +103,7 @@ class MetricsFile:
             self.note = (
                 f"{path}: line {bad} is no line of metrics; the file is kept as {aside}, without such lines here"
             )
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.{os.getpid()}")  # no name that somebody else's file may have
         with writing(path):
             partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
             partial.replace(path)
