@@ -261,3 +261,12 @@ def test_a_hardware_file_that_grows_by_references_is_refused(tmp_path: Path, cap
     (tmp_path / "grows.yaml").write_text(text)
     assert plan.main(["hardware", str(tmp_path / "grows.yaml")]) == 2
     assert "refers to another part of it" in capsys.readouterr().err
+
+
+def test_numbers_that_no_float_holds_are_refused_in_files(tmp_path: Path, capsys: Said) -> None:
+    huge = "1" + "0" * 400
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA).replace("500000.0", huge))
+    (tmp_path / "h.yaml").write_text(f"device: {{memory_gib: {huge}}}")
+    assert plan.main(["models", str(tmp_path / "config.json")]) == 2
+    assert plan.main(["hardware", str(tmp_path / "h.yaml")]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

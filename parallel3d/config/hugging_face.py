@@ -50,10 +50,13 @@ _CLASSES = {  # of transformers, by `model_type`
 }
 
 
+_MOST_DIGITS = 300
+
+
 def read_config_json(path: Path) -> dict[str, Any]:
     """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as one."""
     try:
-        config = json.loads(read_short(path, "a config.json is a short JSON file"))
+        config = json.loads(read_short(path, "a config.json is a short JSON file"), parse_int=_whole)
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a config.json") from problem
     except (ValueError, RecursionError) as problem:
@@ -69,6 +72,13 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
         raise ConfigError(f"{path}: tie_word_embeddings = {shown(json.dumps(tied))}: must be true or false")
     return config
+
+
+def _whole(digits: str) -> int:
+    """Reads a whole number. Raises ValueError for one that no float holds."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
 
 
 def from_hugging_face(path: Path) -> ModelConfig:

@@ -94,7 +94,8 @@ class TokensJson:
                     raise ValueError("it is larger than that of any data set")
                 found = json.load(file)
             if found["format"] != FORMAT:
-                raise DataError(f"{path}: format {found['format']}, this version reads {FORMAT}; write the folder anew")
+                said = shown(found["format"])
+                raise DataError(f"{path}: format {said}, this version reads {FORMAT}; write the folder anew")
             for part in ("train", "validation"):
                 found[part] = tuple(_record(Shard, shard) for shard in found[part])
             if found["tokenizer"] is not None:

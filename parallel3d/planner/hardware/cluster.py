@@ -294,7 +294,7 @@ def cluster_tree(cluster: Cluster) -> dict[str, Any]:
 def _number(tree: Mapping[str, Any], key: str) -> float:
     try:
         number = float(tree[key])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{key} = {shown(tree[key])}: must be a number") from None
     if key in _WHOLE and (isinstance(tree[key], bool) or number % 1):
         raise ValueError(f"{key} = {shown(tree[key])}: must be a whole number")
