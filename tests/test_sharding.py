@@ -129,6 +129,14 @@ def test_a_tied_parameter_is_in_one_unit() -> None:
     assert len(joined[1].modules) == 2
 
 
+def test_blocks_that_share_a_module_are_one_unit() -> None:
+    model = Tree()
+    model.blocks[2][1] = model.blocks[0][1]
+    joined = units_of(model)
+    assert [unit.numel for unit in joined] == [88, 2 * 76 - 36, 76]
+    assert joined[1].modules == (model.blocks[0], model.blocks[2])
+
+
 def test_a_tuple_of_patterns_is_one_unit_wherever_its_modules_are() -> None:
     model = Tree()
     assert sizes(model, [("embed", "head"), "blocks.*"]) == [88, 76, 76, 76]

@@ -70,15 +70,17 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     chosen = list(_chosen(model, wrap))
     tuples = [each for each in wrap if isinstance(each, tuple)] if isinstance(wrap, Sequence) else []
     joined = [{chosen.index(module) for module in _chosen(model, each)} for each in tuples]
-    owner = {id(module): -1 for module in model.modules()}  # the innermost unit of each module; -1: none
-    for index, unit in enumerate(chosen):  # an outer one comes first, and those in it take their modules from it
-        owner |= {id(module): index for module in unit.modules()}
+    index_of = {id(module): index for index, module in enumerate(chosen)}
+    innermost: dict[str, int] = {}  # the unit around each place of the model; -1: none
     uses: dict[int, list[ParameterUse]] = {}
     holders: dict[int, set[int]] = {}  # the units that hold each parameter
-    for module in model.modules():
+    for place, module in model.named_modules(remove_duplicate=False):  # blocks may share a module
+        around = innermost.get(place.rpartition(".")[0], -1)
+        innermost[place] = index_of.get(id(module), around)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append(ParameterUse(module, attribute))
-            holders.setdefault(id(parameter), set()).add(owner[id(module)])
+            use, others = ParameterUse(module, attribute), uses.setdefault(id(parameter), [])
+            others += [] if use in others else [use]
+            holders.setdefault(id(parameter), set()).add(innermost[place])
     merged = {index: index for index in range(-1, len(chosen))}  # the first of the units that go together
     for together in (*joined, *holders.values()):
         found = {merged[index] for index in together}
