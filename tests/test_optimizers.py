@@ -20,7 +20,7 @@ from parallel3d.optimizers.rounding import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.optimizers.step_bytes import assign_by_cost
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
-from parallel3d.torch_private import TorchDispatchMode, tree_iter
+from parallel3d.torch_private import TorchDispatchMode, norms, tree_iter
 
 SHAPES = [(24, 40), (40, 24), (7,)]
 
@@ -216,3 +216,11 @@ def test_the_defaults_are_each_optimizers_own() -> None:
     assert OptimizerConfig(name="sgd").resolved.momentum == 0.9
     assert OptimizerConfig(name="sgd", momentum=0.0).resolved.momentum == 0.0
     assert OptimizerConfig().resolved == OptimizerConfig()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_large_gradient_does_not_lose_small_squares(dtype: torch.dtype) -> None:
+    """torch adds up the squares of a tensor on the CPU one after the other, and was off by 9e-5 here."""
+    gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).to(dtype)
+    (norm,) = norms([gradient], torch.float32)
+    assert norm.dtype == torch.float32 and norm.item() == pytest.approx(gradient.double().norm().item(), rel=1e-6)
