@@ -17,6 +17,7 @@ reference and the comparison:
 | `training_cases.py` | a trainer of a recipe: its curve of losses and norms | `plain_curve` | `assert_follows` |
 | `layer_cases.py` | a layer over tp: its output and gradients | a function of the global weights | `check_all` |
 | `pipeline_cases.py` | the runtime with stages of plain torch | the stages in one process | `Pipeline.check_step` |
+| `fuzz_cases.py` | random recipes | plain torch, or one process | `assert_follow` |
 | `local_sgd_cases.py` | replicas that train apart | `PlainDiloco` | `assert_follows` |
 
 `tests/distributed/test_training.py` is the shortest to read first. A module whose jobs import something heavy names it
