@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-STATUSES = (0, 2, 3, 65, 69, 70, 71, 73)  # of the commands' --help, without those of signals
+STATUSES = (0, 2, 3, 65, 69, 70, 71, 73)  # the exit statuses in --help, except those of signals
 _PATIENCE_S = 300  # a command that takes longer hangs
 _LONGEST_LINE, _LONGEST_ANSWER = 2_000, 20_000  # characters that a refusal may have
 
