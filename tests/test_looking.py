@@ -15,7 +15,6 @@ from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.writer import save_file
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import DataConfig
-from parallel3d.launch.run_dir import locked, prepare_run_dir
 from tests.test_finished_run import RECIPE, place
 
 # Names that torch and its libraries try to import, names that Python itself would take from a current folder, and the
@@ -59,8 +58,6 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data=DataConfig(source="text", path=str(stranger / "text.txt"), validation_fraction=0.5),
         run_dir=str(stranger / "run"),
     )
-    with locked(stranger / "run") as lock:
-        prepare_run_dir(recipe, lock)
     recipes.work(recipe, place(tmp_path))
     named = replace(recipe, train=replace(recipe.train, callbacks=("watcher:Watch",)), run_dir=None)
     (stranger / "named.yaml").write_text(to_yaml(named))
