@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.linear import RowParallelLinear
-from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, normal, ones
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Placement, normal, ones
 from parallel3d.models.llama import Llama
 
 CAP = 0.3
@@ -106,7 +106,8 @@ class Unused(Llama):
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
-        self.layers["0"].spare = RowParallelLinear(config.hidden, config.hidden, tp=tp)
+        placement = Placement(Placement.of(tp).tp, device=settings.get("device"))
+        self.layers["0"].spare = RowParallelLinear(config.hidden, config.hidden, tp=placement)
 
 
 class TwoStarts(Llama):
