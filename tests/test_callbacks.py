@@ -139,6 +139,10 @@ def test_a_method_that_no_run_calls_is_refused(tmp_path: Path, monkeypatch: pyte
         callback_classes(Recipe(model=MODEL, train=replace(TRAIN, callbacks=("misnamed:Mine",))))
 
 
+def test_a_class_among_the_attributes_of_a_callback_is_not_taken_for_a_method() -> None:
+    assert type("Mine", (Callback,), {"Encoder": dict}).Encoder is dict  # type: ignore[attr-defined]
+
+
 def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE, read_manifest
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError, writing
+from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
-_STEP = f"step_{'[0-9]' * 8}*"  # other programs have step_5.partial
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -96,7 +96,7 @@ def commit(partial: Path, final: Path) -> None:
 
 def take_back(folder: Path) -> None:
     """Gives the checkpoints that were replaced their names again if their successors are not in place."""
-    for replaced in sorted(folder.glob(f"{_STEP}.replaced")):
+    for replaced in sorted(folder.glob(f"{STEP_FOLDERS}.replaced")):
         final = replaced.with_suffix("")
         if is_whole(final):
             continue
@@ -110,7 +110,7 @@ def tidy(folder: Path) -> None:
     and what is half written or half deleted. No save may be under way."""
     take_back(folder)
     for ending in ("replaced", "partial", "dropped"):
-        for path in folder.glob(f"{_STEP}.{ending}"):
+        for path in folder.glob(f"{STEP_FOLDERS}.{ending}"):
             shutil.rmtree(path)
 
 

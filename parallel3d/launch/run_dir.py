@@ -21,10 +21,16 @@ from parallel3d.launch.failure import Failure
 from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.signals import STOP_SIGNALS
 
-_STEP = f"step_{'[0-9]' * 8}*"
+STEP_FOLDERS = f"step_{'[0-9]' * 8}*"  # the names of checkpoints; other programs have step_5.partial
 # The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml may be another's.
 _RUN_FILES = (
-    *(f"checkpoints/{_STEP}", f"export/{_STEP}", "profile/rank_*", "timeline_step_*.json", "range_test.json"),
+    *(
+        f"checkpoints/{STEP_FOLDERS}",
+        f"export/{STEP_FOLDERS}",
+        "profile/rank_*",
+        "timeline_step_*.json",
+        "range_test.json",
+    ),
     *("nccl_flight_record_rank_*", "tensorboard/events.out.tfevents.*", "wandb.id", "mlflow.id"),
     *("outcome.json", "config.yaml", "metrics.jsonl*"),
 )
@@ -95,7 +101,7 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[RunLock
 def holds_run(run_dir: Path) -> bool:
     """True if a run has left metrics or checkpoints in a folder."""
     metrics = run_dir / "metrics.jsonl"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any(run_dir.glob(f"checkpoints/{_STEP}"))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(run_dir.glob(f"checkpoints/{STEP_FOLDERS}"))
 
 
 def check_run_dir(recipe: Recipe) -> None:

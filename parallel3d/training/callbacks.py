@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from parallel3d.config.named_class import named_class
@@ -51,7 +52,7 @@ class Callback:
         super().__init_subclass__()
         known = [name for name in vars(Callback) if not name.startswith("_")]
         for name, value in vars(cls).items():
-            if callable(value) and not name.startswith("_") and name not in known:
+            if isinstance(value, FunctionType) and not name.startswith("_") and name not in known:
                 raise ConfigError(
                     f"callback {cls.__name__}.{name}: a run does not call this method; it calls {', '.join(known)}; "
                     f"try one of them, or _{name} for a helper"
